@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
-import msgspec
 
 from edgekit._ort import Level
 from edgekit.cli import options
-from edgekit.cli.declare import From, Option, as_command
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.options import split_names
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
-from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
+from edgekit.convert.context import ContextOptions
 from edgekit.convert.equality import Equality
 from edgekit.convert.levels import LevelModel
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
@@ -28,7 +27,7 @@ from edgekit.quantize.weight_only.convert import (
     WeightForm,
     WeightOnlyOptions,
 )
-from edgekit.recipe import Data, Recipe
+from edgekit.recipe import Recipe
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target
 
@@ -50,92 +49,28 @@ class _RoundingChoice(click.Choice[BlockRounding]):
         return super().convert(value, param, ctx)
 
 
-class _Files(msgspec.Struct, frozen=True, kw_only=True):
-    """Which files are written where no target says which."""
-
-    style: Annotated[str | None, Option("Default: both.", type=click.Choice(sorted(_STYLES)))]
-    levels: Annotated[
-        tuple[str, ...],
-        Option(
-            "Default: all. With --onnx, several: the optimized model of each.",
-            words="--level",
-            type=click.Choice([level.value for level in Level]),
-        ),
-    ]
-    cpu: Annotated[Cpu | None, Option("The CPU whose kernels the file is for. Default: arm.")]
-    with_onnx: Annotated[bool, Option("Write the ONNX model too; with --level, the optimized one.", words="--onnx")]
-
-
-def _choose_context(
-    socs: Annotated[str | None, Option("Qualcomm SoCs, all in one QNN context; for --target qnn.", "43,69", "--soc")],
-    archs: Annotated[str | None, Option("Or: Hexagon versions, all in one QNN context.", "73,79", "--htp-arch")],
-    embedded: Annotated[bool, Option("Put the QNN context inside the ONNX file.", words="--embed-context")],
-) -> ContextOptions:
-    return ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded)
-
-
-def _choose_coreml(
-    mlpackage: Annotated[bool, Option("Write what Core ML would load too; for --target coreml.")],
-    cache: Annotated[bool, Option("Write the Core ML provider's cache, for an app to ship.")],
-) -> CoreMlOptions:
-    return CoreMlOptions(packages=mlpackage, cache=cache)
-
-
-def _choose_fusion(
-    fuse: Annotated[
-        str | None, Option("Fuse patterns into ONNX Runtime's own operators.", type=click.Choice(["transformer"]))
-    ],
-    model_type: Annotated[str | None, Option("The family of the transformer. Default: bert.", "NAME")],
-    heads: Annotated[int, Option("Its attention heads. Default: found out.", "N", default=0)],
-    hidden_size: Annotated[int, Option("Its hidden size. Default: found out.", "N", default=0)],
-) -> FuseOptions | None:
-    if fuse is None and (model_type or heads or hidden_size):
-        raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
-    return FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size) if fuse else None
-
-
-def _choose_weights(
-    weights: Annotated[
-        WeightForm | None, Option("Make weights smaller; activations stay float.", type=click.Choice(WEIGHT_FORMS))
-    ],
-    keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
-    block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
-    rounding: Annotated[
-        BlockRounding | None,
-        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(BLOCK_ROUNDINGS)),
-    ],
-    accuracy: Annotated[
-        int | None, Option("The accuracy_level of MatMulNBits; 4 multiplies in int8.", "0-4", "--accuracy-level")
-    ],
-    lpbq: Annotated[bool, Option("Write int4 scales in the form that Qualcomm's HTP supports (LPBQ).")],
-) -> WeightOnlyOptions | None:
-    if weights is None:
-        if keep or block or rounding or lpbq or accuracy is not None:
-            raise UsageError(
-                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
-                hint="add --weights int8",
-            )
-        return None
-    return WeightOnlyOptions(
-        form=weights,
-        kept=split_names(keep),
-        block=block or 32,
-        accuracy_level=accuracy or 0,
-        rounding=rounding or "nearest",
-        lpbq=lpbq,
-    )
-
-
-def _choose_inputs(
-    data: Annotated[
-        str | None,
-        Option("Inputs to compare each file with its source on, and for --rounding comq. Default: random.", "DATA"),
-    ],
-    preprocess: options.PreprocessFile,
-) -> Data | None:
-    if data is None and preprocess is not None:
-        raise UsageError("--preprocess says how to read --data", hint="add --data FOLDER")
-    return None if data is None else options.read_data(data, preprocess)
+# Options that mean something beside another one alone, which that is, why, and what to add.
+_NEEDS = (
+    (
+        ("--model-type", "--heads", "--hidden-size"),
+        "--fuse",
+        "--model-type, --heads and --hidden-size say how to fuse",
+        "add --fuse transformer",
+    ),
+    (
+        ("--keep", "--block", "--rounding", "--lpbq", "--accuracy-level"),
+        "--weights",
+        "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
+        "add --weights int8",
+    ),
+    (("--preprocess",), "--data", "--preprocess says how to read --data", "add --data FOLDER"),
+    (
+        ("--soc", "--htp-arch", "--embed-context"),
+        "--target",
+        "--soc, --htp-arch and --embed-context are for a QNN context",
+        "add --target qnn",
+    ),
+)
 
 
 @as_command
@@ -150,14 +85,48 @@ def convert_command(
     settings: options.Settings,
     dims: options.Dims,
     freeze: options.Freeze,
-    files: Annotated[_Files, From(_Files)],
-    context: Annotated[ContextOptions, From(_choose_context)],
-    coreml: Annotated[CoreMlOptions, From(_choose_coreml)],
-    fusion: Annotated[FuseOptions | None, From(_choose_fusion)],
-    weights: Annotated[WeightOnlyOptions | None, From(_choose_weights)],
+    style: Annotated[str | None, Option("Default: both.", type=click.Choice(sorted(_STYLES)))],
+    levels: Annotated[
+        tuple[str, ...],
+        Option(
+            "Default: all. With --onnx, several: the optimized model of each.",
+            words="--level",
+            type=click.Choice([level.value for level in Level]),
+        ),
+    ],
+    cpu: Annotated[Cpu | None, Option("The CPU whose kernels the file is for. Default: arm.")],
+    with_onnx: Annotated[bool, Option("Write the ONNX model too; with --level, the optimized one.", words="--onnx")],
+    socs: Annotated[str | None, Option("Qualcomm SoCs, all in one QNN context; for --target qnn.", "43,69", "--soc")],
+    archs: Annotated[str | None, Option("Or: Hexagon versions, all in one QNN context.", "73,79", "--htp-arch")],
+    embedded: Annotated[bool, Option("Put the QNN context inside the ONNX file.", words="--embed-context")],
+    mlpackage: Annotated[bool, Option("Write what Core ML would load too; for --target coreml.")],
+    cache: Annotated[bool, Option("Write the Core ML provider's cache, for an app to ship.")],
+    fuse: Annotated[
+        str | None, Option("Fuse patterns into ONNX Runtime's own operators.", type=click.Choice(["transformer"]))
+    ],
+    model_type: Annotated[str | None, Option("The family of the transformer. Default: bert.", "NAME")],
+    heads: Annotated[int, Option("Its attention heads. Default: found out.", "N", default=0)],
+    hidden_size: Annotated[int, Option("Its hidden size. Default: found out.", "N", default=0)],
+    weights: Annotated[
+        WeightForm | None, Option("Make weights smaller; activations stay float.", type=click.Choice(WEIGHT_FORMS))
+    ],
+    keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
+    block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
+    rounding: Annotated[
+        BlockRounding | None,
+        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(BLOCK_ROUNDINGS)),
+    ],
+    accuracy: Annotated[
+        int | None, Option("The accuracy_level of MatMulNBits; 4 multiplies in int8.", "0-4", "--accuracy-level")
+    ],
+    lpbq: Annotated[bool, Option("Write int4 scales in the form that Qualcomm's HTP supports (LPBQ).")],
     qoperator: Annotated[bool, Option("Write QLinear operators in place of Q and DQ nodes.")],
     custom_ops: options.CustomOps,
-    data: Annotated[Data | None, From(_choose_inputs)],
+    data: Annotated[
+        str | None,
+        Option("Inputs to compare each file with its source on, and for --rounding comq. Default: random.", "DATA"),
+    ],
+    preprocess: options.PreprocessFile,
     runtime: Annotated[
         str,
         Option(
@@ -182,33 +151,13 @@ def convert_command(
       edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
-    if target is None and context != DEFAULT_CONTEXT:
-        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
-    if coreml != CoreMlOptions() and target != "coreml":
+    given = options.list_given()
+    for idle, needed, said, hint in _NEEDS:
+        if given & {*idle} and needed not in given:
+            raise UsageError(said, hint=hint)
+    if (mlpackage or cache) and target != "coreml":
         raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
-    recipe = Recipe(targets=() if target is None else (target,), settings=settings, dims=dims, freeze=freeze)
-    wanted = msgspec.structs.replace(
-        _choose_files(target, files),
-        context=context,
-        coreml=coreml,
-        fuse=fusion,
-        weights=weights,
-        qoperator=qoperator,
-        custom_ops=custom_ops,
-        data=data,
-        checked=checked,
-        runtime=options.read_release(runtime),
-    )
-    with showing_progress(volume) as progress:
-        report = convert_for(model, out, recipe, wanted, progress)
-    show_json(report) if as_json else _show_conversion(report)
-    return YES
-
-
-def _choose_files(target: str | None, files: _Files) -> ConvertOptions:
-    """Returns which files are written where no target says which: in ORT format, in ONNX, or of each level."""
-    style, levels, with_onnx = files.style, files.levels, files.with_onnx
-    named = [name for name, value in (("--style", style), ("--level", levels), ("--cpu", files.cpu)) if value]
+    named = [option for option in ("--style", "--level", "--cpu") if option in given]
     if target is not None and (named or with_onnx):
         _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
     if len(levels) > 1 and (style or not with_onnx):
@@ -216,12 +165,35 @@ def _choose_files(target: str | None, files: _Files) -> ConvertOptions:
             "a file in ORT format has one level, and several were given",
             hint="give one --level, or leave --style out and add --onnx",
         )
-    return ConvertOptions(
-        ort=OrtOptions(style="full", cpu=files.cpu or "arm", level=Level(levels[0] if levels else "all")),
+    small = WeightOnlyOptions(
+        form=weights or "int8",
+        kept=split_names(keep),
+        block=block or 32,
+        accuracy_level=accuracy or 0,
+        rounding=rounding or "nearest",
+        lpbq=lpbq,
+    )
+    recipe = Recipe(targets=() if target is None else (target,), settings=settings, dims=dims, freeze=freeze)
+    wanted = ConvertOptions(
+        # Without a target: in ORT format, in ONNX, or of each level.
+        ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(levels[0] if levels else "all")),
         styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
         with_onnx=with_onnx and not levels,
         levels=tuple(map(Level, levels)) if with_onnx else (),
+        context=ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded),
+        coreml=CoreMlOptions(packages=mlpackage, cache=cache),
+        fuse=FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size) if fuse else None,
+        weights=small if weights else None,
+        qoperator=qoperator,
+        custom_ops=custom_ops,
+        data=None if data is None else options.read_data(data, preprocess),
+        checked=checked,
+        runtime=options.read_release(runtime),
     )
+    with showing_progress(volume) as progress:
+        report = convert_for(model, out, recipe, wanted, progress)
+    show_json(report) if as_json else _show_conversion(report)
+    return YES
 
 
 def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:

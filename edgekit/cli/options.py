@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from edgekit._files import require_apart, require_place
 from edgekit.cli.declare import Argument, Option, number
@@ -180,8 +181,12 @@ def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]
 def list_given() -> frozenset[str]:
     """Returns the words of the options, and the names of the arguments, that the current command was given."""
     context = click.get_current_context()
-    values = {max(each.opts, key=len): context.params[each.name or ""] for each in context.command.params}
-    return frozenset(word for word, value in values.items() if value is not False and value not in (None, (), {}))
+    return frozenset(
+        max(each.opts, key=len)
+        for each in context.command.params
+        if context.get_parameter_source(each.name or "") is not ParameterSource.DEFAULT
+        and context.params[each.name or ""] is not False
+    )
 
 
 def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:

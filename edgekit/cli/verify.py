@@ -112,15 +112,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return None if task is None else msgspec.structs.replace(task, **set_ones)
 
 
-def _choose_files(
-    recorded: Annotated[tuple[Path, ...], Option("Judge a run that was exported.", "FILE", "--import")],
-    run_key: Annotated[Path | None, Option("Refuse an imported run that this public key did not sign.", "FILE")],
-    export: Annotated[Path | None, Option("Write the run of the device as a file, to judge elsewhere.", "FILE")],
-    sign_key: Annotated[Path | None, Option("Sign it with this private key (PEM).", "FILE", "--sign-run")],
-) -> RunFiles:
-    return RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
-
-
 # Options that mean something beside others alone.
 _OF_DEVICES = ("--on", "--on-file", "--set")
 _OF_DATA = ("--preprocess", "--labels", "--reference", "--samples")
@@ -138,7 +129,10 @@ def verify_command(
     labels: Annotated[Path | None, Option("The class of each --data sample.", "FILE")],
     reference: Annotated[Path | None, Option("The float model that the bundle was built from.", "MODEL")],
     samples: options.SampleCount,
-    files: Annotated[RunFiles, From(_choose_files)],
+    recorded: Annotated[tuple[Path, ...], Option("Judge a run that was exported.", "FILE", "--import")],
+    run_key: Annotated[Path | None, Option("Refuse an imported run that this public key did not sign.", "FILE")],
+    export: Annotated[Path | None, Option("Write the run of the device as a file, to judge elsewhere.", "FILE")],
+    sign_key: Annotated[Path | None, Option("Sign it with this private key (PEM).", "FILE", "--sign-run")],
     layers: Annotated[
         bool, Option("Compare each layer on the device with this machine, even where the outputs agree.")
     ],
@@ -194,7 +188,7 @@ def verify_command(
         if bundle is None:
             raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
         return _check_files(bundle, key, as_json=as_json)
-    places = {"--junit": junit, "--html": html, "--markdown": markdown, "--history": history, "--export": files.export}
+    places = {"--junit": junit, "--html": html, "--markdown": markdown, "--history": history, "--export": export}
     for option, place in places.items():
         # A report in the bundle is a file that the manifest does not list: the bundle could not be opened again.
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
@@ -212,6 +206,7 @@ def verify_command(
                 task, choice = limits.find_task(opened.manifest), add_required(devices, require)
                 given_data = None if data is None else options.read_data(data, preprocess, labels=labels)
                 if given_data is None or reference is None:
+                    files = RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
                     report = verify_on(opened, choice, progress, task=task, layers=layers, files=files)
                 else:
                     report = verify_with(
