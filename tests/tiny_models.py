@@ -12,8 +12,13 @@ from edgekit.model.tensors import Array
 
 
 def parse_model(text: str, path: Path, **fields: Any) -> Path:
-    """Writes a model from onnx's text form and returns its path; `fields` are set on the ModelProto."""
-    model = parser.parse_model(text)
+    """Writes a model from onnx's text form and returns its path; `fields` are set on the ModelProto.
+
+    A text that names no versions is of IR version 8 and opset 17.
+    """
+    model = parser.parse_model(
+        text if text.lstrip().startswith("<") else f'<ir_version: 8, opset_import: ["" : 17]> {text}'
+    )
     for name, value in fields.items():
         setattr(model, name, value)
     onnx.save(model, str(path))

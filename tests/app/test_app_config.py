@@ -1,7 +1,6 @@
 """`edgekit.toml`: what it may say, and where an error stands."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -10,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from fixture_types import Refused
 from PIL import Image
 from tiny_models import parse_model
 
@@ -138,10 +138,10 @@ def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.C
 
 
 def test_init_asks_the_model_and_says_what_it_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3,height,width] image, int64 sr) => (float[N,C,H,W] y)'
+        "g (float[batch,3,height,width] image, int64 sr) => (float[N,C,H,W] y)"
         "<int64 wanted = {16000}> { wide = Equal(sr, wanted) y = If (wide) <"
         " then_branch = a () => (float[N,C,H,W] b) { b = Relu(image) },"
         " else_branch = c () => (float[N,C,H,W] d) { e = Neg(image) d = Relu(e) }> }",
@@ -174,10 +174,7 @@ def test_init_names_data_from_the_place_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,length] x) => (float[N,M] y) { y = Relu(x) }',
-        tmp_path / "net.onnx",
-    )
+    parse_model("g (float[batch,length] x) => (float[N,M] y) { y = Relu(x) }", tmp_path / "net.onnx")
     np.savez("samples.npz", x=np.zeros((8, 4), np.float32))
     assert run_command(["init", "net.onnx", "--data", "samlpes.npz"]) == 2
     assert "'samlpes.npz' does not exist (check the path)" in capsys.readouterr().err

@@ -9,13 +9,13 @@ import signal
 import tarfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from fixture_types import Refused
 from group_models import make_talk
 from tiny_models import parse_model, write_small_net
 
@@ -253,10 +253,9 @@ def test_watch_runs_again_when_a_file_changes(
 
 
 def test_bundles_are_signed_and_packed_with_the_keys_of_the_app(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    head = '<ir_version: 8, opset_import: ["" : 17]>'
-    parse_model(f"{head} g (float[1,4] x) => (float[1,4] y) {{ y = Relu(x) }}", tmp_path / "m.onnx")
+    parse_model("g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
     text = """
 [models.m]
@@ -293,7 +292,7 @@ sign = "release.pem"
 
 @pytest.mark.long
 def test_a_group_is_built_kept_signed_and_packed_with_the_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     make_talk(tmp_path, samples=8)
     make_pair(tmp_path / "release.pem")

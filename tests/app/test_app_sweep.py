@@ -46,10 +46,9 @@ enabled = false
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder of an app of two small models, that builds in a second."""
-    head = '<ir_version: 8, opset_import: ["" : 17]>'
     for name, factor in (("one", 1.0), ("two", 2.0)):
         graph = f"agraph (float[1,4] x) => (float[1,4] y) <float a = {{{factor}}}> {{ y = Mul(x, a) }}"
-        parse_model(f"{head} {graph}", tmp_path / f"{name}.onnx")
+        parse_model(graph, tmp_path / f"{name}.onnx")
     np.savez(tmp_path / "samples.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
     (tmp_path / "edgekit.toml").write_text(TEXT)
     return tmp_path

@@ -1,11 +1,10 @@
 """`edgekit bench`, `edgekit devices test` and `--on-file`: exit codes, JSON, and one line for whatever is wrong."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from demo_paths import MODEL
+from fixture_types import Answer
 
 from edgekit.cli.main import run_command
 
@@ -19,7 +18,7 @@ KEYS = {
 BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
 
 
-def test_bench_keeps_its_contract(answer: Callable[..., Any]) -> None:
+def test_bench_keeps_its_contract(answer: Answer) -> None:
     report = answer([*BENCH, "--threads", "1"])
     (run,) = report["runs"]
     assert report["subject"] == MODEL.name
@@ -40,18 +39,18 @@ def test_bench_compares_in_turns(
     assert last == ""
 
 
-def test_a_device_that_is_not_here_is_no(answer: Callable[..., Any]) -> None:
+def test_a_device_that_is_not_here_is_no(answer: Answer) -> None:
     report = answer(["bench", str(MODEL), "--on", "coreml", "-q"], 1)
     assert report["skipped"][0]["device"] == "coreml"
 
 
-def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "d.toml").write_text('[[device]]\nname = "my desk"\ndevice = "host"\n')
     arguments = ["bench", str(MODEL), "--on-file", str(tmp_path / "d.toml"), "--runs", "5", "-q"]
     assert [run["device"] for run in answer(arguments)["runs"]] == ["my desk"]
 
 
-def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]) -> None:
+def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     test = answer(["devices", "test", "host", "-q"])
     assert test["passed"] is True
     assert {"outputs", "placement", "an altered weight is noticed"} <= {check["name"] for check in test["checks"]}
@@ -59,7 +58,7 @@ def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], an
     assert "not tried: Core ML runs only on Apple" in capsys.readouterr().out
 
 
-def test_devices_list_tells_the_versions(answer: Callable[..., Any]) -> None:
+def test_devices_list_tells_the_versions(answer: Answer) -> None:
     devices = {device["name"]: device for device in answer(["devices", "list"])["devices"]}
     assert devices["host"]["versions"]["onnxruntime"]
     android = devices["android"]

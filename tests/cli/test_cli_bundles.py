@@ -1,13 +1,12 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from fixture_types import Answer, Refused
 from tiny_models import write_small_net
 
 from edgekit.cli.main import run_command
@@ -25,9 +24,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_bundle_is_signed_and_checked(
-    build: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
-) -> None:
+def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     bundle, key, public = str(build / "out" / "digits_mobilenet-coreml"), str(build / "key"), str(build / "key.pub")
     assert run_command(["verify", bundle, "--key", public, "--files-only"]) == 2
     error = capsys.readouterr().err
@@ -43,9 +40,7 @@ def test_a_bundle_is_signed_and_checked(
     assert run_command(["verify", bundle, "--key", public, "--on", "emulated"]) == 3
 
 
-def test_joined_targets_are_opened_from_an_archive(
-    build: Path, refused: Callable[..., str], answer: Callable[..., Any]
-) -> None:
+def test_joined_targets_are_opened_from_an_archive(build: Path, refused: Refused, answer: Answer) -> None:
     archive, public = str(build / "all.zip"), str(build / "key.pub")
     join = ("join", str(build / "out"), "--allow-failed", "--out")
     joined = answer([*join, archive, "--key", str(build / "key")])
@@ -62,7 +57,7 @@ def test_joined_targets_are_opened_from_an_archive(
 
 
 def test_a_signature_says_what_was_verified_where_and_with_which_figures(
-    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     for target, code in (("coreml", 3), ("cpu", 0)):
         shutil.copytree(build / "out" / f"digits_mobilenet-{target}", tmp_path / "in" / target)
@@ -87,9 +82,7 @@ def test_a_signature_says_what_was_verified_where_and_with_which_figures(
     assert "signed with that key: its verification WARNED on host" in capsys.readouterr().out
 
 
-def test_a_build_is_repeated_with_its_reference(
-    build: Path, refused: Callable[..., str], answer: Callable[..., Any]
-) -> None:
+def test_a_build_is_repeated_with_its_reference(build: Path, refused: Refused, answer: Answer) -> None:
     argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
     first = json.loads((build / "out" / "report.json").read_bytes())
     again = answer([*argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again")])
@@ -126,9 +119,7 @@ def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
     ]
 
 
-def test_what_was_not_verified_is_not_released(
-    build: Path, tmp_path: Path, refused: Callable[..., str], answer: Callable[..., Any]
-) -> None:
+def test_what_was_not_verified_is_not_released(build: Path, tmp_path: Path, refused: Refused, answer: Answer) -> None:
     bundle = tmp_path / "digits_mobilenet-cpu"
     shutil.copytree(build / "out" / bundle.name, bundle)
     (bundle / "signature.json").unlink(missing_ok=True)
@@ -143,11 +134,7 @@ def test_what_was_not_verified_is_not_released(
 
 
 def test_what_is_not_proven_is_released_where_somebody_says_so(
-    build: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Callable[..., str],
-    answer: Callable[..., Any],
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused, answer: Answer
 ) -> None:
     bundle = tmp_path / "digits_mobilenet-cpu"
     shutil.copytree(build / "out" / bundle.name, bundle)
@@ -174,9 +161,7 @@ def test_what_is_not_proven_is_released_where_somebody_says_so(
         assert "did not pass its verification" in refused(*command, "--accept-unproven")
 
 
-def test_what_failed_or_was_altered_since_is_not_released(
-    build: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_what_failed_or_was_altered_since_is_not_released(build: Path, tmp_path: Path, refused: Refused) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(build / "out" / "digits_mobilenet-cpu", bundle)
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0

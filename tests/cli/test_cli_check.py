@@ -1,13 +1,12 @@
 """`edgekit check`: what it observes, its page, and its recommendation."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from demo_paths import MODEL
 from devices_models import present
+from fixture_types import Answer
 from tiny_models import parse_model
 
 from edgekit.check.recommend import recommend_target
@@ -22,7 +21,7 @@ from edgekit.target import load_target
 HOSTILE = "<script>alert(1)</script>\"'>"
 
 
-def test_what_was_observed_stands_in_the_json(answer: Callable[..., Any]) -> None:
+def test_what_was_observed_stands_in_the_json(answer: Answer) -> None:
     present("qnn-htp-sim", "qnn")
     targets = answer(["check", str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"])["targets"]
     assert targets["qnn"]["evidence"] == "simulator"
@@ -37,16 +36,16 @@ def test_what_was_observed_stands_in_the_json(answer: Callable[..., Any]) -> Non
         assert "Core ML runs only on Apple hardware" in coreml["not_observed"]
 
 
-def test_nothing_is_observed_without_being_asked(answer: Callable[..., Any]) -> None:
+def test_nothing_is_observed_without_being_asked(answer: Answer) -> None:
     report = answer(["check", str(MODEL), "--target", "qnn"])
     assert "observed" not in report["targets"]["qnn"]
     assert report["recommendation"].startswith("qnn: yes")
 
 
-def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Answer) -> None:
     present("qnn-htp-sim", "qnn")
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y)'
+        "g (float[1,4,8,8] x) => (float[1,4,8,8] y)"
         "{ [a] t = Relu(x) [b] u = IsNaN(t) [c] v = Not(u) [d] w = Cast<to=1>(v) [e] y = Mul(w, t) }"
     )
     arguments = [str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn", "--set", "soc_model=30"]
@@ -70,7 +69,7 @@ def test_the_text_ends_with_the_recommendation(capsys: pytest.CaptureFixture[str
 
 
 def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
     text = f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}"
@@ -179,10 +178,7 @@ def test_the_page_escapes_what_models_say() -> None:
 
 def test_nodes_that_are_left_for_one_reason_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain = "".join(f"[e{i}] t{i} = Erf(t{i - 1})" for i in range(1, 6))
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)'
-        f"{{ [first] t0 = Tanh(x) {chain} y = Identity(t5) }}"
-    )
+    text = f"g (float[1,4] x) => (float[1,4] y){{ [first] t0 = Tanh(x) {chain} y = Identity(t5) }}"
     run_command(["check", str(parse_model(text, tmp_path / "chain.onnx")), "--target", "xnnpack"])
     shown = capsys.readouterr().out
     assert "e1, e2, e3 and 2 more" in shown
@@ -201,7 +197,7 @@ def _overridable(path: Path, ir_version: int) -> Path:
 
 @pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
 def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any], ir_version: int, taken: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, ir_version: int, taken: int
 ) -> None:
     model = str(_overridable(tmp_path / "m.onnx", ir_version))
     found = answer(["check", model, "--target", "nnapi"])["targets"]["nnapi"]
@@ -212,10 +208,8 @@ def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
     assert ("the file as it is: 2/3" in told) is (taken == 2)
 
 
-def test_an_input_can_be_frozen(tmp_path: Path, answer: Callable[..., Any]) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x, float[4,3] w) => (float[2,3] y) { y = MatMul(x, w) }'
-    )
+def test_an_input_can_be_frozen(tmp_path: Path, answer: Answer) -> None:
+    text = "g (float[2,4] x, float[4,3] w) => (float[2,3] y) { y = MatMul(x, w) }"
     model = str(parse_model(text, tmp_path / "m.onnx"))
     found = answer(["check", model, "--target", "xnnpack", "--freeze", "w=1"])["targets"]["xnnpack"]
     assert (found["taken"], found["as_is"]["taken"]) == (1, 0)

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from fixture_types import Answer, Refused
 from tiny_models import parse_model
 
 from edgekit.cli.main import COMMANDS, group, run_command
@@ -40,7 +39,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 
 def test_verify_proves_nothing_when_nothing_can_run(
-    bundles: Path, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    bundles: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("Core ML runs here")
@@ -50,23 +49,23 @@ def test_verify_proves_nothing_when_nothing_can_run(
     assert report["skipped"][0]["device"] == "coreml"
 
 
-def test_a_damaged_bundle_is_refused(bundles: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_damaged_bundle_is_refused(bundles: Path, tmp_path: Path, refused: Refused) -> None:
     damaged = shutil.copytree(bundles / "digits_mobilenet-nnapi", tmp_path / "bundle")
     (damaged / "model.onnx").write_bytes((damaged / "model.onnx").read_bytes()[:-1] + b"x")
     assert "model.onnx" in refused("verify", str(damaged))
 
 
-def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Answer) -> None:
     report = answer(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"])
     checked = report["targets"]["nnapi"]
     keys = {"evidence", "nodes", "taken", "partitions", "taken_macs", "verdict", "node_list", "advice"}
     assert keys <= checked.keys()
     assert {"name", "op", "domain", "taken", "reasons", "macs"} <= checked["node_list"][0].keys()
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
+    text = "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }"
     assert run_command(["check", str(parse_model(text, tmp_path / "erf.onnx")), "--target", "nnapi"]) == 1
 
 
-def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Callable[..., Any]) -> None:
+def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Answer) -> None:
     assert answer(["inspect", str(MODEL)])["ops"]["Conv"] == 31
     assert answer(["targets", "qnn"])["settings"]["soc_model"] == "69"
     assert {target["name"] for target in answer(["targets"])["targets"]} >= {"nnapi", "qnn"}
@@ -75,7 +74,7 @@ def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Callable[...,
 
 
 @pytest.mark.slow
-def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, answer: Answer) -> None:
     prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
     assert answer(["prepare", str(MODEL), "--out", str(prepared)])["model"]["node_count"] > 50
     arguments = ["quantize", str(prepared), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "4"]
@@ -90,11 +89,9 @@ def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, answer
     assert (out / "model.runtime.ort").exists()
 
 
-def test_quantize_measures_the_drop_by_a_metric_of_the_task(
-    tmp_path: Path, refused: Callable[..., str], answer: Callable[..., Any]
-) -> None:
+def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, refused: Refused, answer: Answer) -> None:
     weights = ", ".join(str(value) for value in np.random.default_rng(0).normal(size=15).round(3))
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,5,8,8] y)
+    text = f"""g (float[1,3,8,8] x) => (float[1,5,8,8] y)
       <float[5,3,1,1] w = {{{weights}}}> {{ y = Conv(x, w) }}"""
     model, rows = parse_model(text, tmp_path / "m.onnx"), np.random.default_rng(1).normal(size=(32, 3, 8, 8))
     np.savez(tmp_path / "d.npz", x=rows.astype(np.float32))
@@ -109,7 +106,7 @@ def test_quantize_measures_the_drop_by_a_metric_of_the_task(
     assert "--metric needs labels" in refused(*arguments)
 
 
-def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, answer: Callable[..., Any]) -> None:
+def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, answer: Answer) -> None:
     quantized = bundles / "digits_mobilenet-nnapi" / "model.onnx"
     arguments = ["compare", str(MODEL), str(quantized), "--data", str(CALIBRATION), "--samples", "4", "--layers"]
     report = answer([*arguments, "--min-sqnr", "15"])
@@ -118,11 +115,8 @@ def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, answer: Callab
     assert run_command([*arguments, "--min-sqnr", "60"]) == 1
 
 
-def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Callable[..., Any]) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[N,M] x, float[1] k) => (float[N,M] y, float[N,M] z)'
-        "{ y = Mul(x, k) z = Add(x, k) }"
-    )
+def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Answer) -> None:
+    text = "g (float[N,M] x, float[1] k) => (float[N,M] y, float[N,M] z){ y = Mul(x, k) z = Add(x, k) }"
     model = parse_model(text, tmp_path / "m.onnx")
     arguments = ["prepare", str(model), "--shape", "x=2,3", "--freeze", "k=2", "--outputs", "z"]
     report = answer([*arguments, "--out", str(tmp_path / "p.onnx")])["model"]
@@ -133,8 +127,8 @@ def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Call
     assert not (tmp_path / "q.onnx").exists()
 
 
-def test_a_dynamic_dimension_must_be_given(tmp_path: Path, refused: Callable[..., str]) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }'
+def test_a_dynamic_dimension_must_be_given(tmp_path: Path, refused: Refused) -> None:
+    text = "g (float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }"
     model = parse_model(text, tmp_path / "dynamic.onnx")
     np.savez(tmp_path / "d.npz", x=np.ones((2, 4), np.float32))
     arguments = ["build", str(model), "--data", str(tmp_path / "d.npz"), "--out", str(tmp_path / "out")]
@@ -143,7 +137,7 @@ def test_a_dynamic_dimension_must_be_given(tmp_path: Path, refused: Callable[...
 
 
 @pytest.mark.slow
-def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "r.toml").write_text('targets = ["nnapi"]\nsamples = 4\n[settings]\napi_level = "31"\n')
     arguments = [*BUILD, "--recipe", str(tmp_path / "r.toml"), "--samples", "6", "--no-verify"]
     report = answer([*arguments, "--out", str(tmp_path / "out")])
@@ -181,7 +175,7 @@ def test_compare_shows_labels_and_says_no_where_none_is_equal(
 ) -> None:
     for op in ("ArgMax", "ArgMin"):
         text = f"g (float[1,8] x) => (int64[1] label) {{ label = {op}<axis = 1, keepdims = 0>(x) }}"
-        parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / f"{op}.onnx")
+        parse_model(text, tmp_path / f"{op}.onnx")
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32))
     data = ["--data", str(tmp_path / "x.npz")]
     first, second = str(tmp_path / "ArgMax.onnx"), str(tmp_path / "ArgMin.onnx")
@@ -198,7 +192,7 @@ def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_take
     monkeypatch.chdir(tmp_path)
     text = "g (float[1,T] x, float[1] k) => (float[1,4] y) <float[1,4] w = {1, 2, 3, 4}>"
     text += "{ s = ReduceSum(x)  m = MatMul(s, w)  y = Mul(m, k) }"
-    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    parse_model(text, tmp_path / "m.onnx")
     values = np.random.default_rng(0).normal(size=(8, 1, 6)).astype(np.float32)
     np.savez("d.npz", x=values, k=np.ones((8, 1), np.float32))
     data = ["--data", "d.npz"]

@@ -1,7 +1,6 @@
 """`convert` and `operators` on the command line: their exit codes, JSON, and refusals."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from fixture_types import Answer, Refused
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.convert import ConvertOptions, _refuse_large
@@ -25,7 +25,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer: Answer) -> None:
     arguments = ["convert", str(MODEL), "--target", "nnapi", "--data", str(CALIBRATION), "--out", str(tmp_path / "o")]
     report = answer(arguments)
     assert report["files"] == {"runtime": ["model.runtime.ort"], "onnx": ["model.onnx"]}
@@ -46,7 +46,7 @@ def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_operators_of_a_build_are_written_listed_and_compared(
-    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     full, runtime = str(converted / "model.ort"), str(converted / "model.runtime.ort")
     config = str(tmp_path / "required.config")
@@ -84,7 +84,7 @@ def make_huge(tmp_path: Path, width: int) -> None:
     ],
 )
 def test_a_model_of_gigabytes_is_refused_before_it_is_read(
-    tmp_path: Path, refused: Callable[..., str], width: int, weights: list[str], told: str
+    tmp_path: Path, refused: Refused, width: int, weights: list[str], told: str
 ) -> None:
     make_huge(tmp_path, width)
     start = time.process_time()
@@ -98,7 +98,7 @@ def test_what_weights_of_4_bits_bring_below_2_gb_is_not_refused_for_its_float_si
     _refuse_large(tmp_path / "m.onnx", (), ConvertOptions(weights=WeightOnlyOptions(form="int4")))
 
 
-def test_quantization_formats_stand_side_by_side(refused: Callable[..., str], answer: Callable[..., Any]) -> None:
+def test_quantization_formats_stand_side_by_side(refused: Refused, answer: Answer) -> None:
     arguments = ["compare", str(MODEL), "--formats", "--data", str(CALIBRATION), "--samples", "16"]
     report = answer([*arguments, "--cpu", "x64"])
     assert (report["calibrated"], report["judged"], report["apart"]) == (8, 8, True)
@@ -122,7 +122,7 @@ def test_quantization_formats_stand_side_by_side(refused: Callable[..., str], an
 
 
 @pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
-def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, answer: Answer) -> None:
     model = ZOO / "models/squeezenet1.1_fp32.onnx"
     (spec,) = load_model(model).inputs
     shape = [size if isinstance(size, int) else 1 for size in spec.shape or ()]

@@ -1,12 +1,12 @@
 """`[commands.NAME]` of an `edgekit.toml`: every option has a place there, and an error in it says where."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 import jsonschema
 import pytest
+from fixture_types import Refused
 from tiny_models import parse_model
 
 from edgekit.cli.main import COMMANDS, group, run_command
@@ -18,8 +18,7 @@ NAMED = ("--config", "edgekit.toml")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model in it."""
-    head = '<ir_version: 8, opset_import: ["" : 17]>'
-    parse_model(f"{head} agraph (float[N,4] x) => (float[N,4] y) {{ y = Relu(x) }}", tmp_path / "m.onnx")
+    parse_model("agraph (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -63,7 +62,7 @@ def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: p
 
 
 def test_a_file_that_nobody_names_gives_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "edgekit.toml").write_text("[commands.targets]\njson = true\n")
     assert run_command(["targets"]) == 0
@@ -85,7 +84,7 @@ def test_a_file_that_nobody_names_gives_nothing(
         ("[commands.targets\n", "'edgekit.toml' is malformed: Expected ']'"),
     ],
 )
-def test_an_error_says_where_it_stands(text: str, wanted: str, folder: Path, refused: Callable[..., str]) -> None:
+def test_an_error_says_where_it_stands(text: str, wanted: str, folder: Path, refused: Refused) -> None:
     (folder / "edgekit.toml").write_text(text)
     assert wanted in refused(*NAMED, "targets")
 
@@ -99,8 +98,6 @@ def test_an_error_says_where_it_stands(text: str, wanted: str, folder: Path, ref
         ("[commands.check]\nset = [true]", "line 6, column 1: commands.check.set: it takes a text, a list of texts"),
     ],
 )
-def test_run_holds_every_table_against_its_command(
-    text: str, wanted: str, folder: Path, refused: Callable[..., str]
-) -> None:
+def test_run_holds_every_table_against_its_command(text: str, wanted: str, folder: Path, refused: Refused) -> None:
     (folder / "edgekit.toml").write_text('[models.m]\npath = "m.onnx"\ndata = { source = "x" }\n[targets.cpu]\n' + text)
     assert wanted in refused("run", str(folder / "edgekit.toml"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from fixture_types import Refused
 from onnx import helper, numpy_helper
 from test_soundness import LOOP, TWO, call_itself
 
@@ -43,11 +44,11 @@ def write_model(text: str, change: Callable[[onnx.ModelProto], object], path: Pa
     "command",
     [["inspect"], ["inspect", "--sizes"], ["check"], ["prepare", "--out", "p.onnx"], ["convert", "--out", "c"]],
 )
-def test_local_functions_that_call_themselves(command: list[str], refused: Callable[..., str], tmp_path: Path) -> None:
+def test_local_functions_that_call_themselves(command: list[str], refused: Refused, tmp_path: Path) -> None:
     assert "calls itself" in refused(*command, write_model(TWO, call_itself, tmp_path / "m.onnx"))
 
 
-def test_a_loop_with_few_inputs(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_loop_with_few_inputs(refused: Refused, tmp_path: Path) -> None:
     loop = write_model(LOOP, lambda proto: proto.graph.node[0].input.__delitem__(slice(1, None)), tmp_path / "m.onnx")
     assert "has 1 inputs" in refused("inspect", loop, "--sizes")
     assert "has 1 inputs" in refused("diff", loop, loop)
@@ -58,7 +59,7 @@ HUGE = "x = " + "9" * 5000
 
 
 @pytest.mark.parametrize("text", [NESTED, HUGE, "a" + ".a" * 3000 + " = 1"], ids=["nested", "huge", "dotted"])
-def test_toml_that_python_cannot_read(refused: Callable[..., str], tmp_path: Path, text: str) -> None:
+def test_toml_that_python_cannot_read(refused: Refused, tmp_path: Path, text: str) -> None:
     model, toml = str(save_classifier(tmp_path / "m.onnx")), str(tmp_path / "x.toml")
     Path(toml).write_text(text)
     (tmp_path / "target").mkdir()
@@ -71,7 +72,7 @@ def test_toml_that_python_cannot_read(refused: Callable[..., str], tmp_path: Pat
     assert "malformed" in refused("targets", "target")
 
 
-def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     os.mkfifo(tmp_path / "target/target.toml")
     assert "it is a pipe" in refused("targets", "target")
@@ -95,7 +96,7 @@ def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Callable[..., str
         "{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000, 8)}",
     ],
 )
-def test_headers_of_arrays(refused: Callable[..., str], tmp_path: Path, header: str) -> None:
+def test_headers_of_arrays(refused: Refused, tmp_path: Path, header: str) -> None:
     model = str(save_classifier(tmp_path / "m.onnx"))
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0" * 64
     with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive:
@@ -113,7 +114,7 @@ def test_headers_of_arrays(refused: Callable[..., str], tmp_path: Path, header: 
 CONVERT = ("--no-check", "--level", "disabled", "--style", "full", "--out", "c")
 
 
-def test_a_file_that_is_not_there_in_convert(refused: Callable[..., str]) -> None:
+def test_a_file_that_is_not_there_in_convert(refused: Refused) -> None:
     assert "there is no file 'f.onnx'" in refused("convert", "f.onnx", *CONVERT)
 
 
@@ -159,12 +160,12 @@ def test_names_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
 
 
-def test_paths_that_no_system_takes(refused: Callable[..., str]) -> None:
+def test_paths_that_no_system_takes(refused: Refused) -> None:
     for command in (["diff", "x" * 5000, "y"], ["verify", "x" * 5000], ["inspect", "x" * 5000, "--sizes"]):
         assert len(refused(*command)) < 3000
 
 
-def test_an_archive_of_no_rows_is_no_data(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_archive_of_no_rows_is_no_data(refused: Refused, tmp_path: Path) -> None:
     model = str(save_classifier(tmp_path / "m.onnx"))
     np.savez(tmp_path / "s.npz", x=np.zeros((0, 1, 8), np.float32))
     assert "holds no sample" in refused("compare", model, model, "--data", "s.npz")
@@ -180,14 +181,14 @@ def test_what_is_whole_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["scale = nan", "mean = [inf]", "size = [0, 8]", "size = [999999, 999999]", "resize = -1"]
 )
-def test_preprocessing_that_makes_no_image(refused: Callable[..., str], tmp_path: Path, line: str) -> None:
+def test_preprocessing_that_makes_no_image(refused: Refused, tmp_path: Path, line: str) -> None:
     size = "" if line.startswith("size") else "size = [8, 8]\n"
     (tmp_path / "p.toml").write_text(f"{size}{line}\n")
     model = str(save_classifier(tmp_path / "m.onnx"))
     assert "is no preprocessing" in refused("compare", model, model, "--data", "x", "--preprocess", "p.toml")
 
 
-def test_a_history_whose_words_are_no_text(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_history_whose_words_are_no_text(refused: Refused, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "h.sqlite")) as database, database:
         database.execute("CREATE TABLE runs (id INTEGER PRIMARY KEY, time, bundle, target, passed, report)")
         database.execute("INSERT INTO runs VALUES (1, 't', 'b', 'cpu', 1, CAST(x'ff7b' AS TEXT))")
@@ -196,7 +197,7 @@ def test_a_history_whose_words_are_no_text(refused: Callable[..., str], tmp_path
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.npy", "a.npz", "test_data_set_0/input_0.pb"])
-def test_a_pipe_among_the_samples_is_not_waited_for(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
+def test_a_pipe_among_the_samples_is_not_waited_for(refused: Refused, tmp_path: Path, name: str) -> None:
     model = str(save_classifier(tmp_path / "m.onnx"))
     (tmp_path / "data" / name).parent.mkdir(parents=True)
     os.mkfifo(tmp_path / "data" / name)
@@ -204,7 +205,7 @@ def test_a_pipe_among_the_samples_is_not_waited_for(refused: Callable[..., str],
     assert "is a pipe" in refused("compare", model, model, "--data", "data", "--preprocess", "p.toml")
 
 
-def test_a_pipe_among_the_images_of_a_draft_is_not_waited_for(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_pipe_among_the_images_of_a_draft_is_not_waited_for(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     os.mkfifo(tmp_path / "images" / "a.png")
     text = """<ir_version: 9, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,3,8,8] y) { y = Relu(x) }"""
@@ -213,7 +214,7 @@ def test_a_pipe_among_the_images_of_a_draft_is_not_waited_for(refused: Callable[
     assert "is a pipe, not a file" in refused(*words)
 
 
-def test_a_link_to_a_device_without_end_is_no_sample(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_link_to_a_device_without_end_is_no_sample(refused: Refused, tmp_path: Path) -> None:
     folder = tmp_path / "sets" / "test_data_set_0"
     folder.mkdir(parents=True)
     (folder / "input_0.pb").symlink_to("/dev/zero")
@@ -221,7 +222,7 @@ def test_a_link_to_a_device_without_end_is_no_sample(refused: Callable[..., str]
     assert "is a device, not a file" in refused("compare", model, model, "--data", "sets")
 
 
-def test_an_input_that_nothing_can_hold_is_not_drawn(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_input_that_nothing_can_hold_is_not_drawn(refused: Refused, tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 17]>
     g (float[1,3,1000000000,1] x) => (float[1,3,1000000000,1] y) { y = Relu(x) }"""
     model = write_model(text, lambda _: None, tmp_path / "m.onnx")

@@ -20,7 +20,7 @@ from edgekit.cli.main import run_command
 Edit = Callable[[dict[str, Any]], object]
 
 MODEL = (
-    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,6] y)'
+    "g (float[1,3,8,8] x) => (float[1,6] y)"
     "{ a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  p = GlobalAveragePool(c)  f = Flatten(p)  y = Softmax(f) }"
 )
 

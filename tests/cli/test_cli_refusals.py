@@ -1,10 +1,10 @@
 """What is wrong on a command line is told in one line with the next step, and leaves nothing behind."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from fixture_types import Refused
 
 from edgekit.bundle.folder import open_bundle
 
@@ -123,7 +123,7 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG, ids=[f"{line.partition(' ')[0]}: {said}" for line, said in WRONG.items()])
 def test_what_is_wrong_is_one_line_and_leaves_nothing(
-    line: str, request: pytest.FixtureRequest, refused: Callable[..., str]
+    line: str, request: pytest.FixtureRequest, refused: Refused
 ) -> None:
     bundle = request.getfixturevalue("demo_bundles") / "digits_mobilenet-cpu" if "BUNDLE" in line else Path()
     assert WRONG[line] in refused(*line.replace("BUNDLE", str(bundle)).split())

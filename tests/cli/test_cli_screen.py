@@ -16,7 +16,6 @@ TAG, LOST, PICTURE, RED = "[/INST]", "blk[se]", ":key:", "\x1b[31m"
 @pytest.fixture
 def speaking(tmp_path: Path) -> Path:
     path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]>'
         "g (float[batch,3] x) => (float[batch,3] y) { a = Relu(x) b = Sigmoid(a) c = Tanh(b) y = Erf(c) }",
         tmp_path / "speaking.onnx",
     )

@@ -6,14 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 from demo_paths import EVALUATION, LABELS, MODEL
+from fixture_types import Answer, Refused
 from tiny_models import parse_model
 
 import edgekit
@@ -37,9 +36,7 @@ def facts(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle / "verify.json"
 
 
-def test_other_samples_are_measured_and_leave_the_bundle_alone(
-    bundle: Path, tmp_path: Path, answer: Callable[..., Any]
-) -> None:
+def test_other_samples_are_measured_and_leave_the_bundle_alone(bundle: Path, tmp_path: Path, answer: Answer) -> None:
     before, page = sorted(bundle.rglob("*")), tmp_path / "v.html"
     labels = np.load(LABELS)
     # Those of the samples that run are right, all others wrong.
@@ -56,7 +53,7 @@ def test_other_samples_are_measured_and_leave_the_bundle_alone(
 
 
 def test_the_reference_is_the_float_model_not_the_golden_outputs(
-    bundle: Path, facts: Path, tmp_path: Path, answer: Callable[..., Any]
+    bundle: Path, facts: Path, tmp_path: Path, answer: Answer
 ) -> None:
     np.savez(tmp_path / "golden.npz", **np.load(bundle / "golden" / "inputs.npz"))
     data = ["--data", str(tmp_path / "golden.npz"), "--reference", str(MODEL)]
@@ -64,15 +61,15 @@ def test_the_reference_is_the_float_model_not_the_golden_outputs(
     assert ours == json.loads(facts.read_bytes())["runs"][0]["outputs"]
 
 
-def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
+def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, refused: Refused) -> None:
+    text = "g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }"
     other = parse_model(text, tmp_path / "other.onnx")
     message = refused("verify", str(bundle), "--data", str(EVALUATION), "--reference", str(other))
     assert str(other) in message
     assert open_bundle(bundle).manifest.ancestry.source in message
 
 
-def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refused: Refused) -> None:
     np.save(tmp_path / "few.npy", np.load(LABELS)[:-1])
     message = refused("verify", str(bundle), *WITH_DATA, "--labels", str(tmp_path / "few.npy"))
     assert "few.npy" in message
@@ -80,7 +77,7 @@ def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refu
 
 
 def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_each_report(
-    bundle: Path, tmp_path: Path, answer: Callable[..., Any]
+    bundle: Path, tmp_path: Path, answer: Answer
 ) -> None:
     out = tmp_path / "out"
     reports = [f"--{kind}={out / f'v.{kind}'}" for kind in ("junit", "html", "markdown")]
@@ -100,7 +97,7 @@ def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_each_report(
     assert sorted(path.name for path in out.iterdir()) == ["v.html", "v.junit", "v.markdown"]
 
 
-def test_a_required_device_must_run(bundle: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> None:
+def test_a_required_device_must_run(bundle: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
     """In continuous integration nobody reads what was skipped: there every device that is named must run."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -115,14 +112,14 @@ def test_a_required_device_must_run(bundle: Path, monkeypatch: pytest.MonkeyPatc
     assert answer([*named[:2], "--require", "host"])["passed"]
 
 
-def test_limits_do_not_go_into_the_bundle(bundle: Path, answer: Callable[..., Any]) -> None:
+def test_limits_do_not_go_into_the_bundle(bundle: Path, answer: Answer) -> None:
     lax = answer(["verify", str(bundle), "--on", "host", "--min-sqnr", "-200", "--min-cosine", "-1"])
     assert lax["runs"][0]["thresholds"]["min_sqnr_db"] == -200
     kept = json.loads((bundle / "verify.json").read_text())["runs"][0]["thresholds"]
     assert kept["min_sqnr_db"] == open_bundle(bundle).manifest.thresholds.min_sqnr_db
 
 
-def test_recheck_says_yes_and_no_without_running(facts: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_recheck_says_yes_and_no_without_running(facts: Path, tmp_path: Path, answer: Answer) -> None:
     page, recheck = tmp_path / "summary.md", ["verify", "--recheck", str(facts)]
     assert answer([*recheck, "--markdown", str(page)]) == json.loads(facts.read_bytes())
     assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-cpu: pass\n")
@@ -178,7 +175,7 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
     assert codes == [3, 0, 1]
 
 
-def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Answer) -> None:
     output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
     limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
     run = {"device": "host", "evidence": "same-ep", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
@@ -190,7 +187,7 @@ def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Callable
     assert not answer(["verify", "--recheck", str(facts), "--min-top1", "0.9"], 1)["passed"]
 
 
-def test_a_metric_is_that_of_a_file(bundle: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
+def test_a_metric_is_that_of_a_file(bundle: Path, tmp_path: Path, answer: Answer) -> None:
     limit = tmp_path / "metric.toml"
     limit.write_text('name = "top3"\nmax_drop = 50.0\ngate = "estimate"\n')
     asked = [str(bundle), "--on", "host", *WITH_DATA, "--labels", str(LABELS), "--metric", str(limit)]
@@ -199,11 +196,7 @@ def test_a_metric_is_that_of_a_file(bundle: Path, tmp_path: Path, answer: Callab
 
 
 def test_the_history_is_kept_listed_shown_and_compared(
-    facts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Callable[..., str],
-    answer: Callable[..., Any],
+    facts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused, answer: Answer
 ) -> None:
     history = ["--history", str(tmp_path / "h.sqlite")]
     for _ in range(2):
@@ -219,9 +212,7 @@ def test_the_history_is_kept_listed_shown_and_compared(
         assert f"has no run {missing}" in refused("runs", "show", missing, *history)
 
 
-def test_a_run_is_held_against_the_baseline_that_it_writes_over(
-    bundle: Path, facts: Path, answer: Callable[..., Any]
-) -> None:
+def test_a_run_is_held_against_the_baseline_that_it_writes_over(bundle: Path, facts: Path, answer: Answer) -> None:
     before, report = bundle / "verify.json", json.loads(facts.read_bytes())
     report["runs"][0]["peak_rss_bytes"] = 1
     before.write_text(json.dumps(report))
@@ -251,7 +242,7 @@ def test_compare_runs_the_second_model_on_a_device(tmp_path: Path, capsys: pytes
 
 
 def test_a_device_that_is_not_there_leaves_the_evidence_alone(
-    facts: Path, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    facts: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = facts.read_bytes()
     monkeypatch.setenv("PATH", "/nowhere")
@@ -265,7 +256,7 @@ def test_a_device_that_is_not_there_leaves_the_evidence_alone(
     [("cosine", 5.0), ("samples", -5), ("non_finite", -1), ("top1_agreement", 7.0), ("sqnr_db", 1e308), ("iou", "1")],
 )
 def test_figures_that_cannot_be_are_not_judged(
-    facts: Path, tmp_path: Path, name: str, value: object, refused: Callable[..., str]
+    facts: Path, tmp_path: Path, name: str, value: object, refused: Refused
 ) -> None:
     report = json.loads(facts.read_bytes())
     report["runs"][0]["outputs"][0][name] = value
@@ -288,7 +279,7 @@ def metric(outputs, label):
 
 
 def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_functions.py").write_text(_OWN)
@@ -302,13 +293,13 @@ def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
     assert "cannot load metric 'own_broken:f'" in refused("verify", str(bundle), *labelled, "--metric", "own_broken:f")
 
 
-def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, refused: Refused) -> None:
     np.save(tmp_path / "l.npy", np.full_like(np.load(LABELS), -1))
     arguments = [*WITH_DATA, "--on", "host", "--labels", str(tmp_path / "l.npy")]
     assert "label -1 is no class of an output of 10" in refused("verify", str(bundle), *arguments)
 
 
-def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(bundle: Path, answer: Callable[..., Any]) -> None:
+def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(bundle: Path, answer: Answer) -> None:
     (bundle / "verify.json").mkdir()
     report = answer(["verify", str(bundle), "--on", "host"])
     assert report["passed"]

@@ -131,9 +131,8 @@ def write_stranger(stranger: Stranger, folder: Path) -> None:
     """Writes model.onnx, and samples for calibration, for verification and for the oracle."""
     rng = np.random.default_rng(11)
     shape = ",".join(map(str, stranger.shape))
-    header = '<ir_version: 8, opset_import: ["" : 17]>'
     path = folder / "model.onnx"
-    parse_model(f"{header} g (float[{shape}] x) => (float[{stranger.output}] y) {{ {stranger.nodes} }}", path)
+    parse_model(f"g (float[{shape}] x) => (float[{stranger.output}] y) {{ {stranger.nodes} }}", path)
     proto = onnx.load(str(path))
     drawn = {name: rng.normal(0, _gain(shape), shape) for name, shape in stranger.weights.items()}
     for name, value in {**drawn, **stranger.constants}.items():

@@ -132,7 +132,7 @@ def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:
     """A sigmoid has a scale of its own on one of the two: what was judged for that is of no use to the other."""
     rng = np.random.default_rng(7)
     path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) { c = Conv(x, u, v)'
+        "g (float[1,3,8,8] x) => (float[1,40] y) { c = Conv(x, u, v)"
         " s = Sigmoid(c)  m = Mul(c, s)  p = GlobalAveragePool(m)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }",
         tmp_path / "gated.onnx",
     )
@@ -239,7 +239,7 @@ def test_without_verification_data_some_samples_are_kept_back(tmp_path: Path) ->
 
 def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_path: Path, nnapi: str) -> None:
     model = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (int64[1,4] y) { y = Add(x, x) }',
+        "g (int64[1,4] x) => (int64[1,4] y) { y = Add(x, x) }",
         tmp_path / "integers.onnx",
     )
     np.savez(tmp_path / "d.npz", x=np.arange(16).reshape(4, 4))
@@ -251,7 +251,6 @@ def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_p
 def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path, nnapi: str) -> None:
     weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
     model = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]>'
         "g (float[N,3,8,8] a, float[N,4,6,6] b) => (float[N,4,6,6] y, float[N,4,1,1] z)"
         f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(a, w)  y = Add(c, b)  z = GlobalAveragePool(y) }}",
         tmp_path / "two.onnx",
@@ -294,7 +293,7 @@ def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(
 def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
     weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
     model = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,4,6,6] y)'
+        "g (float[1,3,8,8] x) => (float[1,4,6,6] y)"
         f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(x, w)  s = Sum(c, c)  y = Relu(s) }}",
         tmp_path / "rewritten.onnx",
     )
@@ -322,7 +321,7 @@ def test_a_model_that_is_quantized_already_is_taken_as_it_is(
 
 
 def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path, nnapi: str) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
+    text = "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }"
     np.savez(tmp_path / "d.npz", x=np.ones((8, 4), np.float32))
     recipe = Recipe(targets=(nnapi,))
     report = build(
@@ -335,7 +334,7 @@ def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path, nnapi: str) 
 def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, nnapi: str) -> None:
     weights = ", ".join(str(index % 9 - 4) for index in range(144))
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y)'
+        "g (float[1,4,8,8] x) => (float[1,4,6,6] y)"
         f"<int8[4,4,3,3] q = {{{weights}}}, float s = {{0.05}}>"
         "{ w = DequantizeLinear(q, s) c = Conv(x, w) y = Relu(c) }"
     )
@@ -352,7 +351,7 @@ def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precisi
     present("qnn-htp-sim", "qnn")
     rng = np.random.default_rng(7)
     path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,16,16] x) => (float[1,10] y) {'
+        "g (float[1,3,16,16] x) => (float[1,10] y) {"
         " c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, u)  r = Relu(c)  d = Conv<group=16, pads=[1,1,1,1]>(r, k)"
         " s = Relu(d)  e = Conv(s, q)  a = Add(e, r)  p = GlobalAveragePool(a)  f = Flatten(p)"
         " y = Gemm<transB=1>(f, w) }",

@@ -15,7 +15,7 @@ from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.recipe import Data, Recipe
 
 TEXT = (
-    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,4,4] x) => (float[1,4,4,4] y) '
+    "g (float[1,4,4,4] x) => (float[1,4,4,4] y) "
     "<float s = {0.02}, uint8 z = {128}, float t = {0.05}> { a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z)"
     " [n] c = Conv(b, w) q = QuantizeLinear(c, t, z) y = DequantizeLinear(q, t, z) }"
 )

@@ -15,13 +15,13 @@ from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
 # The front end of a voice detector: powers of a spectrum by 2 ** 20, and then their logarithm or root.
 TEXT = (
-    '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float k = {1048576.0}>'
+    "net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float k = {1048576.0}>"
     "{ [conv] c = Conv(x, w) [abs] a = Abs(c) [scale] s = Mul(a, k) [root] r = Sqrt(s) [clip] y = Relu(r) }"
 )
 
 # Powers of what is small: 1e-8 is below what half precision has digits for, though nothing overflows.
 SMALL = (
-    '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,8,8] x) => (float[1,4,8,8] y) '
+    "net (float[1,4,8,8] x) => (float[1,4,8,8] y) "
     "<float k = {0.0001}, float back = {10000.0}> { [small] a = Mul(x, k) [square] s = Mul(a, a) [root] r = Sqrt(s) "
     "[same] i = Relu(r) [back] y = Mul(i, back) }"
 )
@@ -53,10 +53,7 @@ def test_nodes_that_overflow_stay_in_float32(tmp_path: Path) -> None:
 
 def test_a_value_within_half_precision_is_no_overflow(tmp_path: Path) -> None:
     """A constant may use all of the range, a value that samples move half of it; a mask may lie beyond."""
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float k = {K}>'
-        "{ [a] s = Mul(x, k) [b] y = Neg(s) }"
-    )
+    text = "net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float k = {K}>{ [a] s = Mul(x, k) [b] y = Neg(s) }"
     for constant, scale, found in (
         ("60000.0", 0.1, []), ("65504.0", 0.0, []), ("66000.0", 0.0, ["a"]), ("40000.0", 1.0, ["a", "b"]),
         ("-1e9", 0.0, []),

@@ -17,7 +17,7 @@ def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
     activation: str, zero: int, stored: str, tmp_path: Path
 ) -> None:
     model = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,4] y)'
+        "g (float[1,3] x) => (float[1,4] y)"
         f" <float xs = {{0.02}}, {activation} xz = {{{zero}}}, float ys = {{0.1}}, {activation} yz = {{{zero}}},"
         " int8[4,3] w = {127, -2, 3, -127, 5, -128, 1, 2, 3, 4, 5, 6}, float s = {0.01}, int8 z = {0}>"
         " { q = QuantizeLinear(x, xs, xz) d = DequantizeLinear(q, xs, xz) f = DequantizeLinear(w, s, z)"
@@ -36,7 +36,7 @@ def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
 
 def test_a_quantized_model_of_which_no_session_starts_is_not_shipped(tmp_path: Path) -> None:
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,2,4,4] y)'
+        "g (float[1,2,4,4] x) => (float[1,2,4,4] y)"
         " <int8[2,2,1,1] w = {1,2,3,4}, float s = {0.1}, float[1] t = {0.1}, int8 z = {0}>"
         " { q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = DequantizeLinear(w, t)"
         " c = ConvTranspose(a, b) r = QuantizeLinear(c, s, z) y = DequantizeLinear(r, s, z) }"

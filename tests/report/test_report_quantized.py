@@ -13,7 +13,7 @@ from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import QuantizeReport
 from edgekit.report.tables import describe_quantization
 
-SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,16] y)
+SPECTRUM = """g (float[1,64] x) => (float[1,16] y)
   <float[64,64] dft = {DFT}, float[64,16] w = {W}, float eps = {1e-6}> {
   s = MatMul(x, dft) p = Mul(s, s) e = Add(p, eps) l = Log(e) y = MatMul(l, w) }"""
 
