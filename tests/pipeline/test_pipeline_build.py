@@ -346,7 +346,9 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
     assert bundle.quantized_nodes == 1
 
 
-@pytest.mark.parametrize(("precision", "least_db"), [("int16", 45), ("w4a16", 25), ("w4a8", 25)])
+@pytest.mark.parametrize(
+    ("precision", "least_db"), [("int16", 45), pytest.param("w4a16", 25, marks=pytest.mark.long), ("w4a8", 25)]
+)
 def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
     present("qnn-htp-sim", "qnn")
     rng = np.random.default_rng(7)
