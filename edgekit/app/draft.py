@@ -51,9 +51,9 @@ def draft_app(
     data: str | None,
     images: Path | None,
     targets: Sequence[str],
-    labels: Path | None = None,
-    package: Kind | None = None,
-    beside: str = "",
+    labels: Path | None,
+    package: Kind | None,
+    beside: str,
 ) -> Draft:
     """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
 

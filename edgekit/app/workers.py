@@ -58,7 +58,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     again: bool
 
 
-def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool = False) -> BuildElsewhere:
+def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool) -> BuildElsewhere:
     """Returns a function that builds cells on the workers of a scheduler, for example `tcp://10.0.0.1:8786`.
 
     A finished cell is in the store: it is not lost if a worker or the scheduler dies, and is built again only with

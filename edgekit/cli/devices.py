@@ -204,7 +204,7 @@ def _show_phone(report: PhoneReport) -> None:
         show_line("- nothing is known that would refuse a session there")
 
 
-def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider] = ()) -> None:
+def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider]) -> None:
     """Prints devices as a table, and another of the providers that are installed."""
     table = make_table("device", "evidence", "here", "ONNX Runtime", "what it is, or what to do")
     for status in statuses:

@@ -166,7 +166,7 @@ def fix_for_target(
 
 
 def gain_on_target(
-    prepared: Model, folder: Path, target: Target, *, stays_float: bool, known: Collection[str] = ()
+    prepared: Model, folder: Path, target: Target, *, stays_float: bool, known: Collection[str]
 ) -> tuple[FixedModel, str] | None:
     """Returns a prepared model rewritten so that a target takes more of it, in `folder`, and a line that tells it.
 

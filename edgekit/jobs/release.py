@@ -42,13 +42,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
         return self.failed or (self.unproven and doubt.verdict == "not proven")
 
 
-NOTHING_ALLOWED = Allowed()
-"""Only what passed is released."""
-
-
-def sign_verified(
-    folder: Path, key: Path, *, allowed: Allowed = NOTHING_ALLOWED
-) -> tuple[SignedBundle, tuple[Doubt, ...]]:
+def sign_verified(folder: Path, key: Path, *, allowed: Allowed) -> tuple[SignedBundle, tuple[Doubt, ...]]:
     """Signs a folder of one target, of several or of a group, and returns also what `allowed` let through.
 
     Raises:
@@ -69,9 +63,7 @@ def sign_verified(
     return sign_bundle(folder, key, _attest(bundles, doubts)), doubts
 
 
-def join_verified(
-    paths: Sequence[Path], out: Path, *, allowed: Allowed = NOTHING_ALLOWED
-) -> tuple[MultiBundle, tuple[Doubt, ...]]:
+def join_verified(paths: Sequence[Path], out: Path, *, allowed: Allowed) -> tuple[MultiBundle, tuple[Doubt, ...]]:
     """Joins bundles, or all of a build's folder, as `join_bundles`; returns also what `allowed` let through.
 
     Raises:
@@ -85,7 +77,7 @@ def join_verified(
 
 
 def package_verified(
-    paths: Sequence[Path], kind: Kind, out: Path, *, allowed: Allowed = NOTHING_ALLOWED, **options: Any
+    paths: Sequence[Path], kind: Kind, out: Path, *, allowed: Allowed, **options: Any
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
     """Packs bundles, or all that fit of a build's folder, as `package_bundles`, which says what the options are.
 

@@ -16,13 +16,12 @@ from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
 from edgekit.serialize import to_builtins
-from edgekit.target import TaskLimit
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.state import describe_state
-from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score, judge_task
+from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
@@ -152,27 +151,21 @@ def table_verify(report: VerifyReport) -> Table:
     return table
 
 
-def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]:
-    """Yields a metric of the task on both sides, the difference with its interval, and the limit it missed, if any."""
-    if task is None:
-        return
-    got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
-    yield f"{task.name} on {task.samples} labelled samples: {got}, {describe_difference(task)} points at 95 %"
-    found = judge_task(task, limit)
-    yield from found.failures
-    yield from (f"not proven: {line}" for line in found.unproven)
+def list_task(task: TaskReport | None) -> Iterator[str]:
+    """Yields a metric of the task on both sides, and the difference with its interval, in one line."""
+    if task is not None:
+        got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
+        yield f"{task.name} on {task.samples} labelled samples: {got}, {describe_difference(task)} points at 95 %"
 
 
 def list_metric(run: RunReport) -> Iterator[str]:
     """Yields the metric of a run, and that of a faster device over all labelled samples, if there is one."""
-    yield from list_task(run.task, None)
+    yield from list_task(run.task)
     stand_in = run.stand_in
     if stand_in is not None:
         agreed = f"{stand_in.agreeing} of {stand_in.compared} samples that both ran got the same score"
         taken = "" if stand_in.agrees else ", so that it is not taken for this one's"
-        yield from (
-            f"{line}, as measured on {stand_in.device}{taken}: {agreed}" for line in list_task(stand_in.task, None)
-        )
+        yield from (f"{line}, as measured on {stand_in.device}{taken}: {agreed}" for line in list_task(stand_in.task))
 
 
 def table_device_figures(report: VerifyReport) -> Table:
@@ -243,7 +236,7 @@ def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None =
     yield from found.failures
     yield from (f"not proven: {line}" for line in found.unproven)
     yield from (f"taken for '{mine}' by its place: '{theirs}'" for theirs, mine in report.renamed.items())
-    yield from list_task(report.task, None)
+    yield from list_task(report.task)
     yield from explain_layers(report.layers)
 
 
