@@ -12,8 +12,7 @@ from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.errors import UsageError
 from edgekit.forecasts.forecast import BITS, KnownTime, read_precisions
-from edgekit.jobs.forecast import forecast
-from edgekit.jobs.known_times import CpuTime, parse_cpu_times, parse_measured, read_history
+from edgekit.jobs.forecast import CpuTime, forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.report import forecasts as text

@@ -73,8 +73,10 @@ _CHAPTERS = {
     **dict.fromkeys(("package", "join", "sign"), "release"),
     **dict.fromkeys(("targets", "runner", "doctor"), "devices"),
     **dict.fromkeys(("diff", "operators"), "inspect"),
+    **dict.fromkeys(("bench", "profile", "tune"), "timing"),
     "demo": "build",
     "init": "run",
+    "runs": "verify",
     "completion": "schema",
 }
 

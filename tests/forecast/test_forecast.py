@@ -21,8 +21,7 @@ from edgekit.forecasts.features import Traffic, join_graph, list_amounts, measur
 from edgekit.forecasts.forecast import KnownTime
 from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.inference import infer_model
-from edgekit.jobs.forecast import forecast
-from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
+from edgekit.jobs.forecast import forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
 from edgekit.report.forecasts import describe_cpu, draw_devices, headline_forecast, list_choices, render_forecast
 from edgekit.target import load_target

@@ -14,7 +14,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.jobs.known_times import read_history
+from edgekit.jobs.forecast import read_history
 from edgekit.model.tensors import Tensors
 from edgekit.verify.history import (
     compare_with_baseline,

@@ -1,4 +1,4 @@
-"""`edgekit bench`."""
+"""Commands that measure times: bench, profile and tune."""
 
 import re
 from collections.abc import Sequence
@@ -15,13 +15,19 @@ from edgekit.bench.history import compare_with_last, record_bench
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.devices.device import Queue
 from edgekit.errors import UsageError
+from edgekit.profile.measure import ProfileOptions
+from edgekit.profile.profile import encode_chrome, profile_on
+from edgekit.profile.report import ProfileReport
+from edgekit.report import profiles, tuning
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 from edgekit.serialize import to_json
+from edgekit.tune.space import GOALS, Goal
+from edgekit.tune.tune import Tuning, tune_on
 
 _MOST = 65536
 _WAIT_MS = 5.0
@@ -148,3 +154,143 @@ def _list_efforts(
     asked = [msgspec.structs.replace(queue, most=size) for size in batches or (1, 8) for queue in queues]
     # A batch of one is full with its first request.
     return [msgspec.structs.replace(effort, queue=one) for one in asked if one.most > 1 or one.wait_ms is not None]
+
+
+@as_command
+def profile_command(
+    subject: Annotated[Path, Argument()],
+    choice: Devices,
+    against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],
+    runs: Annotated[int | None, Option("Watch N runs in each of three rounds.", "N", type=click.IntRange(1, 1000))],
+    seconds: Annotated[
+        float | None, number("Start no further round after X seconds (10).", click.FloatRange(0.1, 3600))
+    ],
+    threads: Threads,
+    opening: ModelOpening,
+    top: Annotated[int, Option("Show N rows of each table (15).", "N", type=click.IntRange(1, 10_000), default=15)],
+    trace: Annotated[
+        Path | None,
+        Option("Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.", "FILE"),
+    ],
+    html: options.HtmlFile,
+    no_roofline: Annotated[bool, Option("Do not measure the machine's roofline (its peak rates).")],
+    probe_again: Annotated[bool, Option("Measure the machine's roofline again.")],
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
+    """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, and what each reaches.
+
+    ONNX Runtime's profiler watches rounds of runs, between rounds without it, so that its own cost is known. With
+    --against, or on two devices, layers are held against each other, and the reasons are named.
+
+    \b
+    Example:
+      edgekit profile model.onnx --html profile.html --trace trace.json
+      edgekit profile int8.onnx --against float.onnx --on adb:R5CT1234
+
+    Exit code 0: everything was profiled. 1: not so. 2: the usage or an input is wrong.
+    """
+    options.require_places((trace, html), (subject, against))
+    if no_roofline and probe_again:
+        raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
+    asked = ProfileOptions(
+        runs=runs,
+        seconds=seconds,
+        threads=threads,
+        roofline=not no_roofline,
+        probe_again=probe_again,
+        raw=trace is not None,
+    )
+    with showing_progress(volume) as progress:
+        found = profile_on(subject, choice, asked, opening, against=against, progress=progress)
+    if trace is not None:
+        write_file(trace, encode_chrome(found.profiled))
+        for number, one in enumerate(found.profiled):
+            if one.raw:
+                write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
+    if html is not None:
+        write_file(html, profiles.render_profile(found).encode())
+    show_json(found.report) if as_json else show_profile(found.report, top)
+    return YES if found.report.succeeded else NO
+
+
+def show_profile(report: ProfileReport, top: int) -> None:
+    """Prints profiles, one after another, and then what sets them apart."""
+    for profile in report.profiles:
+        show_line(profiles.headline_profile(profile))
+        if profile.failure is None:
+            print_table(profiles.table_operators(profile, top))
+            print_table(profiles.table_nodes(profile, top))
+            if profile.memory:
+                print_table(profiles.table_memory(profile))
+            if profile.npu:
+                print_table(profiles.table_npu(profile, top))
+            show_remarks(profiles.list_profile_remarks(profile))
+    if report.comparison is not None:
+        show_line(profiles.describe_profiles(report.comparison))
+        show_remarks(map(profiles.describe_cause, report.comparison.causes))
+        if report.comparison.pairs:
+            print_table(profiles.table_pairs(report.comparison, top))
+    show_remarks(profiles.list_report_remarks(report))
+
+
+@as_command
+def tune_command(
+    subject: Annotated[Path, Argument()],
+    choice: Devices,
+    goal: Annotated[Goal, Option("What to minimize (latency).", type=click.Choice(GOALS), default="latency")],
+    candidates: Annotated[tuple[Path, ...], Option("Race FILE too: INT8, fp16.", "FILE", "--candidate")],
+    opening: ModelOpening,
+    min_sqnr_db: Annotated[
+        float | None,
+        number(
+            "Least signal-to-noise ratio in dB against the reference; default: the bundle's limit, or 30.",
+            click.FloatRange(-200, 200),
+            "--min-sqnr",
+        ),
+    ],
+    time_budget: Annotated[float | None, options.time_budget("Search no longer than that")],
+    state: Annotated[
+        Path | None, Option("Keep measurements in FILE: an interrupted search continues from it.", "FILE")
+    ],
+    apply: Annotated[bool, Option("Write the settings into the bundle, for this kind of machine.")],
+    html: options.HtmlFile,
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
+    """Find the best session settings for SUBJECT, a bundle or a model, on a device.
+
+    Settings race in interleaved rounds, each in a session of its own, its outputs held against the reference. The
+    slower half is dropped; the last one is taken only where fresh rounds prove that it is better. What came together is
+    held against the defaults once more: without proof nothing is claimed and nothing applied.
+
+    \b
+    Example:
+      edgekit tune model.onnx --goal throughput --time-budget 2m --html tune.html
+      edgekit tune bundles/model-cpu --on host --state tune.json --apply
+
+    Exit code 0: the search came to an end, whatever it found. 2: the usage or an input is wrong, or the device failed.
+    """
+    options.require_places((html, state), (subject, *candidates))
+    asked = Tuning(
+        goal=goal,
+        budget_s=time_budget or Tuning().budget_s,
+        candidates=candidates,
+        min_sqnr_db=min_sqnr_db,
+        state=state,
+        apply=apply,
+    )
+    with showing_progress(volume) as progress:
+        report = tune_on(subject, choice, asked, opening, progress=progress)
+    if html is not None:
+        write_file(html, tuning.render_tuning(report).encode())
+    if as_json:
+        show_json(report)
+        return YES
+    if report.levels:
+        print_table(tuning.table_levels(report))
+    print_table(tuning.table_decisions(report))
+    print_table(tuning.table_tried(report))
+    show_line(tuning.headline_tuning(report))
+    show_remarks(tuning.list_tuning_remarks(report))
+    return YES
