@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from fixture_types import Refused
+from fixture_types import Answer, Refused
 from group_models import make_talk
 from tiny_models import parse_model, write_small_net
 
@@ -74,28 +74,22 @@ def known(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / "known") / "edgekit.toml"
 
 
-def _run(app: Path, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command(["run", str(app), "--json", *words]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 def _states(report: Any) -> dict[str, str]:
     return {f"{cell['model']}/{cell['target']}": cell["state"] for cell in report["cells"]}
 
 
-def test_what_did_not_change_is_kept(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_did_not_change_is_kept(known: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     app, out = known, known.parent / "build"
     first = json.loads((out / "report.json").read_bytes())
     bundle = out / first["cells"][0]["bundle"]
     start = time.process_time()
-    second = _run(app, capsys)
+    second = answer(["run", str(app)])
     assert time.process_time() - start < 2.0
     assert _states(second) == {"digits/cpu": "kept", "digits/coreml": "kept"}
     assert [package["state"] for package in (*first["packages"], *second["packages"])] == ["built", "kept"]
     # What one target is told touches only that target.
     app.write_text(app.read_text().replace("[targets.coreml]", "[targets.coreml]\nsettings = { ios = 17 }"))
-    assert _states(_run(app, capsys)) == {"digits/cpu": "kept", "digits/coreml": "built"}
+    assert _states(answer(["run", str(app)])) == {"digits/cpu": "kept", "digits/coreml": "built"}
     # A bundle that was altered or lost is made again, to the same bytes.
     shutil.rmtree(bundle)
     assert run_command(["run", str(app), "--only", "cpu", "--json"]) == 0
@@ -129,27 +123,27 @@ def test_one_report_and_junit_tell_of_all(built: Path) -> None:
     assert package["bundles"] == ["model-coreml", "model-cpu"]
 
 
-def test_what_fails_is_told_tried_again_and_not_packed(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_is_told_tried_again_and_not_packed(known: Path, answer: Answer) -> None:
     app, strict = known, "thresholds = { min_sqnr_db = 190.0 }"
     app.write_text(app.read_text().replace("[targets.coreml]", f"[targets.coreml]\n{strict}"))
-    report = _run(app, capsys, code=1)
+    report = answer(["run", str(app)], 1)
     assert {cell["target"]: cell["passed"] for cell in report["cells"]} == {"cpu": True, "coreml": False}
     (package,) = report["packages"]
     assert (package["bundles"], package["left_out"]) == (["model-cpu"], ["coreml"])
     asked = app.read_text().replace('as = "tar"', 'as = "tar"\ntargets = ["coreml", "cpu"]')
     app.write_text(asked)
-    report = _run(app, capsys, code=1)
+    report = answer(["run", str(app)], 1)
     assert report["packages"][0]["failure"] == "digits/coreml did not pass, and is not packed"
     app.write_text(asked.replace('source = "samples.npz"', 'source = "gone.npz"'))
-    report = _run(app, capsys, code=1)
+    report = answer(["run", str(app)], 1)
     assert {cell["state"] for cell in report["cells"]} == {"failed"}
     assert "does not exist" in report["cells"][0]["headline"]
     app.write_text(app.read_text().replace('\ntargets = ["coreml", "cpu"]', ""))
-    report = _run(app, capsys, code=1)
+    report = answer(["run", str(app)], 1)
     assert report["packages"][0]["failure"] == "no bundle of digits passed that a tar can hold"
 
 
-def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, answer: Answer) -> None:
     def stop(step: str) -> None:
         if step.startswith("digits/coreml"):
             raise KeyboardInterrupt
@@ -159,16 +153,16 @@ def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, capsys: pytest
     out = app.parent / "build" / "digits"
     assert (out / "cpu" / RESULT).is_file()
     assert not (out / "coreml").exists()
-    assert _states(_run(app, capsys)) == {"digits/cpu": "kept", "digits/coreml": "built"}
+    assert _states(answer(["run", str(app)])) == {"digits/cpu": "kept", "digits/coreml": "built"}
 
 
-def test_devices_of_the_app_are_asked_and_must_run(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_of_the_app_are_asked_and_must_run(app: Path, answer: Answer) -> None:
     app.write_text(TEXT.replace('on = ["{device}"]', 'on = ["emulated"]\nrequire = ["emulated"]'))
-    report = _run(app, capsys, "--only", "coreml")
+    report = answer(["run", str(app), "--only", "coreml"])
     assert report["cells"][0]["evidence"] == "emulated"
     assert "emulated" in (app.parent / "build" / report["cells"][0]["report"]).read_text()
     app.write_text(TEXT.replace('on = ["{device}"]', 'require = ["adb:1234"]'))
-    report = _run(app, capsys, "--only", "coreml", code=1)
+    report = answer(["run", str(app), "--only", "coreml"], 1)
     assert "device 'adb:1234' was asked for and did not run" in report["cells"][0]["headline"]
 
 
@@ -205,7 +199,7 @@ def test_only_and_watch_know_what_there_is(app: Path) -> None:
     assert "<script>" in render_app(report)
 
 
-def test_processes_make_what_one_makes_though_one_is_killed(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_make_what_one_makes_though_one_is_killed(known: Path, answer: Answer) -> None:
     app, report = known, json.loads((known.parent / "build" / "report.json").read_bytes())
     alone = {cell["target"]: cell["sha256"] for cell in report["cells"]}
     killed = list[int]()
@@ -222,12 +216,12 @@ def test_processes_make_what_one_makes_though_one_is_killed(known: Path, capsys:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    together = _run(app, capsys, "--again", "--workers", "2")
+    together = answer(["run", str(app), "--again", "--workers", "2"])
     killer.join()
     assert killed
     assert {cell["target"]: cell["sha256"] for cell in together["cells"]} == alone
     assert _states(together) == {"digits/cpu": "built", "digits/coreml": "built"}
-    assert _states(_run(app, capsys, "--workers", "2")) == {"digits/cpu": "kept", "digits/coreml": "kept"}
+    assert _states(answer(["run", str(app), "--workers", "2"])) == {"digits/cpu": "kept", "digits/coreml": "kept"}
 
 
 def test_watch_runs_again_when_a_file_changes(
@@ -253,7 +247,7 @@ def test_watch_runs_again_when_a_file_changes(
 
 
 def test_bundles_are_signed_and_packed_with_the_keys_of_the_app(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+    tmp_path: Path, answer: Answer, refused: Refused
 ) -> None:
     parse_model("g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
@@ -276,7 +270,7 @@ sign = "release.pem"
     assert "cannot read the private key" in refused("run", str(tmp_path / "edgekit.toml"))
     assert not (tmp_path / "build").exists()
     make_pair(tmp_path / "release.pem")
-    first = _run(tmp_path / "edgekit.toml", capsys)
+    first = answer(["run", str(tmp_path / "edgekit.toml")])
     assert (first["cells"][0]["verdict"], first["cells"][0]["evidence"]) == ("pass", "same-ep (desk)")
     bundle, public = tmp_path / "build" / first["cells"][0]["bundle"], tmp_path / "release.pem.pub"
     assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 0
@@ -285,14 +279,14 @@ sign = "release.pem"
     # Another key signs anew, and packs anew what it signed.
     make_pair(tmp_path / "other.pem")
     (tmp_path / "edgekit.toml").write_text(text.replace("release", "other"))
-    second = _run(tmp_path / "edgekit.toml", capsys)
+    second = answer(["run", str(tmp_path / "edgekit.toml")])
     assert (second["cells"][0]["state"], second["packages"][0]["state"]) == ("kept", "built")
     assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 2
 
 
 @pytest.mark.long
 def test_a_group_is_built_kept_signed_and_packed_with_the_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+    tmp_path: Path, answer: Answer, refused: Refused
 ) -> None:
     make_talk(tmp_path, samples=8)
     make_pair(tmp_path / "release.pem")
@@ -310,7 +304,7 @@ as = "tar"
 sign = "release.pem"
 """
     (tmp_path / "edgekit.toml").write_text(text)
-    first = _run(tmp_path / "edgekit.toml", capsys)
+    first = answer(["run", str(tmp_path / "edgekit.toml")])
     assert (first["cells"][0]["state"], first["cells"][0]["verdict"]) == ("built", "pass")
     sizes = [(tmp_path / name).stat().st_size for name in ("prefill.onnx", "decode.onnx")]
     # What both have is stored once.
@@ -318,12 +312,12 @@ sign = "release.pem"
     assert first["packages"][0]["bundles"] == ["talk-cpu"]
     with opened_group(tmp_path / "build" / first["packages"][0]["path"], key=tmp_path / "release.pem.pub") as group:
         assert group.sha256 == first["cells"][0]["sha256"]
-    assert _run(tmp_path / "edgekit.toml", capsys)["cells"][0]["state"] == "kept"
+    assert answer(["run", str(tmp_path / "edgekit.toml")])["cells"][0]["state"] == "kept"
     # A member belongs to what a group depends on; an AAR cannot hold one.
     with (tmp_path / "decode.onnx").open("ab") as model:
         model.write(b"\x12\x01x")
     (tmp_path / "edgekit.toml").write_text(text.replace('"tar"', '"aar"'))
-    second = _run(tmp_path / "edgekit.toml", capsys, code=1)
+    second = answer(["run", str(tmp_path / "edgekit.toml")], 1)
     assert second["cells"][0]["state"] == "built"
     assert "has no code that runs several models" in second["packages"][0]["failure"]
     (tmp_path / "edgekit.toml").write_text(text.replace("talk.toml", "tolk.toml"))

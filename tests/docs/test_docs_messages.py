@@ -1,6 +1,7 @@
 """Each message of the code has a row on its page, and what troubleshooting quotes is the code's, word for word."""
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -20,10 +21,15 @@ from docs_texts import Message, list_messages, read_module
 _QUOTED = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
 
+@functools.cache
+def _walk(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def _list_texts(file: Path) -> set[str]:
     """Returns the texts of a module, with `…` for each value that is put into them."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _walk(file):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(re.sub(r"\{\w+\}", "…", node.value))
         elif isinstance(node, ast.JoinedStr):
@@ -54,7 +60,7 @@ def test_a_message_that_was_reworded_is_found(texts: set[str]) -> None:
 
 def _list_ids(file: Path) -> Iterator[str]:
     """Yields the ids that calls in a module name, with `…` for a value that is put into one."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _walk(file):
         given = node.value if isinstance(node, ast.keyword) and node.arg == "id" else None
         if isinstance(given, ast.Constant):
             yield str(given.value)
@@ -77,7 +83,7 @@ def page() -> str:
 
 def _list_literals(file: Path) -> Iterator[str]:
     """Yields the parts of messages that a module writes out where it makes an error, which is what has a hint."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _walk(file):
         if isinstance(node, ast.Call) and node.args and any(given.arg == "hint" for given in node.keywords):
             yield from (
                 part.value
