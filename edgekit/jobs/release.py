@@ -42,7 +42,13 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
         return self.failed or (self.unproven and doubt.verdict == "not proven")
 
 
-def sign_verified(folder: Path, key: Path, *, allowed: Allowed) -> tuple[SignedBundle, tuple[Doubt, ...]]:
+NOTHING_ALLOWED = Allowed()
+"""Only what passed is released."""
+
+
+def sign_verified(
+    folder: Path, key: Path, *, allowed: Allowed = NOTHING_ALLOWED
+) -> tuple[SignedBundle, tuple[Doubt, ...]]:
     """Signs a folder of one target, of several or of a group, and returns also what `allowed` let through.
 
     Raises:

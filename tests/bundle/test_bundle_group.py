@@ -30,11 +30,12 @@ from edgekit.bundle.group.wiring import (
 )
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError
-from edgekit.jobs.group import GroupBuild, build_group
+from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, read_opset
 from edgekit.recipe import Data, Recipe
+from edgekit.report.tables import GroupBuild
 
 
 def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
