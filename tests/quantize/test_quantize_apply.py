@@ -28,15 +28,19 @@ from edgekit.model.model import Model, save_proto
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.target import load_target
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.target import Precision, load_target
 
 TARGETS = ["nnapi", "qnn", "xnnpack"]
+# Judgements have digests of all that they depend on, so these tests share them.
+_KNOWN = Memo()
 
 
 def quantize(
     model: Model, calibration: Calibration, target: str, folder: Path, precision: str = "int8"
 ) -> QuantizedModel:
-    plan = plan_quantization(model, calibration, load_target(target), "int16" if precision == "int16" else "int8")
+    chosen: Precision = "int16" if precision == "int16" else "int8"
+    plan = plan_quantization(model, calibration, load_target(target), chosen, memo=_KNOWN)
     return quantize_model(model, plan, calibration, folder / f"{target}-{precision}.onnx")
 
 

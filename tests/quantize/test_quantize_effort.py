@@ -114,7 +114,7 @@ def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, 
     graph = read_float_graph(net)
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.model)
-    cuts = [*find_cuts(proto, count, lambda name: 4 * graph.value(name).elements)]
+    cuts = [*find_cuts(proto, count, graph.static_shape)]
     assert len(cuts) == count
     assert all(0 < cut.start < len(graph.model.graph.node) for cut in cuts)
     nest_parts(proto, cuts, graph.dims)

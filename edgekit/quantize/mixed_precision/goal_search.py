@@ -11,7 +11,6 @@ import msgspec
 from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.data.wilson import Z95
-from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import MEASURES
@@ -505,12 +504,12 @@ def bound_integer(search: Search, plan: QuantPlan, macs: Mapping[str, int]) -> f
     A float node whose readers are all float has no Q behind it: it computes in float for certain.
     """
     graph, floats = open_float_graph(search.model, search.calibration), {node.name for node in plan.float_nodes}
-    apart = [node.name for node in graph.nodes if node.name in floats and _read_by(graph, node) <= floats]
+    apart = [
+        node.name
+        for node in graph.nodes
+        if node.name in floats and all(reader.name in floats for name in node.output for reader in graph.readers(name))
+    ]
     return round(1 - sum(macs.get(name, 0) for name in apart) / max(sum(macs.values()), 1), 4)
-
-
-def _read_by(graph: Graph, node: Node) -> set[str]:
-    return {reader.name for name in node.output for reader in graph.readers(name)}
 
 
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:

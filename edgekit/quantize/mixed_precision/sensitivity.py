@@ -6,7 +6,6 @@ If the tensors that the last parts of a graph read from earlier parts are known,
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
@@ -47,11 +46,11 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_cuts(
-    proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None], most_bytes: int = _MOST_BYTES
+    proto: onnx.ModelProto, count: int, dims: Callable[[str], Sequence[int] | None], most_bytes: int = _MOST_BYTES
 ) -> Iterator[Cut]:
     """Yields up to `count` cuts of a topologically sorted graph, in about equal steps.
 
-    `measure` returns the bytes of a float32 tensor; None for other types and unknown sizes. The tensors across a cut
+    `dims` returns the dimensions of a float32 tensor; None for other types and unknown sizes. The tensors across a cut
     take at most `most_bytes`.
     """
     nodes = proto.graph.node
@@ -59,8 +58,9 @@ def find_cuts(
     before = 0
 
     def is_narrow(names: tuple[str, ...]) -> bool:
-        sizes = [measure(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
-        return all(size is not None for size in sizes) and sum(size or 0 for size in sizes) <= most_bytes
+        shapes = [dims(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
+        known = [4 * math.prod(shape) for shape in shapes if shape is not None]
+        return len(known) == len(shapes) and sum(known) <= most_bytes
 
     for index in range(1, count + 1):
         wanted = index * len(nodes) // (count + 1)
@@ -282,10 +282,15 @@ class _Switched:
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
         self._places = [places[switched[name]] for name in self.names]
-        shapes, most_bytes = partial(_find_shape, graph), _MOST_BYTES // max(1, len(held))
-        self._cuts = [*find_cuts(proto, _PARTS, lambda name: _count_bytes(shapes(name)), most_bytes)]
-        nest_parts(proto, self._cuts, shapes)
-        self._fed = {name: shapes(name) or () for each in self._cuts for name in each.fed}
+        sources = {other: name for name, other in switched.items()}
+
+        def find_shape(name: str) -> tuple[int, ...] | None:
+            source = sources.get(name, name)
+            return graph.static_shape(source) if graph.is_float(source) else None
+
+        self._cuts = [*find_cuts(proto, _PARTS, find_shape, _MOST_BYTES // max(1, len(held)))]
+        nest_parts(proto, self._cuts, find_shape)
+        self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
         self._session = open_graph(proto, graph.folder, keep_float_weights=False)
         self._held, self._noises = held, known
@@ -340,13 +345,3 @@ class _Switched:
         starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
         parts[starts[-1:]] = True
         return self._session.run({**inputs, SWITCHES: switches, **({PARTS: parts} if self._cuts else {})}, outputs)
-
-
-def _find_shape(graph: Graph, name: str) -> tuple[int, ...] | None:
-    """Returns the shape of a float tensor or of its switched form, None if it is not known."""
-    source = name.removesuffix(".edgekit.switched")
-    return graph.static_shape(source) if graph.is_float(source) else None
-
-
-def _count_bytes(shape: tuple[int, ...] | None) -> int | None:
-    return None if shape is None else 4 * math.prod(shape)
