@@ -44,6 +44,7 @@ def test_dynamic_and_unknown_shapes_are_told_apart(tmp_path: Path) -> None:
         (b"<html>not found</html>", "is not an ONNX model"),
         (b"\x08\x08", "holds no ONNX graph"),
         (b"\xff" * 64, "is not an ONNX model"),
+        (b"\x3a" + b"\xff" * 11, "is not an ONNX model"),
     ],
 )
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

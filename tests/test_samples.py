@@ -174,14 +174,6 @@ def test_a_missing_input_and_unequal_lengths_are_refused(tmp_path: Path) -> None
         load_samples(_save(tmp_path / "e.npz", x=ROWS, y=ROWS[:2]), [X, other])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
-    rows = ROWS.copy()
-    rows[1, 0] = value
-    with pytest.raises(DataError, match=r"sample 1 of .* in input 'x'"):
-        check_samples(load_samples(_save(tmp_path / "d.npz", x=rows), [X]))
-
-
 def test_a_cut_off_archive_and_other_files_are_refused(tmp_path: Path) -> None:
     path = Path(_save(tmp_path / "d.npz", x=ROWS))
     path.write_bytes(path.read_bytes()[:-30])

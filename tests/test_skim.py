@@ -10,20 +10,14 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test import loader
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.errors import ModelError
 from edgekit.model.external import point_into, skim_model
 
 LIGHT = Path(loader.DATA_DIR) / "light"
 
 
-@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet"])
-def test_a_model_of_small_tensors_stays_as_it_is(name: str) -> None:
-    path = LIGHT / f"{name}.onnx"
+@pytest.mark.parametrize("path", [LIGHT / "light_squeezenet.onnx", MODEL], ids=lambda path: path.stem)
+def test_a_model_of_small_tensors_stays_as_it_is(path: Path) -> None:
     assert skim_model(path) == onnx.load(str(path))
-
-
-def test_small_weights_stay() -> None:
-    assert skim_model(MODEL) == onnx.load(str(MODEL))
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
@@ -39,21 +33,6 @@ def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> N
     assert skimmed.ByteSize() < 400
     assert list(skimmed.graph.initializer[0].dims) == [300, 400]
     assert list(skimmed.graph.node[0].attribute[0].t.dims) == [300, 400]
-
-
-@pytest.mark.parametrize("data", [b"", b"not a model at all", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"])
-def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "m.onnx"
-    path.write_bytes(data)
-    with pytest.raises(ModelError):
-        skim_model(path)
-
-
-def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "net.onnx"
-    path.write_bytes(MODEL.read_bytes()[:-50])
-    with pytest.raises(ModelError, match="cut off"):
-        skim_model(path)
 
 
 # Of external data that were loaded the tensor says so: behind the data, where it hid that these lie outside again.

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from edgekit.data.npz import MALFORMED
-from edgekit.errors import DataError
+from edgekit.errors import DataError, reraised
 from edgekit.model.tensors import Array
 from edgekit.serialize import read_toml
 
@@ -85,24 +85,32 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
     Raises:
         DataError: the file is no image, or far too large.
     """
-    try:
-        with Image.open(path) as opened:
-            # The size comes from the header, before a pixel is unpacked.
-            if opened.width * opened.height > _MAX_PIXELS:
-                raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
-            # First the colour, then the size: palettes cannot be interpolated.
-            image = opened.convert("L" if preprocess.color == "L" else "RGB")
-            # Phones store the sensor's image, and in EXIF how the phone was held. Pillow's own exif_transpose rewrites
-            # all tags, and fails if one of them is damaged.
-            turn = _UPRIGHT.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
-            image = _resize(image if turn is None else image.transpose(turn), preprocess)
     # Each of Pillow's readers raises other exceptions.
-    except _NO_IMAGE as error:
-        raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
+    unread = DataError(f"'{path}' is no image that can be read", hint="remove it from the folder")
+    with reraised(_NO_IMAGE, unread), Image.open(path) as opened:
+        # The size comes from the header, before a pixel is unpacked.
+        if opened.width * opened.height > _MAX_PIXELS:
+            raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
+        # First the colour, then the size: palettes cannot be interpolated.
+        image = opened.convert("L" if preprocess.color == "L" else "RGB")
+        # Phones store the sensor's image, and in EXIF how the phone was held. Pillow's own exif_transpose rewrites all
+        # tags, and fails if one of them is damaged.
+        turn = _UPRIGHT.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
+        image = _resize(image if turn is None else image.transpose(turn), preprocess)
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     if preprocess.color == "BGR":
         pixels = pixels[..., ::-1]
-    return _normalise(pixels, preprocess)
+    if preprocess.dtype in {"float32", "float16"}:
+        mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
+        # All in float32, as in an app: in float64 the last bit would differ from the phone's input. Values beyond the
+        # range of float32 are refused later, by the check of the samples, which names the input.
+        with np.errstate(all="ignore"):
+            pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
+    elif preprocess.dtype == "int8":
+        # In 16 bits, because the values 0 to 255 do not fit into int8 before 128 is subtracted.
+        pixels = pixels.astype(np.int16) - 128
+    pixels = pixels.astype(preprocess.dtype)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1) if preprocess.layout == "NCHW" else pixels)
 
 
 def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
@@ -121,17 +129,3 @@ def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     image = image.resize((max(width, round(image.width * factor)), max(height, round(image.height * factor))), method)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
-
-
-def _normalise(pixels: Array, preprocess: Preprocess) -> Array:
-    if preprocess.dtype in {"float32", "float16"}:
-        mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
-        # All in float32, as in an app: in float64 the last bit would differ from the phone's input. Values beyond the
-        # range of float32 are refused later, by the check of the samples, which names the input.
-        with np.errstate(all="ignore"):
-            pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
-    elif preprocess.dtype == "int8":
-        # In 16 bits, because the values 0 to 255 do not fit into int8 before 128 is subtracted.
-        pixels = pixels.astype(np.int16) - 128
-    pixels = pixels.astype(preprocess.dtype)
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1) if preprocess.layout == "NCHW" else pixels)

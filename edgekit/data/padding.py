@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, map_samples
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 
@@ -161,13 +161,10 @@ def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
 def crop_samples(padding: Padding, samples: Samples, size: int) -> Samples:
     """Returns samples that were padded to a larger size, cropped to a smaller padded size that they fit."""
 
-    def read() -> Iterator[Tensors]:
-        for sample in samples:
-            yield {
-                name: _take(value, dict.fromkeys(padding.inputs.get(name, ()), size)) for name, value in sample.items()
-            }
+    def crop(sample: Tensors) -> Tensors:
+        return {name: _take(value, dict.fromkeys(padding.inputs.get(name, ()), size)) for name, value in sample.items()}
 
-    return msgspec.structs.replace(samples, read=read)
+    return map_samples(samples, crop)
 
 
 def cut_samples(padding: Padding, outputs: Samples, lengths: Sequence[int], size: int) -> Samples:

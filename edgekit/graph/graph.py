@@ -14,7 +14,7 @@ from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, read_spec, tensor_dtype
-from edgekit.model.soundness import list_bodies, read_opsets
+from edgekit.model.soundness import find_captured, list_bodies, read_opsets
 from edgekit.model.tensors import Array
 
 Shape = tuple[int | None, ...]
@@ -272,12 +272,6 @@ class _View:
     def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
         domain = "" if proto.domain in MAIN_DOMAINS else proto.domain
         bodies = tuple(self.graph(body, graph) for body in list_bodies(proto))
-        captured: list[str] = []
-        for body in bodies:
-            own = {*body.inputs, *(tensor.name for tensor in body.proto.initializer)}
-            own.update(tensor.values.name for tensor in body.proto.sparse_initializer)
-            own.update(name for node in body.proto.node for name in node.output)
-            captured += sorted({*body.consumers, *body.outputs} - own - {""})
         return Node(
             index=index,
             name=proto.name or f"{proto.op_type}_{index}",
@@ -289,7 +283,7 @@ class _View:
             output=tuple(proto.output) or ("",),
             attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
             bodies=bodies,
-            captured=tuple(captured),
+            captured=tuple(name for body in bodies for name in sorted(find_captured(body.proto))),
             proto=proto,
         )
 

@@ -122,19 +122,15 @@ def inspect_model(
         ModelError: the file cannot be read.
         UsageError: a library is missing, or a size fits no dimension.
     """
-    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops, dims or {}, freeze or {})
-
-
-def _inspect_onnx(
-    path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int], freeze: Mapping[str, float]
-) -> OnnxReport:
+    if path.suffix == ".ort":
+        return inspect_ort(path)
     model = load_model(path, custom_ops=custom_ops)
     proto = read_proto(model, weights=False)
     graphs = list(iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
-    graph = _read_sized(model, dims, freeze)
+    graph = _read_sized(model, dims or {}, freeze or {})
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,

@@ -15,7 +15,14 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
 from edgekit.model.external import list_files, point_into, read_place, skim_model
-from edgekit.model.soundness import find_flaws, find_strange_text, find_torn_tensor, list_bodies, read_opsets
+from edgekit.model.soundness import (
+    find_flaws,
+    find_strange_text,
+    find_torn_tensor,
+    iterate_reads,
+    list_bodies,
+    read_opsets,
+)
 from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
@@ -324,14 +331,6 @@ def list_element_types(graph: onnx.GraphProto) -> set[int]:
         kinds |= {value.type.tensor_type.elem_type for value in (*part.input, *part.output, *part.value_info)}
         kinds |= {item.i for node in part.node for item in node.attribute if item.name == "to"}
     return kinds
-
-
-def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node and its subgraphs read, names of the subgraphs' own tensors included."""
-    yield from filter(None, node.input)
-    for graph in (graph for body in list_bodies(node) for graph in iterate_graphs(body)):
-        yield from (name for inner in graph.node for name in inner.input if name)
-        yield from (value.name for value in graph.output)
 
 
 def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:

@@ -140,7 +140,7 @@ def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields a flaw if nodes form a cycle; nodes may be in any order, since a quantizer appends its own."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     needs = {
-        index: [makers[name] for name in _list_reads(node) if name in makers] for index, node in enumerate(graph.node)
+        index: [makers[name] for name in iterate_reads(node) if name in makers] for index, node in enumerate(graph.node)
     }
     # If each node reads only earlier ones there can be no cycle: mostly nothing is left to sort.
     if not any(maker >= index for index, found in needs.items() for maker in found):
@@ -152,14 +152,21 @@ def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
         yield f"node '{graph.node[error.args[1][0]].name}' needs what is made of its own output"
 
 
-def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
+def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields the names that a node reads, and those that its subgraphs read from the graphs around them."""
-    yield from node.input
+    yield from filter(None, node.input)
     for body in list_bodies(node):
-        # A tensor of a subgraph may have the same name as an output of the node around it.
-        own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-        own.update(name for inner in body.node for name in inner.output)
-        yield from (name for inner in body.node for name in _list_reads(inner) if name not in own)
+        yield from find_captured(body)
+
+
+def find_captured(body: onnx.GraphProto) -> dict[str, None]:
+    """Returns the names that a subgraph, and the subgraphs inside it, read from the graphs around it."""
+    # A tensor of a subgraph may have the same name as an output of the node around it.
+    own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer} | {""}
+    own.update(tensor.values.name for tensor in body.sparse_initializer)
+    own.update(name for node in body.node for name in node.output)
+    read = (*(name for node in body.node for name in iterate_reads(node)), *(value.name for value in body.output))
+    return dict.fromkeys(name for name in read if name not in own)
 
 
 def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> Iterator[str]:

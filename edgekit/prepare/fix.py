@@ -8,6 +8,7 @@ import onnx
 
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import UsageError
+from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.external import point_into
 from edgekit.model.model import Model, iterate_graphs, read_proto, refill
@@ -25,7 +26,6 @@ from edgekit.prepare.rewrites import (
     products,
     split_attention,
 )
-from edgekit.prepare.shapes import infer_values
 from edgekit.target import Target
 
 
@@ -167,7 +167,9 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         if name not in ids:
             continue
         if name not in _SHAPELESS:
-            infer_values(proto)
+            # Shapes after the rewrites before it.
+            inferred = infer_model(proto).graph.value_info
+            refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))

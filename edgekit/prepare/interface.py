@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, refill, rename_tensors
+from edgekit.model.model import Model, drop_unread, list_names, read_proto, refill, rename_tensors
+from edgekit.model.soundness import iterate_reads
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
 

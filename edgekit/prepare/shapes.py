@@ -21,12 +21,7 @@ from edgekit.data.images import Preprocess
 from edgekit.data.samples import read_shapes
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.graph.inference import infer_model
-from edgekit.model.model import refill
 from edgekit.model.tensors import HEADERS, TensorSpec, name_dim
-
-
-def _ceil_div(left: Fraction, right: Fraction) -> int:
-    return math.ceil(left / right)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -49,7 +44,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
 # What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
     "ceil": math.ceil,
-    "ceildiv": _ceil_div,
+    "ceildiv": lambda left, right: math.ceil(left / right),
     "ceiling": math.ceil,
     "ceiltoint": math.ceil,
     "cleandiv": operator.truediv,
@@ -328,12 +323,6 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
     for value in unknown:
         if shapes[value.name].HasField("shape"):
             value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
-
-
-def infer_values(proto: onnx.ModelProto) -> None:
-    """Gives the values of the main graph the types and shapes that can be inferred, in place."""
-    inferred = infer_model(proto).graph.value_info
-    refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
 
 
 _UNSET_DIM = 1

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import onnx
@@ -25,39 +25,6 @@ _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, Attrib
 
 # Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is joined elsewhere.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
-
-
-def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool) -> onnx.ModelProto:
-    """Returns a model with its transformer patterns fused.
-
-    `heads` and `hidden` of 0 are read from the graph. With `for_cpu`, patterns whose fused kernels are slow there are
-    left.
-
-    Raises:
-        ModelError: the optimizer cannot handle the model.
-    """
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    optimizer = _load_optimizer()
-    chosen = optimizer.FusionOptions(model_type)
-    for name in _SLOW_ON_CPU if for_cpu else ():
-        setattr(chosen, name, False)
-    try:
-        fused: Any = optimizer.optimize_model(str(path), model_type, heads, hidden, chosen, opt_level=0)
-        return cast("onnx.ModelProto", fused.model)
-    except _FAILURES as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"ONNX Runtime's transformer optimizer fails on '{path.name}': {first[:300]}",
-            hint="name another --model-type, or leave --fuse out",
-        ) from error
-    finally:
-        logging.disable(disabled)
-
-
-def _load_optimizer() -> Any:
-    """Returns the module when it is needed: with sympy it takes half a second, which most commands need not wait."""
-    return importlib.import_module("onnxruntime.transformers.optimizer")
 
 
 # The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
@@ -108,20 +75,40 @@ def fuse_transformer(
         UsageError: there is no such family.
         ModelError: the optimizer cannot handle the model, or nothing was found to fuse.
     """
-    # The families of transformers that it has fusions for.
-    families = tuple(sorted(_load_optimizer().MODEL_TYPES))
+    # Loaded when it is needed: with sympy it takes half a second, which most commands need not wait.
+    optimizer: Any = importlib.import_module("onnxruntime.transformers.optimizer")
+    families = tuple(sorted(optimizer.MODEL_TYPES))
     if options.model_type not in families:
         hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
     before = read_proto(model, weights=False)
-    fused = fuse_nodes(model.path, options.model_type, options.heads, options.hidden, for_cpu=options.for_cpu)
+    chosen = optimizer.FusionOptions(options.model_type)
+    for name in _SLOW_ON_CPU if options.for_cpu else ():
+        setattr(chosen, name, False)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        asked = (options.model_type, options.heads, options.hidden, chosen)
+        fused: onnx.ModelProto = optimizer.optimize_model(str(model.path), *asked, opt_level=0).model
+    except _FAILURES as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"ONNX Runtime's transformer optimizer fails on '{model.path.name}': {first[:300]}",
+            hint="name another --model-type, or leave --fuse out",
+        ) from error
+    finally:
+        logging.disable(disabled)
     lower_ir_version(fused, read_opset(fused))
     written = save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
     prepared = prepare(
         msgspec.structs.replace(written, custom_ops=model.custom_ops), out.with_name(f"{out.stem}-prepared.onnx")
     )
     joined = fix_model(prepared, out, _PARTS_OF_ATTENTION).model
-    new = _count_contrib(read_proto(joined, weights=False)) - _count_contrib(before)
+    counts = [
+        Counter(node.op_type for node in iterate_nodes(proto.graph) if node.domain == ORT_DOMAIN)
+        for proto in (read_proto(joined, weights=False), before)
+    ]
+    new = counts[0] - counts[1]
     if not new:
         raise ModelError(
             f"no pattern of '{options.model_type}' was found in '{model.name}'",
@@ -134,8 +121,3 @@ def fuse_transformer(
         nodes_before=model.node_count,
         nodes_after=joined.node_count,
     )
-
-
-def _count_contrib(proto: onnx.ModelProto) -> Counter[str]:
-    nodes = iterate_nodes(proto.graph)
-    return Counter(node.op_type for node in nodes if node.domain == ORT_DOMAIN)

@@ -44,14 +44,11 @@ def test_a_file_of_an_old_writer_is_read() -> None:
     assert int(report.format_version) < 6
 
 
-@pytest.mark.parametrize("content", [b"", b"ORTM", b"\0" * 64, b"<html>404</html>", b"\x08\0\0\0ORTM" + b"\xff" * 40])
-def test_no_ort_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.ort").write_bytes(content)
-    with pytest.raises(ModelError, match="is no whole ORT-format file"):
-        inspect_ort(tmp_path / "bad.ort")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_no_ort_file_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"ORTM", b"\0" * 64, b"<html>404</html>", b"\x08\0\0\0ORTM" + b"\xff" * 40):
+        (tmp_path / "bad.ort").write_bytes(content)
+        with pytest.raises(ModelError, match="is no whole ORT-format file"):
+            inspect_ort(tmp_path / "bad.ort")
     with pytest.raises(ModelError, match="cannot read"):
         inspect_ort(tmp_path / "none.ort")
 
@@ -68,7 +65,7 @@ def test_an_altered_file_is_refused_or_read_but_never_crashes(tmp_path: Path) ->
     data = write_form(make_qdq(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
     rng = random.Random(5)  # noqa: S311 - a test's choice
     refused = 0
-    for _ in range(400):
+    for _ in range(150):
         altered = bytearray(data)
         for _ in range(rng.randint(1, 3)):
             altered[rng.randrange(len(data))] = rng.choice((0, 1, 0x7F, 0xFF, rng.randrange(256)))

@@ -42,7 +42,9 @@ PARTS = {"Erf", "Sqrt", "ReduceMean", "Pow", "Reciprocal"}
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", EXPORTED)
-def test_norms_and_gelu_become_whole(exported: Loader, name: str, style: str) -> None:
+def test_norms_and_gelu_become_whole_and_qnn_takes_every_node(
+    exported: Loader, tmp_path: Path, name: str, style: str
+) -> None:
     model, ready = exported(name, style)
     counts = Counter(node.op_type for node in onnx.load(str(ready.path)).graph.node)
     wanted = (WHOLE_23 if style == "dynamo23" else WHOLE)[name]
@@ -51,12 +53,7 @@ def test_norms_and_gelu_become_whole(exported: Loader, name: str, style: str) ->
     inputs = draw_inputs(model)
     expected, got = (next(iter(run_model(path, inputs).values())) for path in (model.path, ready.path))
     assert np.allclose(expected, got, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", EXPORTED)
-def test_qnn_takes_every_node(exported: Loader, tmp_path: Path, name: str, style: str) -> None:
-    fixed, _ = fix_for_target(exported(name, style)[1], tmp_path / "fixed.onnx", load_target("qnn"))
+    fixed, _ = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     report = check_model(fixed.model, load_target("qnn"))
     assert [node.name for node in report.node_list if not node.taken] == []
 

@@ -75,7 +75,29 @@ def write_tables(root: Record, path: Path) -> None:
     if cursor > _MAX_BYTES:
         raise ModelError(f"'{path.name}' would have {cursor} bytes", hint="the ORT format ends at 2 GB: load the .onnx")
     with path.open("wb") as file:
-        _write_all(file, blocks, vtables, strings, blobs)
+        file.write(struct.pack("<I", blocks[0].start) + IDENTIFIER)
+        file.writelines(vtables)
+        for block in blocks:
+            if block.vtable:
+                # The offset to the vtable is signed and counts backwards; all other offsets are unsigned and point
+                # forward.
+                struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
+            for offset, link in block.links:
+                if isinstance(link, int):
+                    target = blocks[link].start
+                else:
+                    target = strings[link] if isinstance(link, bytes) else link.start - 4
+                struct.pack_into("<I", block.content, offset, target - block.start - offset)
+            _pad_to(file, block.start)
+            file.write(block.content)
+        for string, place in strings.items():
+            _pad_to(file, place)
+            file.write(struct.pack("<I", len(string)) + string + b"\0")
+        for blob in blobs:
+            _pad_to(file, blob.start - 4)
+            file.write(struct.pack("<I", len(blob.data)))
+            file.write(blob.data)
+        _pad_to(file, file.tell() + -file.tell() % 8)
 
 
 class _Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,64 +157,25 @@ class _Walk:
 @functools.cache
 def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
     fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in present]
-    offsets, size, align = _place_fields(fields)
+    sizes = {slot: NUMBER_SIZES.get(field.kind, 4) for slot, field in fields}
+    order = sorted(sizes, key=lambda slot: (-sizes[slot], slot))
+    eights = 8 in sizes.values()
+    # One field of four bytes fills the gap after the leading offset; the others follow, the largest first, so that no
+    # field needs a gap before it.
+    first = next((slot for slot in order if sizes[slot] == 4), None)
+    offsets: dict[int, int] = {} if first is None else {first: 4}
+    cursor = 8 if eights or first is not None else 4
+    for slot in order:
+        if slot != first:
+            offsets[slot] = cursor
+            cursor += sizes[slot]
+    size, align = cursor + -cursor % 4, 8 if eights else 4
     placed = tuple((offsets[slot], field) for slot, field in fields)
     slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
     # A vtable holds its own size, the table's size, and an offset for each slot; slots after the last field are left
     # out.
     vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
     return _Shape(fields=placed, size=size, align=align, vtable=vtable + bytes(-len(vtable) % 4))
-
-
-def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int, int]:
-    """Returns the offset of each slot, the size and the alignment of a table.
-
-    One field of four bytes fills the gap after the leading offset; then come fields of eight, four and one byte.
-    """
-    sizes = {slot: NUMBER_SIZES.get(field.kind, 4) for slot, field in fields}
-    order = sorted(sizes, key=lambda slot: (-sizes[slot], slot))
-    first = next((slot for slot in order if sizes[slot] == 4), None)
-    eights = any(size == 8 for size in sizes.values())
-    offsets: dict[int, int] = {}
-    cursor = 4
-    if first is not None:
-        offsets[first] = cursor
-        cursor += 4
-    if eights:
-        cursor = 8
-    # Largest first, so that no field needs a gap before it.
-    for slot in order:
-        if slot != first:
-            offsets[slot] = cursor
-            cursor += sizes[slot]
-    return offsets, cursor + -cursor % 4, 8 if eights else 4
-
-
-def _write_all(
-    file: BinaryIO, blocks: list[_Block], vtables: dict[bytes, int], strings: dict[bytes, int], blobs: list[_Blob]
-) -> None:
-    file.write(struct.pack("<I", blocks[0].start) + IDENTIFIER)
-    file.writelines(vtables)
-    for block in blocks:
-        if block.vtable:
-            # The offset to the vtable is signed and counts backwards; all other offsets are unsigned and point forward.
-            struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
-        for offset, link in block.links:
-            if isinstance(link, int):
-                target = blocks[link].start
-            else:
-                target = strings[link] if isinstance(link, bytes) else link.start - 4
-            struct.pack_into("<I", block.content, offset, target - block.start - offset)
-        _pad_to(file, block.start)
-        file.write(block.content)
-    for string, place in strings.items():
-        _pad_to(file, place)
-        file.write(struct.pack("<I", len(string)) + string + b"\0")
-    for blob in blobs:
-        _pad_to(file, blob.start - 4)
-        file.write(struct.pack("<I", len(blob.data)))
-        file.write(blob.data)
-    _pad_to(file, file.tell() + -file.tell() % 8)
 
 
 def _pad_to(file: BinaryIO, position: int) -> None:

@@ -17,7 +17,8 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
-from edgekit.model.model import Model, iterate_reads, refill
+from edgekit.model.model import Model, refill
+from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db

@@ -9,7 +9,8 @@ from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
 from edgekit.graph.inference import infer_model
-from edgekit.model.model import iterate_reads, order_nodes, refill, rename_tensors
+from edgekit.model.model import order_nodes, refill, rename_tensors
+from edgekit.model.soundness import iterate_reads
 
 _LOGGER = logging.getLogger(float16.__name__)
 # The converter names the casts after and before a kept node by the tensor's name and these suffixes.

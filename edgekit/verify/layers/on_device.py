@@ -25,7 +25,8 @@ from edgekit.devices.packages import match_operations
 from edgekit.errors import EdgekitError
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.model.model import Model, iterate_reads, load_model, order_nodes, read_outside, read_proto, save_proto
+from edgekit.model.model import Model, load_model, order_nodes, read_outside, read_proto, save_proto
+from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, report_layer
 from edgekit.verify.layers.grids import Grid, measure_steps, read_grid
