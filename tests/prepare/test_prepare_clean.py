@@ -236,7 +236,7 @@ def test_a_model_that_ort_refuses_is_refused_by_name(tmp_path: Path) -> None:
 
 ZOO_DIMS = {
     "fastestdet": {}, "kws_dscnn_int8_qdq": {"unk__232": 1}, "magika_v3_3": {"unk__214": 1}, "mnist8_cntk": {},
-    "ppocr_cls_mbv3": {"x:0": 1, "x:2": 48, "x:3": 192}, "rf_digits": {"X:0": 1}, "squeezenet1.1_fp16": {},
+    "ppocr_cls_mbv3": {"x:0": 1, "x:2": 48, "x:3": 192}, "gbr_diabetes": {"X:0": 1}, "squeezenet1.1_fp16": {},
     "silero_vad_micro_transformer": {"batch": 1, "samples": 8000}, "superres_core_224": {}, "ultraface_rfb320": {},
     "vww_96_float_ext": {"unk__337": 1},
 }  # fmt: skip
