@@ -12,7 +12,7 @@ from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_con
 from edgekit.convert.equality import Equality
 from edgekit.convert.forms import ORT_FILES, Source, Written, write_ort_form, write_stamped
 from edgekit.convert.fusions import OpFusion
-from edgekit.convert.ort_form import OrtOptions, refuse_large
+from edgekit.convert.ort_form import OrtOptions, refuse_size
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.convert.ort_format.report import UnfusedNode
 from edgekit.data.samples import Samples
@@ -131,7 +131,7 @@ def _convert(
 ) -> ConvertedModel:
     """Writes a model as ONNX or context, and the source model in ORT format; without a target there is no context."""
     if options.keys() & set(forms):
-        refuse_large(source.model)
+        refuse_size(source.model.path, source.model.size_bytes)
     if "context" in forms:
         require_compiler()
     with work_folder(out) as work:

@@ -45,7 +45,7 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
         RuntimeRefusal: ONNX Runtime cannot load or convert the model.
         OutputError: `out` cannot be written.
     """
-    refuse_large(model)
+    refuse_size(model.path, model.size_bytes)
     with replacing_file(out) as temporary:
         settings = session_settings(options, options.level, model)
         # By default the format follows from the file's suffix, and the temporary file's suffix is not `.ort`.
@@ -61,15 +61,6 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
         mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
         config = {**settings.config, **mapped}
         CpuSession(temporary, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
-
-
-def refuse_large(model: Model) -> None:
-    """Refuses a model that the ORT format cannot hold.
-
-    Raises:
-        ModelError: the model is too large for the format.
-    """
-    refuse_size(model.path, model.size_bytes)
 
 
 def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:

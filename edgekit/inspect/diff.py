@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -16,6 +16,9 @@ from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, find_shown_model, m
 from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport, read_known
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+Measure = Literal["sqnr_db", "top1_agreement", "cosine", "accuracy"]
 # The report lists differences of these one by one elsewhere.
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
 _MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
@@ -51,7 +54,7 @@ class AccuracyChange(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     output: str
-    measure: Literal["sqnr_db", "top1_agreement", "cosine", "accuracy"]
+    measure: Measure
     old: float | None
     new: float | None
 
@@ -137,7 +140,7 @@ def _compare_models(old: Path, new: Path) -> Delta:
 
 def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     first, second = old[1].manifest, new[1].manifest
-    files = [name for name in sorted({*first.files, *second.files}) if first.files.get(name) != second.files.get(name)]
+    files = sorted(_list_changes(first.files, second.files))
     tables = [to_builtins(manifest) for manifest in (first, second)]
     plain = [{key: value for key, value in table.items() if key not in _OWN_SECTION} for table in tables]
     shown = [find_shown_model(bundle) for _, bundle in (old, new)]
@@ -148,14 +151,14 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
         kind="bundle",
         old_bytes=sum(entry.size_bytes for entry in first.files.values()),
         new_bytes=sum(entry.size_bytes for entry in second.files.values()),
-        update_bytes=sum(second.files[name].size_bytes for name in files if name in second.files),
+        update_bytes=sum(after.size_bytes for _, _, after in files if after is not None),
         files=tuple(
             FileChange(
                 name=name,
-                old_bytes=first.files[name].size_bytes if name in first.files else None,
-                new_bytes=second.files[name].size_bytes if name in second.files else None,
+                old_bytes=None if before is None else before.size_bytes,
+                new_bytes=None if after is None else after.size_bytes,
             )
-            for name in files
+            for name, before, after in files
         ),
         facts=tuple(_compare_facts(plain[0], plain[1])),
         placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),
@@ -174,22 +177,23 @@ def _compare_facts(old: Any, new: Any, key: str = "") -> Iterator[FactChange]:
         yield FactChange(key=key, old=old, new=new)
 
 
+def _list_changes(old: Mapping[_K, _V], new: Mapping[_K, _V]) -> Iterator[tuple[_K, _V | None, _V | None]]:
+    """Yields what differs between two tables, with None on the side without it."""
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)
+
+
 def _compare_nodes(old: CheckReport, new: CheckReport) -> Iterator[NodeChange]:
-    first, second = ({node.name: node for node in check.node_list} for check in (old, new))
     ops = {node.name: node.op for node in (*old.node_list, *new.node_list)}
-    for name, op in ops.items():
-        before, after = first.get(name), second.get(name)
-        taken = (None if before is None else before.taken, None if after is None else after.taken)
-        if taken[0] != taken[1]:
-            yield NodeChange(name=name, op=op, old=taken[0], new=taken[1])
+    taken = [{node.name: node.taken for node in check.node_list} for check in (old, new)]
+    for name, before, after in _list_changes(*taken):
+        yield NodeChange(name=name, op=ops[name], old=before, new=after)
 
 
 def _compare_layers(old: Sequence[LayerSize], new: Sequence[LayerSize]) -> Iterator[LayerChange]:
-    first, second = ({layer.name: layer for layer in layers} for layers in (old, new))
-    for name in dict.fromkeys((*first, *second)):
-        before, after = first.get(name), second.get(name)
-        if before == after:
-            continue
+    named = [{layer.name: layer for layer in layers} for layers in (old, new)]
+    for name, before, after in _list_changes(*named):
         yield LayerChange(
             name=name,
             old_op=None if before is None else before.op,
@@ -200,22 +204,14 @@ def _compare_layers(old: Sequence[LayerSize], new: Sequence[LayerSize]) -> Itera
 
 
 def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Iterator[AccuracyChange]:
-    first, second = _list_figures(old), _list_figures(new)
-    for place in dict.fromkeys((*first, *second)):
-        device, output, measure = place
-        before, after = first.get(place), second.get(place)
-        if before != after:
-            change = {"device": device, "output": output, "measure": measure, "old": before, "new": after}
-            yield msgspec.convert(change, AccuracyChange)
-
-
-def _list_figures(report: VerifyReport | None) -> Mapping[tuple[str, str, str], float | None]:
-    figures: dict[tuple[str, str, str], float | None] = {}
-    for run in () if report is None else report.runs:
-        for output in run.outputs:
-            figures[run.device, output.name, "sqnr_db"] = output.sqnr_db
-            figures[run.device, output.name, "cosine"] = output.cosine
-            figures[run.device, output.name, "top1_agreement"] = output.top1_agreement
-        if run.accuracy is not None:
-            figures[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
-    return figures
+    figures: list[dict[tuple[str, str, Measure], float | None]] = [{}, {}]
+    for report, found in zip((old, new), figures, strict=True):
+        for run in () if report is None else report.runs:
+            for output in run.outputs:
+                found[run.device, output.name, "sqnr_db"] = output.sqnr_db
+                found[run.device, output.name, "cosine"] = output.cosine
+                found[run.device, output.name, "top1_agreement"] = output.top1_agreement
+            if run.accuracy is not None:
+                found[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
+    for (device, name, measure), before, after in _list_changes(*figures):
+        yield AccuracyChange(device=device, output=name, measure=measure, old=before, new=after)
