@@ -1,5 +1,6 @@
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,6 +63,11 @@ def test_what_is_not_finite_is_refused_with_sample_and_input(value: float, word:
     rows[1][0, 0, 0, 0] = value
     with pytest.raises(DataError, match=f"sample 1 of 'test data' has {word} in input 'x'"):
         check_samples(samples_of(*rows))
+
+
+def test_another_number_of_samples_than_was_promised_is_refused() -> None:
+    with pytest.raises(DataError, match="'test data' gave 3 samples, then 4"):
+        check_samples(msgspec.structs.replace(samples_of(*noise(3)), count=4))
 
 
 def test_integers_and_strings_are_taken_as_they_are() -> None:

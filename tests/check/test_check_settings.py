@@ -28,6 +28,11 @@ BRANCHES = (
     " [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },"
     " else_branch = e () => (float[1,4] v) { [n2] v = Abs(x) }> }"
 )
+ERF = "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }"
+ELU = "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }"
+HALF = "g (float16[1,3,4,4] x) => (float16[1,3,4,4] y) { y = Softmax(x) }"
+OPEN = "g (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { y = MatMul(x, w) }"
+UPWARDS = "g (float[1,2,4,4] x, float[2,2,2,2] w) => (float[1,2,5,5] y) { y = ConvTranspose(x, w) }"
 BIASED = "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1,2,3,4}, float[1,2] b = {1,2}> { y = Gemm(x, w, b) }"
 CASES = [
     ("nnapi", {"api_level": "27"}, {"api_level": "28"}, BIASED, "needs api_level 28"),
@@ -39,39 +44,15 @@ CASES = [
         "coreml",
         {"model_format": "NeuralNetwork"},
         {"model_format": "MLProgram"},
-        "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }",
+        ERF,
         "it needs model_format MLProgram",
     ),
     ("qnn", {"htp_arch": "69"}, {"htp_arch": "73"}, WIDE, "input 1 is uint16"),
-    ("qnn", {"soc_model": "30"}, {"soc_model": "69"}, "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }", "v68"),
-    (
-        "qnn",
-        {"phone": "Galaxy S21"},
-        {"phone": "Galaxy S25"},
-        "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }",
-        "v68",
-    ),
-    (
-        "xnnpack",
-        {"ort": "1.16.3"},
-        {"ort": "1.21.0"},
-        "g (float16[1,3,4,4] x) => (float16[1,3,4,4] y) { y = Softmax(x) }",
-        "fp16 kernels came with ORT 1.21",
-    ),
-    (
-        "xnnpack",
-        {"ort": "1.26.0"},
-        {"ort": "1.29.0"},
-        "g (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { y = MatMul(x, w) }",
-        "dimension 0 of input 0 is dynamic",
-    ),
-    (
-        "cuda",
-        {"layout": "NHWC"},
-        {"layout": "NCHW"},
-        "g (float[1,2,4,4] x, float[2,2,2,2] w) => (float[1,2,5,5] y) { y = ConvTranspose(x, w) }",
-        "input 1 is computed; it must be a constant",
-    ),
+    ("qnn", {"soc_model": "30"}, {"soc_model": "69"}, ELU, "v68"),
+    ("qnn", {"phone": "Galaxy S21"}, {"phone": "Galaxy S25"}, ELU, "v68"),
+    ("xnnpack", {"ort": "1.16.3"}, {"ort": "1.21.0"}, HALF, "fp16 kernels came with ORT 1.21"),
+    ("xnnpack", {"ort": "1.26.0"}, {"ort": "1.29.0"}, OPEN, "dimension 0 of input 0 is dynamic"),
+    ("cuda", {"layout": "NHWC"}, {"layout": "NCHW"}, UPWARDS, "input 1 is computed; it must be a constant"),
 ]
 
 

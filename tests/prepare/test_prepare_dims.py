@@ -9,12 +9,22 @@ from prepare_models import make_model
 
 from edgekit.data.samples import read_shapes
 from edgekit.errors import UsageError
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.shapes import derive_dim, find_dynamic_dims, find_sizes, proposing_sizes, solve_dim
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
+
+
+def make_named(text: str, path: Path, **names: str) -> Model:
+    """Returns a model whose inputs and outputs have first dimensions of these names; the text form has no formulas."""
+    proto = onnx.load(str(make_model(text, path).path))
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.name in names:
+            value.type.tensor_type.shape.dim[0].dim_param = names[value.name]
+    onnx.save(proto, str(path))
+    return load_model(path)
 
 
 def test_several_dims_are_fixed_and_outputs_follow(tmp_path: Path) -> None:
@@ -99,14 +109,11 @@ def test_a_fixed_axis_may_be_repeated_but_not_changed(tmp_path: Path) -> None:
 
 
 def test_a_formula_of_other_dims_follows(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
     text = "g (float[N,4] x, float[M,4] z) => (float[?,?] y) { y = Concat<axis = 0>(x, z) }"
-    proto = onnx.load(str(make_model(text, path).path))
-    proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "2*(N + 1)//1"
-    onnx.save(proto, str(path))
-    assert prepare_model(load_model(path), tmp_path / "out.onnx", {"N": 3}).outputs[0].shape == (11, 4)
+    model = make_named(text, tmp_path / "m.onnx", z="2*(N + 1)//1")
+    assert prepare_model(model, tmp_path / "out.onnx", {"N": 3}).outputs[0].shape == (11, 4)
     with pytest.raises(UsageError) as caught:
-        prepare_model(load_model(path), tmp_path / "out.onnx", {"x:1": 4})
+        prepare_model(model, tmp_path / "out.onnx", {"x:1": 4})
     assert caught.value.hint == "add --dim N=INT"
 
 
@@ -162,17 +169,14 @@ def test_formulas_are_solved_for_their_last_name(formula: str, value: int, solve
 
 
 def test_a_name_follows_from_a_formula_and_must_agree_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
     text = "g (float[past,4] x, float[seq,4] y, float[T,4] z) => (float[?,?] w) { w = Concat<axis = 0>(x, y, z) }"
-    proto = onnx.load(str(make_model(text, path).path))
-    proto.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "past + seq"
-    onnx.save(proto, str(path))
-    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 16, "seq": 1})
+    model = make_named(text, tmp_path / "m.onnx", z="past + seq")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {"past + seq": 16, "seq": 1})
     assert [spec.shape for spec in prepared.inputs] == [(15, 4), (1, 4), (16, 4)]
     with pytest.raises(UsageError, match="is given as 16 and comes to 4"):
-        prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 16, "seq": 1, "past": 3})
+        prepare_model(model, tmp_path / "out.onnx", {"past + seq": 16, "seq": 1, "past": 3})
     with pytest.raises(UsageError, match="comes to -1"):
-        prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 2, "seq": 3})
+        prepare_model(model, tmp_path / "out.onnx", {"past + seq": 2, "seq": 3})
 
 
 @pytest.mark.parametrize(
@@ -188,17 +192,12 @@ def test_a_name_follows_from_a_formula_and_must_agree_with_it(tmp_path: Path) ->
 def test_a_formula_of_dynamo_is_never_asked_for(
     tmp_path: Path, dims: tuple[str, str, str], given: dict[str, int], sizes: tuple[int, int, int]
 ) -> None:
-    path = tmp_path / "m.onnx"
     text = "g (float[A] x, float[B] y, float[C] z) => (float[A] a, float[B] b, float[C] c) {a=Abs(x) b=Abs(y) c=Abs(z)}"
-    proto = onnx.load(str(make_model(text, path).path))
-    for place, name in enumerate(dims):
-        for value in (proto.graph.input[place], proto.graph.output[place]):
-            value.type.tensor_type.shape.dim[0].dim_param = name
-    onnx.save(proto, str(path))
-    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", given)
+    model = make_named(text, tmp_path / "m.onnx", **dict(zip("xyzabc", (*dims, *dims), strict=True)))
+    prepared = prepare_model(model, tmp_path / "out.onnx", given)
     assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(size,) for size in (*sizes, *sizes)]
     with pytest.raises(UsageError, match="without a number") as caught:
-        prepare_model(load_model(path), tmp_path / "none.onnx", {})
+        prepare_model(model, tmp_path / "none.onnx", {})
     assert caught.value.hint == "add " + " ".join(f"--dim {name}=INT" for name in sorted(given))
 
 
