@@ -56,11 +56,8 @@ def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
                 array = rng.standard_normal(dims, np.float32) / np.float32(dims[0] ** 0.5)
                 weight = TensorProto(name=f"{part}{index}", data_type=TensorProto.FLOAT, dims=dims)
                 if external:
-                    entries = {"location": data.name, "offset": str(file.tell()), "length": str(array.nbytes)}
+                    point_to(weight, DataPlace(data.name, file.tell(), array.nbytes))
                     file.write(array.tobytes())
-                    weight.data_location = TensorProto.EXTERNAL
-                    for key, value in entries.items():
-                        weight.external_data.add(key=key, value=value)
                 else:
                     weight.raw_data = array.tobytes()
                 weights.append(weight)
@@ -86,8 +83,8 @@ def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
         data.unlink()
 
 
-def make_table(path: Path, size_mb: int) -> None:
-    """Writes an embedding table followed by two residual pairs, whose weights are in a file beside the graph."""
+def make_table(path: Path, size_mb: int, samples: int) -> None:
+    """Writes an embedding table and two residual pairs, whose weights are in a file beside the graph, and samples."""
     rng, rows = np.random.default_rng(0), max(1, round(size_mb * 1e6 / (4 * WIDTH * TABLE_ROWS))) * TABLE_ROWS
     # Channels of unequal size after the first normalization, so that they are equalized.
     weights = [
@@ -123,16 +120,7 @@ def make_table(path: Path, size_mb: int) -> None:
     graph = helper.make_graph(nodes, "table", [ids], [y], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
 
-
-def measure_table(size_mb: int, samples: int, limit_bytes: int | None) -> bool:
-    """Prints a line for plain `quantize` of a large table; returns True if it stays below its limit."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
-        model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
-        subprocess.run([sys.executable, __file__, "--make-table", str(model), str(size_mb)], check=True)
-        size = sum(path.stat().st_size for path in Path(folder).iterdir())
-        np.savez(data, ids=np.random.default_rng(1).integers(0, TABLE_ROWS, (samples, WORDS)))
-        given = ["quantize", str(model), "--target", "cpu", "--data", data, "--out", f"{folder}/int8.onnx", "-q"]
-        return show("quantize", given, size, limit_bytes)
+    np.savez(path.with_name("data.npz"), ids=np.random.default_rng(1).integers(0, TABLE_ROWS, (samples, WORDS)))
 
 
 def list_commands(model: Path) -> dict[str, list[str]]:
@@ -185,13 +173,14 @@ def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Names
     return within
 
 
-def measure_net(name: str, samples: int, limit_bytes: int | None) -> bool:
-    """Prints a line for plain `quantize` of an architecture; returns True if it stays below its limit."""
+def measure_plain(form: str, what: str, samples: int, limit_bytes: int | None) -> bool:
+    """Prints a line for plain `quantize` of a table or an architecture; returns True if it stays below its limit."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
-        subprocess.run([sys.executable, __file__, "--make-net", folder, name, str(samples)], check=True)
         model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
+        subprocess.run([sys.executable, __file__, form, str(model), what, str(samples)], check=True)
+        size = sum(path.stat().st_size for path in Path(folder).glob("model.onnx*"))
         given = ["quantize", str(model), "--target", "cpu", "--data", data, "--out", f"{folder}/int8.onnx", "-q"]
-        return show("quantize", given, model.stat().st_size, limit_bytes)
+        return show("quantize", given, size, limit_bytes)
 
 
 def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) -> bool:
@@ -210,10 +199,10 @@ def main() -> int:
         make_chain(Path(sys.argv[2]), int(sys.argv[3]), residual=sys.argv[1] == "--make-residual")
         return 0
     if sys.argv[1:2] == ["--make-table"]:
-        make_table(Path(sys.argv[2]), int(sys.argv[3]))
+        make_table(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return 0
     if sys.argv[1:2] == ["--make-net"]:
-        write_model(ARCHITECTURES[sys.argv[3]](), Path(sys.argv[2]), int(sys.argv[4]))
+        write_model(ARCHITECTURES[sys.argv[3]](), Path(sys.argv[2]).parent, int(sys.argv[4]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", type=int, nargs="*", default=SIZES_MB)
@@ -226,9 +215,9 @@ def main() -> int:
     options = parser.parse_args()
     limit = None if options.limit is None else int(options.limit * 1e9)
     # All are measured, even after one that exceeds its limit.
-    within = [measure_net(name, options.samples, limit) for name in options.net]
+    within = [measure_plain("--make-net", name, options.samples, limit) for name in options.net]
     if options.table:
-        within = [measure_table(size, options.samples, limit) for size in options.sizes]
+        within = [measure_plain("--make-table", str(size), options.samples, limit) for size in options.sizes]
     elif not options.net:
         within = [measure_model(size, limit, options) for size in options.sizes]
     return 0 if all(within) else 1
