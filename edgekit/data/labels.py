@@ -72,18 +72,18 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
         kind = _guess_kind(path)
     if kind == "class":
         return read_labels(path, samples)
+    read, hint = _FORMS[kind]
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise DataError(f"'{path}' has more than {_MAX_BYTES} bytes of labels", hint="verify with fewer samples")
-        labels: Sequence[Label] = _READERS[kind](path)
+        labels = read(path)
     except OSError as error:
-        raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=_HINTS[kind]) from error
+        raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=hint) from error
     except _MALFORMED as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint=_HINTS[kind]) from error
+        raise DataError(f"'{path}' is malformed: {error}", hint=hint) from error
     if len(labels) != samples.count:
-        raise DataError(
-            f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'", hint=_HINTS[kind]
-        )
+        told = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
+        raise DataError(told, hint=hint)
     return labels
 
 
@@ -118,13 +118,9 @@ def _read_boxes(path: Path) -> Sequence[Boxes]:
     return labels
 
 
-_READERS: dict[str, Callable[[Path], Sequence[Label]]] = {
-    "text": _read_texts,
-    "array": _read_arrays,
-    "boxes": _read_boxes,
-}
-_HINTS = {
-    "text": "give a text file with one line a sample",
-    "array": "give a .npy with one row a sample",
-    "boxes": 'give a .json: [{"boxes": [[left, top, right, bottom]], "classes": [int]}, ...], one entry a sample',
+_BOXES_HINT = 'give a .json: [{"boxes": [[left, top, right, bottom]], "classes": [int]}, ...], one entry a sample'
+_FORMS: dict[str, tuple[Callable[[Path], Sequence[Label]], str]] = {
+    "text": (_read_texts, "give a text file with one line a sample"),
+    "array": (_read_arrays, "give a .npy with one row a sample"),
+    "boxes": (_read_boxes, _BOXES_HINT),
 }

@@ -313,23 +313,17 @@ def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
     return bool(one[0].item() == other[0].item() and one[1].item() == other[1].item())
 
 
-def _operand(graph: Graph, name: str) -> Operand:
-    value = graph.value(name)
-    return Operand(name=name, dtype=value.dtype, shape=value.shape)
+def _operand(graph: Graph, name: str, parameters: Sequence[str] = (), axis: int = 1) -> Operand:
+    """Returns a tensor; if it is quantized, `parameters` are the names of its scale and zero point."""
+    value, (scale, zero_point) = graph.value(name), (*parameters, "", "")[:2]
+    return Operand(
+        name=name, dtype=value.dtype, shape=value.shape, scale=scale or None, zero_point=zero_point or None, axis=axis
+    )
 
 
 def _quantized(graph: Graph, node: Node, side: int) -> Operand:
     """Returns the integer tensor of a DQ (side 0) or Q (side 1) with its parameters."""
-    name = node.input[0] if side == 0 else node.output[0]
-    value = graph.value(name)
-    return Operand(
-        name=name,
-        dtype=value.dtype,
-        shape=value.shape,
-        scale=node.input[1],
-        zero_point=node.input[2] if node.has_input(2) else None,
-        axis=node.integer("axis", 1),
-    )
+    return _operand(graph, (node.input, node.output)[side][0], node.input[1:3], node.integer("axis", 1))
 
 
 # Operators whose quantization parameters are inputs: tensor, scale and zero point of each operand, then the scale and
@@ -342,16 +336,9 @@ _BINARY_LINEAR = ("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul")
 
 def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tuple[Operand, ...]] | None:
     def at(data: str, position: int) -> Operand:
-        value = graph.value(data)
-        return Operand(
-            name=data,
-            dtype=value.dtype,
-            shape=value.shape,
-            scale=node.input[position] or None,
-            zero_point=node.input[position + 1] if node.has_input(position + 1) else None,
-            # Weights of a QLinearConv have a scale per output channel, which is their first axis; no attribute says so.
-            axis=0 if node.op_type == "QLinearConv" else node.integer("axis", 1),
-        )
+        # Weights of a QLinearConv have a scale per output channel, which is their first axis; no attribute says so.
+        axis = 0 if node.op_type == "QLinearConv" else node.integer("axis", 1)
+        return _operand(graph, data, node.input[position : position + 2], axis)
 
     if node.op_type in _UNARY_LINEAR and len(node.input) >= 4:
         return (at(node.input[0], 1),), (at(node.output[0], 3),)
