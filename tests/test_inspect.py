@@ -8,6 +8,7 @@ from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 from edgekit.inspect.inspect import OnnxReport, inspect_model, list_fixed_axes
+from edgekit.inspect.sizes import measure_layers
 from edgekit.model.tensors import TensorSpec
 from edgekit.report.tables import format_count
 from edgekit.report.text import table_contents
@@ -33,6 +34,12 @@ def test_work_of_unknown_size_is_said_and_a_size_makes_it_known(any_batch: Path)
     assert (unknown.macs, unknown.unsized_nodes) == (15, 1)
     assert (known.macs, known.unsized_nodes) == (60, 0)
     assert known.activation_bytes > unknown.activation_bytes
+
+
+def test_a_constant_node_is_no_layer_and_its_weights_are_those_of_its_reader(tmp_path: Path) -> None:
+    text = "g (float[2] x) => (float[2] y) { c = Constant<value_floats=[1.0, 2.0]>() [add] y = Add(x, c) }"
+    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    assert [(layer.name, layer.op, layer.weight_bytes) for layer in measure_layers(path)] == [("add", "Add", 8)]
 
 
 def test_a_size_of_no_dimension_is_refused(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model
+from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import sort_nodes
 
@@ -94,6 +95,16 @@ def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
 def test_a_name_that_a_body_makes_is_not_captured() -> None:
     text = BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")
     assert view(text).captured == {"a", "b"}
+
+
+def test_a_body_reads_what_it_hands_on_and_owns_its_sparse_constants() -> None:
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])
+    handing = helper.make_graph([], "t", [], [helper.make_tensor_value_info("a", TensorProto.FLOAT, [2])])
+    adding = helper.make_graph([helper.make_node("Add", ["v", "b"], ["y"])], "e", [], [y])
+    adding.sparse_initializer.add().CopyFrom(sparse_node().attribute[0].sparse_tensor)
+    node = helper.make_node("If", ["c"], ["y"], then_branch=handing, else_branch=adding)
+    assert view_part(helper.make_graph([node], "g", [], [y]), 17).captured == {"a", "b"}
+    assert sorted(iterate_reads(node)) == ["a", "b", "c"]
 
 
 def test_a_node_that_reads_a_tensor_twice_has_two_edges_and_is_one_reader() -> None:
