@@ -64,11 +64,12 @@ def test_the_reasons_of_what_it_became_are_its_reasons(tmp_path: Path) -> None:
 
 def test_constants_copies_and_idle_nodes_say_why_they_are_gone(tmp_path: Path) -> None:
     body = (
-        "(float[N,6] x) => (float[2,3] y) <float[2] k = {1, 2}, int64[1] three = {3}, int64[1] zero = {0}> "
+        "(float[N,6] x) => (float[2,3] y) <float[2] k = {1, 2}, int64[1] three = {3}, int64[1] zero = {0}, "
+        "float[6,1] w = {1, 2, 3, 4, 5, 6}> "
         "{ [const] k1 = Constant<value_ints = [1]>() [alias] one = Identity(k1) [twice] t = Add(k, k) "
         "[shape] s = Shape(x) [first] f = Gather<axis = 0>(s, zero) [target] r = Concat<axis = 0>(f, three) "
         "[copy] c = Identity(x) [act] a = Relu(c) [half] h = Slice(a, zero, three, one) [form] y = Reshape(h, r) "
-        "[idle] u = Neg(a) }"
+        "[idle] u = MatMul(a, w) }"
     )
     told = _tell_text(tmp_path, body, dims={"N": 2})
     fates = {name: node.fate for name, node in told.items()}
