@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 
@@ -240,7 +240,7 @@ def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[i
 
 
 @contextmanager
-def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: Preprocess | None) -> Iterator[None]:
+def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: Preprocess | None) -> Generator[None]:
     """Adds to the error about open dimensions of a model the numbers that its samples have.
 
     Raises:
