@@ -24,9 +24,8 @@ def test_the_stub_names_what_the_facade_gives() -> None:
         assert getattr(edgekit, str(name)).__module__.startswith(str(module)), name
 
 
-@pytest.mark.parametrize("name", dir(edgekit))
-def test_every_public_name_is_documented(name: str) -> None:
-    assert inspect.getdoc(getattr(edgekit, name))
+def test_every_public_name_is_documented() -> None:
+    assert [name for name in dir(edgekit) if not inspect.getdoc(getattr(edgekit, name))] == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -7,7 +7,6 @@ import onnx
 import pytest
 from onnx import helper
 from prepare_models import make_model
-from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.images import Preprocess
@@ -78,9 +77,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
 
 
 def test_channels_last_become_channels_second(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,6,3] x) => (float[1,3] y) {
-        y = ReduceMean<axes=[1,2], keepdims=0>(x) }"""
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    text = "g (float[1,4,6,3] x) => (float[1,3] y) { y = ReduceMean<axes=[1,2], keepdims=0>(x) }"
+    model = make_model(text, tmp_path / "m.onnx")
     changed = change_interface(model, tmp_path / "r.onnx", InterfaceChanges(layouts={"x": "nchw"}))
     values = np.random.default_rng(2).standard_normal((1, 3, 4, 6)).astype(np.float32)
     expected = run(model, x=np.ascontiguousarray(values.transpose(0, 2, 3, 1)))
@@ -88,11 +86,11 @@ def test_channels_last_become_channels_second(tmp_path: Path) -> None:
 
 
 def test_names_can_change_places_and_reach_into_bodies(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (bool c, float[2] a, float[2] b) => (float[2] y) {
+    text = """g (bool c, float[2] a, float[2] b) => (float[2] y) {
         y = If (c) <then_branch = t () => (float[2] p) { p = Sub(a, b) },
                     else_branch = e () => (float[2] q) { q = Neg(a) }>
     }"""
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    model = make_model(text, tmp_path / "m.onnx")
     changes = InterfaceChanges(renames={"a": "b", "b": "a", "y": "z"})
     changed = change_interface(model, tmp_path / "r.onnx", changes)
     first, second = np.array([5, 6], np.float32), np.array([1, 2], np.float32)
@@ -121,10 +119,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: InterfaceChanges,
 
 
 def test_a_model_without_an_image_is_refused(tmp_path: Path) -> None:
-    model = load_model(
-        parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
-                    tmp_path / "m.onnx")
-    )  # fmt: skip
+    model = make_model("g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }", tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="no float input of rank 4"):
         change_interface(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
 
