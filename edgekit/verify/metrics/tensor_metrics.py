@@ -275,7 +275,7 @@ def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
             wanted, found = (np.where(non_finite[:, np.newaxis], 0.0, side) for side in (wanted, found))
         error = found - wanted
         distance = np.abs(error)
-        columns = {
+        columns: dict[str, npt.NDArray[Any]] = {
             "matches": matches,
             "non_finite": non_finite,
             "reference_non_finite": np.count_nonzero(strange, axis=1),
