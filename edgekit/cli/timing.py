@@ -219,12 +219,8 @@ def show_profile(report: ProfileReport, top: int) -> None:
     for profile in report.profiles:
         show_line(profiles.headline_profile(profile))
         if profile.failure is None:
-            print_table(profiles.table_operators(profile, top))
-            print_table(profiles.table_nodes(profile, top))
-            if profile.memory:
-                print_table(profiles.table_memory(profile))
-            if profile.npu:
-                print_table(profiles.table_npu(profile, top))
+            for table in profiles.list_tables(profile, top):
+                print_table(table)
             show_remarks(profiles.list_profile_remarks(profile))
     if report.comparison is not None:
         show_line(profiles.describe_profiles(report.comparison))
@@ -287,10 +283,8 @@ def tune_command(
     if as_json:
         show_json(report)
         return YES
-    if report.levels:
-        print_table(tuning.table_levels(report))
-    print_table(tuning.table_decisions(report))
-    print_table(tuning.table_tried(report))
+    for table in tuning.list_tables(report):
+        print_table(table)
     show_line(tuning.headline_tuning(report))
     show_remarks(tuning.list_tuning_remarks(report))
     return YES

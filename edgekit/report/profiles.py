@@ -37,8 +37,12 @@ def headline_profile(profile: DeviceProfile) -> str:
     )
 
 
-def table_operators(profile: DeviceProfile, most: int) -> Table:
-    """Returns the operators as a table, the most expensive first."""
+def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
+    """Yields the operators and the kernels as tables, the most expensive first, and where they are known two more.
+
+    These are the memory of the process after each phase, with and without the arena, with that of the arena; and the
+    most expensive operations of the graph that was given to an NPU.
+    """
     rows = (
         (
             one.op,
@@ -55,31 +59,7 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
         for one in profile.operators[:most]
     )
     columns = ("operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s")
-    return make_table(*columns, rows=rows)
-
-
-def table_memory(profile: DeviceProfile) -> Table:
-    """Returns the memory of the process after each phase, with and without the arena, and the memory of the arena."""
-    rows: list[tuple[str, ...]] = []
-    for one in profile.memory:
-        bare = (one.bare_bytes, one.bare_peak_bytes, one.arena_bytes, one.arena_peak_bytes)
-        known = ("-" if size is None else format_bytes(size) for size in bare)
-        rows.append((one.phase, format_bytes(one.resident_bytes), format_bytes(one.peak_bytes), *known))
-    columns = ("held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there")
-    return make_table("memory behind", *columns, rows=rows)
-
-
-def table_npu(profile: DeviceProfile, most: int) -> Table:
-    """Returns the most expensive operations of the graph that was given to an NPU, as a table."""
-    rows = (
-        (shorten(one.name), shorten(one.source) or "-", f"{one.cycles:.0f}", f"{one.share:.1%}", f"{one.spread:.0%}")
-        for one in profile.npu[:most]
-    )
-    return make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by", rows=rows)
-
-
-def table_nodes(profile: DeviceProfile, most: int) -> Table:
-    """Returns the most expensive kernels as a table."""
+    yield make_table(*columns, rows=rows)
     rows = (
         (
             shorten(node.source or node.name),
@@ -96,7 +76,21 @@ def table_nodes(profile: DeviceProfile, most: int) -> Table:
         for node in rank_nodes(profile)[:most]
     )
     columns = ("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
-    return make_table(*columns, rows=rows)
+    yield make_table(*columns, rows=rows)
+    if profile.memory:
+        bare_columns = ("held without arena", "peak without arena", "arena holds", "most in use there")
+        table = make_table("memory behind", "held", "peak", *bare_columns)
+        for phase in profile.memory:
+            bare = (phase.bare_bytes, phase.bare_peak_bytes, phase.arena_bytes, phase.arena_peak_bytes)
+            known = ("-" if size is None else format_bytes(size) for size in bare)
+            table.add_row(phase.phase, format_bytes(phase.resident_bytes), format_bytes(phase.peak_bytes), *known)
+        yield table
+    if profile.npu:
+        table = make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by")
+        for part in profile.npu[:most]:
+            names = shorten(part.name), shorten(part.source) or "-"
+            table.add_row(*names, f"{part.cycles:.0f}", f"{part.share:.1%}", f"{part.spread:.0%}")
+        yield table
 
 
 def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:

@@ -45,28 +45,17 @@ def describe_ratio(ratio: Ratio) -> str:
     return f"{ratio.value:.3f} times (95 %: {low:.3f} to {high:.3f}, {ratio.rounds} fresh rounds)"
 
 
-def table_levels(report: TuneReport) -> Table:
-    """Returns as a table what each optimization level makes of the graph."""
-    rows = (
-        (
-            row.level,
-            format_or_dash(row.nodes, "{}"),
-            describe_fused(row.fused),
-            format_or_dash(row.load_ms, "{:.0f} ms"),
-            format_or_dash(row.median_ms, "{:.3g} ms"),
-        )
-        for row in report.levels
-    )
-    return make_table("level", "nodes", "fused", "load", "p50", rows=rows)
+def list_tables(report: TuneReport) -> Iterator[Table]:
+    """Yields as tables what each optimization level makes of the graph, each race, and every setting that was measured.
 
-
-def describe_fused(fused: Mapping[str, int]) -> str:
-    """Returns the operators of ONNX Runtime's own in the optimized graph, with their counts."""
-    return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
-
-
-def table_decisions(report: TuneReport) -> Table:
-    """Returns each race as a table: the last challenger, its cost, and why it was taken or not."""
+    A race has its last challenger, the cost of that, and why it was taken or not. A star marks the Pareto front.
+    """
+    if report.levels:
+        table = make_table("level", "nodes", "fused", "load", "p50")
+        for row in report.levels:
+            times = format_or_dash(row.load_ms, "{:.0f} ms"), format_or_dash(row.median_ms, "{:.3g} ms")
+            table.add_row(row.level, format_or_dash(row.nodes, "{}"), describe_fused(row.fused), *times)
+        yield table
     rows = (
         (
             one.group,
@@ -77,11 +66,7 @@ def table_decisions(report: TuneReport) -> Table:
         )
         for one in report.decisions
     )
-    return make_table("race", "last challenger", "cost", "taken", "why", rows=rows)
-
-
-def table_tried(report: TuneReport) -> Table:
-    """Returns every measured setting as a table; a star marks those on the Pareto front."""
+    yield make_table("race", "last challenger", "cost", "taken", "why", rows=rows)
     table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
     for one in report.tried:
         name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
@@ -99,7 +84,12 @@ def table_tried(report: TuneReport) -> Table:
             describe_nearness(one),
             str(one.measurements),
         )
-    return table
+    yield table
+
+
+def describe_fused(fused: Mapping[str, int]) -> str:
+    """Returns the operators of ONNX Runtime's own in the optimized graph, with their counts."""
+    return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
 
 
 def describe_nearness(one: TriedSetting) -> str:
