@@ -37,10 +37,9 @@ _KNOWN = Memo()
 
 
 def quantize(
-    model: Model, calibration: Calibration, target: str, folder: Path, precision: str = "int8"
+    model: Model, calibration: Calibration, target: str, folder: Path, precision: Precision = "int8"
 ) -> QuantizedModel:
-    chosen: Precision = "int16" if precision == "int16" else "int8"
-    plan = plan_quantization(model, calibration, load_target(target), chosen, memo=_KNOWN)
+    plan = plan_quantization(model, calibration, load_target(target), precision, memo=_KNOWN)
     return quantize_model(model, plan, calibration, folder / f"{target}-{precision}.onnx")
 
 
