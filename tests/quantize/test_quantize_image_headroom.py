@@ -30,8 +30,9 @@ def as_samples(images: list[Array]) -> Samples:
     return make_samples([{"x": image} for image in images])
 
 
-@pytest.fixture
-def dim(tmp_path: Path) -> tuple[Model, Samples, Calibration]:
+@pytest.fixture(scope="module")
+def dim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Samples, Calibration]:
+    tmp_path = tmp_path_factory.mktemp("dim")
     model, samples = make_collapsing(SUBPIXEL, tmp_path), as_samples(smooth_images(24, 0.85))
     return model, samples, calibrate_model(model, samples, work=tmp_path / "work")
 

@@ -274,11 +274,10 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
     bound = None if effort.ranking is None else Bound(most=effort.ranking, guesses=_guess_noise(draft))
     errors = rank_activations(
-        draft.graph, qdq, draft.compared, draft.statistics, memo.budget,
-        worst=worst, bound=bound, known=memo.noises.setdefault(measured, {}),
+        draft.graph, build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate"), draft.compared,
+        draft.statistics, memo.budget, worst=worst, bound=bound, known=memo.noises.setdefault(measured, {}),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)

@@ -16,7 +16,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
-from edgekit.machine import map_in_order
+from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, refill
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array, Tensors
@@ -235,8 +235,13 @@ def rank_activations(
     """
     held = [*islice(read_held_out(statistics), _SAMPLES)]
     held = held if worst is None or bound is None else held[:1]
-    switched = _Switched(graph, qdq, compared, held, budget, {} if known is None else known)
-    names, samples = switched.names, range(len(held))
+    proto, names = switch_activations(qdq, graph)
+    # Rounded weights, and what rounding them left in the heap, would lie beside the session.
+    del qdq
+    if bound is not None:
+        release_memory()
+    switched = _Switched(graph, proto, names, compared, held, budget, {} if known is None else known)
+    samples = range(len(held))
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     if worst is not None and bound is not None:
         guesses = [bound.guesses.get(name, 0.0) for name in names]
@@ -269,20 +274,20 @@ class _Switched:
     def __init__(
         self,
         graph: Graph,
-        qdq: onnx.ModelProto,
+        proto: onnx.ModelProto,
+        names: Sequence[str],
         compared: Sequence[ComparedTensor],
         held: Sequence[_Pair],
         budget: Budget,
         known: Noises,
     ) -> None:
-        proto, self.names = switch_activations(qdq, graph)
-        switched = {name: f"{name}.edgekit.switched" for name in self.names}
+        switched = {name: f"{name}.edgekit.switched" for name in names}
         self._shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
         self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
-        self._places = [places[switched[name]] for name in self.names]
+        self._places = [places[switched[name]] for name in names]
         sources = {other: name for name, other in switched.items()}
 
         def find_shape(name: str) -> tuple[int, ...] | None:
@@ -315,7 +320,7 @@ class _Switched:
 
     def find_noisiest(self, samples: Sequence[int]) -> list[int]:
         """Returns the samples by falling noise when all activations are quantized."""
-        powers = np.stack([self._measure(range(len(self.names)), sample) for sample in samples])
+        powers = np.stack([self._measure(range(len(self._places)), sample) for sample in samples])
         noise = (powers[:, :, 1] / np.maximum(powers[:, :, 0].sum(axis=0), _TINY)).sum(axis=1)
         return [samples[index] for index in np.argsort(-noise, kind="stable")]
 
@@ -340,7 +345,7 @@ class _Switched:
         return self._floats[sample]
 
     def _run(self, inputs: Tensors, span: range, outputs: Sequence[str]) -> Tensors:
-        switches, parts = np.zeros(len(self.names), bool), np.zeros(len(self._cuts), bool)
+        switches, parts = np.zeros(len(self._places), bool), np.zeros(len(self._cuts), bool)
         switches[span.start : span.stop] = True
         start = min(self._places[span.start : span.stop], default=0)
         starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
