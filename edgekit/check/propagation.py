@@ -188,7 +188,9 @@ class _Draft:
         """Inserts a Q, and a DQ for each edge, after a value; returns the edge from the value to the Q."""
         base, parameters = edges[0].value, like.input[1:]
         value = self._value(base)
-        quantized = self._name(f"{base}_q_to_dq", value, self._dtype(like))
+        zero_point = like.like.input[2] if like.like.has_input(2) else ""
+        dtype = self._graph.value(zero_point).dtype if zero_point else "uint8"
+        quantized = self._name(f"{base}_q_to_dq", value, dtype)
         leaves = any(edge.reader is None for edge in edges)
         source = base
         if leaves:
@@ -211,10 +213,6 @@ class _Draft:
 
     def _value(self, name: str) -> Value:
         return self._values.get(name) or self._graph.value(name)
-
-    def _dtype(self, like: _Part) -> str | None:
-        zero = like.like.input[2] if like.like.has_input(2) else ""
-        return self._graph.value(zero).dtype if zero else "uint8"
 
     def _name(self, wanted: str, value: Value, dtype: str | None) -> str:
         name = self._free(wanted)

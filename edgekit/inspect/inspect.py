@@ -1,11 +1,11 @@
 """The contents of a model, before anything is done to it."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import onnx
 from onnx import helper
 
@@ -143,7 +143,7 @@ def inspect_model(
         nodes=len(nodes),
         # By count, then by name: the dict keeps this order, so that two runs print the same.
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
-        parameters=sum(_count_values(tensor) for tensor in weights),
+        parameters=sum(math.prod(tensor.dims) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
         macs=sum(count_macs(graph, node) for node in graph.nodes),
         unsized_nodes=sum(has_unknown_work(graph, node) for node in graph.nodes),
@@ -200,14 +200,10 @@ def _peak_activation_bytes(graph: Graph) -> int:
     return peak
 
 
-def _count_values(tensor: onnx.TensorProto) -> int:
-    return int(np.prod(tensor.dims, dtype=np.int64))
-
-
 def _weight_bytes(weights: list[onnx.TensorProto]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for tensor in weights:
         kind = tensor_dtype(tensor.data_type)
         itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        sizes[kind] += _count_values(tensor) * itemsize
+        sizes[kind] += math.prod(tensor.dims) * itemsize
     return dict(sorted(sizes.items()))

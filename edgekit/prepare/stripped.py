@@ -98,7 +98,7 @@ def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
 
 def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Returns the type and shape of each large weight whose values no rewrite looks at."""
-    made = dict(_made_constants(graph))
+    made = _made_constants(graph)
     made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
     view = view_part(graph)
     hidden = view.outputs | view.captured
@@ -121,17 +121,17 @@ def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
     return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
 
 
-def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[int, ...]]]]:
+def _made_constants(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Returns the types and shapes of what ConstantOfShape nodes make."""
     shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
-    found: list[tuple[str, tuple[int, tuple[int, ...]]]] = []
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
     for node in graph.node:
         shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
         if shape is None or shape.data_type != onnx.TensorProto.INT64:
             continue
         # Without a value the operator gives float32 zeros; 1 is FLOAT.
         value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
-        dims = numpy_helper.to_array(shape).reshape(-1).tolist()
-        found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
+        found[node.output[0]] = (value, tuple(map(int, numpy_helper.to_array(shape).reshape(-1).tolist())))
     return found
 
 
