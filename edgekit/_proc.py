@@ -258,7 +258,10 @@ def end_children() -> None:
 
 
 def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, int]:
-    """Waits for a child, and returns its exit code, whether its time was up, and its peak memory in bytes."""
+    """Waits for a child, and returns its exit code, whether its time was up, and its peak memory in bytes.
+
+    The peak is 0 where the system does not say.
+    """
     expired: list[bool] = []
 
     def expire() -> None:
@@ -268,8 +271,14 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
     timer = Timer(timeout_s, expire)
     timer.daemon = True
     timer.start()
+    peak = 0
     try:
-        peak = _reap(child)
+        if hasattr(os, "wait4"):
+            # Popen.wait would reap the child without its resource usage.
+            _, raw, usage = os.wait4(child.pid, 0)
+            child.returncode, peak = os.waitstatus_to_exitcode(raw), peak_bytes(usage)
+        else:
+            child.wait()
     except BaseException:
         _end_group(child.pid)
         child.wait()
@@ -278,17 +287,6 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
         timer.cancel()
         _RUNNING.discard(child.pid)
     return child.returncode, bool(expired), peak
-
-
-def _reap(child: subprocess.Popen[bytes]) -> int:
-    """Waits for the end of a child, and returns its peak memory in bytes, 0 where the system does not say."""
-    if not hasattr(os, "wait4"):
-        child.wait()
-        return 0
-    # Popen.wait would reap the child without its resource usage.
-    _, raw, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(raw)
-    return peak_bytes(usage)
 
 
 def _end_group(pid: int) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit._files import copy_file, move_file
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
-from edgekit.bundle.group.weights import share_models
+from edgekit.bundle.group.group import share_models
 from edgekit.bundle.manifest import Bucket, Buckets
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport

@@ -19,8 +19,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, Rows, write_labels, write_rows, writing_rows
-from edgekit.bundle.group.group import write_group
-from edgekit.bundle.group.weights import find_equal_weights, share_weights
+from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
 from edgekit.bundle.group.wiring import (
     MOST_MEMBERS,
     Crop,

@@ -17,8 +17,7 @@ from tiny_models import parse_model
 
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
-from edgekit.bundle.group.group import GROUP, Group, extract_member, open_group
-from edgekit.bundle.group.weights import find_equal_weights
+from edgekit.bundle.group.group import GROUP, Group, extract_member, find_equal_weights, open_group
 from edgekit.bundle.group.wiring import (
     Crop,
     Interface,

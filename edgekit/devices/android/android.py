@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -27,8 +26,6 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-
-_T = TypeVar("_T")
 
 CORES = 4
 """The number of cores of the emulated phone; apps give ONNX Runtime at most that many threads."""
@@ -97,22 +94,10 @@ def find_core(name: str) -> Core:
     Raises:
         UsageError: there is no such core.
     """
-    return _find(name, read_phones().cores, f"cpu '{name}' for 'android'")
-
-
-def find_phone(name: str) -> Phone:
-    """Returns a phone by its name.
-
-    Raises:
-        UsageError: there is no such phone.
-    """
-    return _find(name, read_phones().phones, f"phone '{name}'")
-
-
-def _find(name: str, table: Mapping[str, _T], what: str) -> _T:
-    if name not in table:
-        raise UsageError(f"there is no {what}", hint=suggest_name(name, table))
-    return table[name]
+    cores = read_phones().cores
+    if name not in cores:
+        raise UsageError(f"there is no cpu '{name}' for 'android'", hint=suggest_name(name, cores))
+    return cores[name]
 
 
 def write_phone(core: Core, root: Path) -> None:
@@ -341,8 +326,10 @@ def vary_android(device: Android, settings: Mapping[str, str], provider: str) ->
             raise UsageError(f"--set driver means nothing for {provider}", hint="drivers stand behind NNAPI only")
         device = msgspec.structs.replace(device, driver=read_driver(Path(settings["driver"])))
     if "phone" in settings:
-        name = settings["phone"]
-        return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in find_phone(name).cores)
+        name, phones = settings["phone"], read_phones().phones
+        if name not in phones:
+            raise UsageError(f"there is no phone '{name}'", hint=suggest_name(name, phones))
+        return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in phones[name].cores)
     if "cpu" in settings:
         cores = [core.strip() for core in settings["cpu"].split(",")]
         for core in cores:

@@ -33,19 +33,6 @@ _UNTOUCHED = frozenset({
 })  # fmt: skip
 
 
-class _Rounding(msgspec.Struct, kw_only=True):
-    """A graph while it is rewritten.
-
-    `types` are element types by value name; `sources` maps a value to the rounded one that taken nodes read instead.
-    """
-
-    types: Mapping[str, int]
-    weights: dict[str, onnx.TensorProto]
-    sources: dict[str, str]
-    nodes: list[onnx.NodeProto]
-    added: list[onnx.TensorProto]
-
-
 def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping[str, int]) -> None:
     """Rewrites a graph in place so that the `taken` nodes read halves, compute in float32 and return halves.
 
@@ -56,31 +43,41 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in {FLOAT, HALF}}
     types = {**types, **{name: tensor.data_type for name, tensor in weights.items()}}
-    rounding = _Rounding(types=types, weights=weights, sources={}, nodes=[], added=[])
+    nodes, added = list[onnx.NodeProto](), list[onnx.TensorProto]()
+    # The rounded value, in float32, that taken nodes read in place of each.
+    sources: dict[str, str] = {}
     for node in graph.node:
         if node.name not in taken or node.op_type in _UNTOUCHED:
-            rounding.nodes.append(node)
+            nodes.append(node)
             continue
         exact = _EXACT_INPUTS.get(node.op_type, ())
         for index, name in enumerate(node.input):
-            if types.get(name) in {FLOAT, HALF} and index not in exact:
-                if name not in rounding.sources:
-                    rounding.sources[name] = _add_source(rounding, name)
-                node.input[index] = rounding.sources[name]
-        rounding.nodes.append(node)
+            if types.get(name) not in {FLOAT, HALF} or index in exact:
+                continue
+            if name in weights and name not in sources:
+                # Values beyond 65504 become infinity, as on the target.
+                with np.errstate(over="ignore"):
+                    value = numpy_helper.to_array(weights[name]).astype(np.float16).astype(np.float32)
+                added.append(numpy_helper.from_array(value, f"{name}/rounded"))
+            elif name not in sources:
+                half = f"{name}/half" if types[name] == FLOAT else name
+                nodes += [_cast(name, half, HALF)] if types[name] == FLOAT else []
+                nodes.append(_cast(half, f"{name}/rounded", FLOAT))
+            node.input[index] = sources.setdefault(name, f"{name}/rounded")
+        nodes.append(node)
         for index, name in enumerate(node.output):
             kind = types.get(name)
             if kind in {FLOAT, HALF}:
                 # Rounded directly after the node, so that every reader gets the value that the target would pass on.
                 node.output[index] = f"{name}/full"
                 half = name if kind == HALF else f"{name}/half"
-                rounding.nodes.append(_cast(node.output[index], half, HALF))
+                nodes.append(_cast(node.output[index], half, HALF))
                 if kind == FLOAT:
-                    rounding.nodes.append(_cast(half, name, FLOAT))
+                    nodes.append(_cast(half, name, FLOAT))
                     # Taken nodes can read it directly, because it is already rounded.
-                    rounding.sources[name] = name
-    refill(graph.node, rounding.nodes)
-    graph.initializer.extend(rounding.added)
+                    sources[name] = name
+    refill(graph.node, nodes)
+    graph.initializer.extend(added)
     # Remove weights that were replaced by a rounded copy; in a file of IR version 3 they are graph inputs too.
     unused = set(weights).difference(find_reads(graph))
     tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
@@ -108,23 +105,6 @@ def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     words = zip(session.output_names, session.output_types, strict=True)
     return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}
-
-
-def _add_source(rounding: _Rounding, name: str) -> str:
-    """Returns the name of a float32 copy of a value, rounded to half."""
-    source = f"{name}/rounded"
-    if name in rounding.weights:
-        # Values beyond 65504 become infinity, as on the target.
-        with np.errstate(over="ignore"):
-            value = numpy_helper.to_array(rounding.weights[name]).astype(np.float16).astype(np.float32)
-        rounding.added.append(numpy_helper.from_array(value, source))
-        return source
-    half = name
-    if rounding.types[name] == FLOAT:
-        half = f"{name}/half"
-        rounding.nodes.append(_cast(name, half, HALF))
-    rounding.nodes.append(_cast(half, source, FLOAT))
-    return source
 
 
 def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:

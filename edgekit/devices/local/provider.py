@@ -290,40 +290,26 @@ def find_provider_versions(device: str) -> dict[str, str]:
 def list_offered() -> tuple[OfferedProvider, ...]:
     """Returns every provider that the installed ONNX Runtime and plug-in wheels offer, with what each finds here."""
     own = {row.name: device for device, row in PROVIDERS.items() if not row.module}
-    built_in = (
-        OfferedProvider(
-            provider=name,
-            source=f"onnxruntime {VERSION}",
-            device=own.get(name) or _OTHERS.get(name, ""),
-            failure=_find_failure(own.get(name, "")),
-        )
-        for name in AVAILABLE_PROVIDERS
-    )
+    rows = [(name, f"onnxruntime {VERSION}", own.get(name) or _OTHERS.get(name, "")) for name in AVAILABLE_PROVIDERS]
     plugins = {row.distribution: (row.name, device) for device, row in PROVIDERS.items() if row.module}
-    wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
     known = {**plugins, **_OTHER_WHEELS}
-    named = sorted(name for name in wheels if name in known or name.startswith("onnxruntime-ep-"))
-    offered = list(built_in)
-    for name in named:
+    wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
+    for name in sorted(name for name in wheels if name in known or name.startswith("onnxruntime-ep-")):
         provider, device = known.get(name, ("-", ""))
-        failure = "" if device else "edgekit has no device for this wheel"
-        failure = _find_failure(device) if device in PROVIDERS else failure
-        found = ask_provider(device).devices if device in PROVIDERS and not failure else ()
+        rows.append((provider, f"{name} {wheels[name]}", device))
+    offered: list[OfferedProvider] = []
+    for provider, source, device in rows:
+        failure = "edgekit has no device for this wheel" if provider == "-" else ""
+        found, row = Found(), PROVIDERS.get(device)
+        if row is not None:
+            missing = find_missing_provider(device, "")
+            failure = missing.reason if missing else ""
+            found = found if missing or not row.module else ask_provider(device)
+        hardware = tuple(f"{one.kind}: {one.name}" for one in found.devices)
         offered.append(
-            OfferedProvider(
-                provider=provider,
-                source=f"{name} {wheels[name]}",
-                hardware=tuple(f"{one.kind}: {one.name}" for one in found),
-                device=device,
-                failure=failure,
-            )
+            OfferedProvider(provider=provider, source=source, hardware=hardware, device=device, failure=failure)
         )
     return tuple(offered)
-
-
-def _find_failure(device: str) -> str:
-    missing = find_missing_provider(device, "") if device else None
-    return missing.reason if missing else ""
 
 
 _NAMED_NODES = 8

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -157,7 +156,16 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
 
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
     if abi.android:
-        flags = _android_flags(abi, ndk, library)
+        if ndk is None or library is None:
+            hint = "--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar"
+            raise UsageError(f"Android {abi.name} needs --ndk and --library", hint=hint)
+        toolchain = ndk.absolute() / "build" / "cmake" / "android.toolchain.cmake"
+        if not toolchain.is_file():
+            hint = "give the folder of an NDK"
+            raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint=hint)
+        flags = [f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}"]
+        # Linked statically: a shared C++ library would be one more file to push, and might clash with another version.
+        flags += [f"-DANDROID_PLATFORM=android-{ANDROID_API}", "-DANDROID_STL=c++_static"]
     else:
         missing = find_missing_runner(abi.name)
         if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
@@ -178,7 +186,14 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
                     raise UsageError(f"'{library}' holds no {LIBRARY} for {abi.name}", hint=hint)
             shutil.copyfile(source, staging / LIBRARY)
         progress(f"compiling the runner for {abi.name}")
-        _compile(flags, work / "build")
+        if shutil.which("cmake") is None:
+            raise DeviceError("cmake not found", hint="apt-get install cmake")
+        configure = ["cmake", "-S", str(find_sources("runner")), "-B", str(work / "build"), "-G", "Unix Makefiles"]
+        build = ["cmake", "--build", str(work / "build"), "--parallel", str(min(os.cpu_count() or 1, 8))]
+        for argv in ([*configure, *flags], build):
+            finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
+            if not finished.succeeded:
+                raise DeviceError(f"cmake {finished.explanation}", hint="check the compiler or the NDK")
         shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
 
 
@@ -216,30 +231,3 @@ def _find_wheel_library(abi: str) -> Path | None:
     elif abi == "linux-arm64" and (root := find_installed()) is not None:
         folder = root / "root/site/onnxruntime"
     return None if folder is None else next(iter(sorted((folder / "capi").glob("libonnxruntime.so*"))), None)
-
-
-def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str]:
-    if ndk is None or library is None:
-        raise UsageError(
-            f"Android {abi.name} needs --ndk and --library",
-            hint="--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar",
-        )
-    toolchain = ndk.absolute() / "build" / "cmake" / "android.toolchain.cmake"
-    if not toolchain.is_file():
-        raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")
-    return [
-        f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}", f"-DANDROID_PLATFORM=android-{ANDROID_API}",
-        # Linked statically: a shared C++ library would be one more file to push, and might clash with another version.
-        "-DANDROID_STL=c++_static",
-    ]  # fmt: skip
-
-
-def _compile(flags: Sequence[str], work: Path) -> None:
-    if shutil.which("cmake") is None:
-        raise DeviceError("cmake not found", hint="apt-get install cmake")
-    configure = ["cmake", "-S", str(find_sources("runner")), "-B", str(work), "-G", "Unix Makefiles", *flags]
-    build = ["cmake", "--build", str(work), "--parallel", str(min(os.cpu_count() or 1, 8))]
-    for argv in (configure, build):
-        finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
-        if not finished.succeeded:
-            raise DeviceError(f"cmake {finished.explanation}", hint="check the compiler or the NDK")

@@ -364,20 +364,20 @@ def _normalize_batch(given: Arguments) -> Array:
     return _scale_and_shift(normal, given, _per_channel)
 
 
-def _center(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
-    shifted = x - np.mean(x, axis=axes, keepdims=True)
-    return np.asarray(shifted / np.sqrt(np.mean(shifted**2, axis=axes, keepdims=True) + np.float32(epsilon)))
+def _center(given: Arguments, axes: tuple[int, ...]) -> Array:
+    shifted = given.tensor("x") - np.mean(given.tensor("x"), axis=axes, keepdims=True)
+    epsilon = np.float32(given.number("epsilon", 1e-5))
+    return np.asarray(shifted / np.sqrt(np.mean(shifted**2, axis=axes, keepdims=True) + epsilon))
 
 
 def _normalize_instance(given: Arguments) -> Array:
-    x = given.tensor("x")
-    return _scale_and_shift(_center(x, tuple(range(2, x.ndim)), given.number("epsilon", 1e-5)), given, _per_channel)
+    return _scale_and_shift(_center(given, tuple(range(2, given.tensor("x").ndim))), given, _per_channel)
 
 
 def _normalize_layer(given: Arguments) -> Array:
     x = given.tensor("x")
     axes = given.wholes("axes") or tuple(range(x.ndim))
-    normal = _center(x, axes, given.number("epsilon", 1e-5))
+    normal = _center(given, axes)
     places = {axis % x.ndim for axis in axes}
     shape = [size if axis in places else 1 for axis, size in enumerate(x.shape)]
     return _scale_and_shift(normal, given, lambda value, _: value.reshape(shape))

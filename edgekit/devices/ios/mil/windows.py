@@ -96,10 +96,8 @@ def _resize_linearly(given: Arguments, *, corners: bool, half: bool) -> Array:
 
 def _resample(given: Arguments) -> Array:
     """Computes `resample`: `coordinates` [N, H, W, 2] are x and y, from -1 to 1 across the image."""
-    mode, padding = (
-        given.text("coordinates_mode", "normalized_minus_one_to_one"),
-        given.text("padding_mode", "constant"),
-    )
+    mode = given.text("coordinates_mode", "normalized_minus_one_to_one")
+    padding = given.text("padding_mode", "constant")
     if mode != "normalized_minus_one_to_one":
         raise ValueError(f"its coordinates are {mode!r}")
     if padding not in _PADDINGS:
@@ -133,17 +131,21 @@ RESIZING: Mapping[str, Callable[[Arguments], Array]] = {
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A window along each spatial axis; `pads` are pairs of the padding before and after."""
+    """A window along each spatial axis; `pads` are pairs of the padding before and after.
 
-    sizes: tuple[int, ...]
+    `spans` are the extents of the window, including dilation.
+    """
+
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
+    spans: tuple[int, ...]
     pads: tuple[tuple[int, int], ...]
 
     @property
-    def spans(self) -> tuple[int, ...]:
-        """The extent of the window along each axis, including dilation."""
-        return tuple((size - 1) * dilation + 1 for size, dilation in zip(self.sizes, self.dilations, strict=True))
+    def attributes(self) -> dict[str, tuple[int, ...]]:
+        """The attributes of ONNX's operators, whose pads are those before each axis and then those after each."""
+        before, after = zip(*self.pads, strict=True)
+        return {"strides": self.strides, "dilations": self.dilations, "pads": (*before, *after)}
 
 
 def read_window(given: Arguments, sizes: tuple[int, ...], extents: tuple[int, ...]) -> Window:
@@ -152,47 +154,28 @@ def read_window(given: Arguments, sizes: tuple[int, ...], extents: tuple[int, ..
     Raises:
         ValueError: MIL has no such kind of padding.
     """
-    ones = (1,) * len(sizes)
-    window = Window(
-        sizes=sizes,
-        strides=given.wholes("strides") or ones,
-        dilations=given.wholes("dilations") or ones,
-        pads=((0, 0),) * len(sizes),
-    )
-    kind = given.text("pad_type", "valid")
+    ones, kind = (1,) * len(sizes), given.text("pad_type", "valid")
+    strides, dilations = given.wholes("strides") or ones, given.wholes("dilations") or ones
+    spans = tuple((size - 1) * dilation + 1 for size, dilation in zip(sizes, dilations, strict=True))
+    pads = [(0, 0)] * len(sizes)
     if kind == "custom":
         flat = given.wholes("pad") or (0,) * (2 * len(sizes))
-        return msgspec.structs.replace(window, pads=tuple(zip(flat[::2], flat[1::2], strict=True)))
-    if kind in {"same", "same_lower"}:
-        return msgspec.structs.replace(window, pads=tuple(_pad_same(window, extents, lower=kind == "same_lower")))
-    if kind != "valid":
+        pads = list(zip(flat[::2], flat[1::2], strict=True))
+    elif kind in {"same", "same_lower"}:
+        for axis, (extent, stride, span) in enumerate(zip(extents, strides, spans, strict=True)):
+            whole = max((math.ceil(extent / stride) - 1) * stride + span - extent, 0)
+            less, more = whole // 2, whole - whole // 2
+            pads[axis] = (more, less) if kind == "same_lower" else (less, more)
+    elif kind != "valid":
         raise ValueError(f"its padding is of kind {kind!r}")
-    return window
-
-
-def _pad_same(window: Window, extents: tuple[int, ...], *, lower: bool) -> Iterator[tuple[int, int]]:
-    for extent, stride, span in zip(extents, window.strides, window.spans, strict=True):
-        whole = max((math.ceil(extent / stride) - 1) * stride + span - extent, 0)
-        yield (whole - whole // 2, whole // 2) if lower else (whole // 2, whole - whole // 2)
-
-
-def _list_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns pads in ONNX's order: those before each axis, then those after each axis."""
-    return (*(before for before, _ in pads), *(after for _, after in pads))
+    return Window(strides=strides, dilations=dilations, spans=spans, pads=tuple(pads))
 
 
 def convolve(given: Arguments) -> Array:
     """Computes `conv`: `x` [N, C, ...], `weight` [K, C/groups, ...]."""
     x, weight = given.tensor("x"), given.tensor("weight")
     window = read_window(given, weight.shape[2:], x.shape[2:])
-    return _run_operator(
-        "Conv",
-        (x, weight, given.find("bias")),
-        group=given.whole("groups", 1),
-        strides=window.strides,
-        dilations=window.dilations,
-        pads=_list_pads(window.pads),
-    )
+    return _run_operator("Conv", (x, weight, given.find("bias")), group=given.whole("groups", 1), **window.attributes)
 
 
 def convolve_transposed(given: Arguments) -> Array:
@@ -200,7 +183,7 @@ def convolve_transposed(given: Arguments) -> Array:
     x, weight = given.tensor("x"), given.tensor("weight")
     window = read_window(given, weight.shape[2:], x.shape[2:])
     wanted = given.wholes("output_shape")
-    pads, more = list(window.pads), [0] * len(window.sizes)
+    pads, more = list(window.pads), [0] * len(window.pads)
     for axis, (count, stride, span) in enumerate(zip(x.shape[2:], window.strides, window.spans, strict=True)):
         if wanted is not None:
             before = pads[axis][0]
@@ -210,25 +193,15 @@ def convolve_transposed(given: Arguments) -> Array:
         "ConvTranspose",
         (x, weight, given.find("bias")),
         group=given.whole("groups", 1),
-        strides=window.strides,
-        dilations=window.dilations,
-        pads=_list_pads(pads),
         output_padding=tuple(more),
+        **msgspec.structs.replace(window, pads=tuple(pads)).attributes,
     )
 
 
 def _pool(given: Arguments, op: str, **attributes: int) -> Array:
-    x = given.tensor("x")
-    window = read_window(given, given.wholes("kernel_sizes") or (), x.shape[2:])
-    return _run_operator(
-        op,
-        (x,),
-        kernel_shape=window.sizes,
-        strides=window.strides,
-        pads=_list_pads(window.pads),
-        ceil_mode=int(given.flag("ceil_mode")),
-        **attributes,
-    )
+    x, sizes = given.tensor("x"), given.wholes("kernel_sizes") or ()
+    window = read_window(given, sizes, x.shape[2:]).attributes
+    return _run_operator(op, (x,), kernel_shape=sizes, ceil_mode=int(given.flag("ceil_mode")), **window, **attributes)
 
 
 def _normalize_locally(given: Arguments) -> Array:
