@@ -1,7 +1,7 @@
 """The manifest of a bundle, computed from what goes into the bundle."""
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,14 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         nodes = [each for each in contents.check.node_list if each.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     soc = target.socs.get(target.settings.get("soc_model", ""))
+    # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
+    graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
+    fed = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
+    layouts = {
+        spec.name: contents.preprocess.layout if contents.preprocess else _LAYOUTS.get(len(spec.shape or ()), "")
+        for spec in contents.golden.inputs
+        if contents.preprocess or spec.name in fed
+    }
     return Manifest(
         **{key: read(target) for key, read in SAID_BY_TARGET.items()},
         name=contents.source.name,
@@ -107,7 +115,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         form=loadable[0],
         forms=forms,
         files=files,
-        inputs=_describe_inputs(contents),
+        inputs=_describe_tensors(contents, contents.golden.inputs, read_inputs(contents.golden), layouts),
         outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
         placement=Placement(
@@ -138,29 +146,16 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     )
 
 
-def _describe_inputs(contents: Contents) -> tuple[BundledTensor, ...]:
-    # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
-    graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
-    fed = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
-
-    def find_layout(spec: TensorSpec) -> str:
-        if contents.preprocess is not None:
-            return contents.preprocess.layout
-        return _LAYOUTS.get(len(spec.shape or ()), "") if spec.name in fed else ""
-
-    golden = contents.golden
-    return _describe_tensors(contents, golden.inputs, read_inputs(golden), find_layout, is_input=True)
-
-
 def _describe_tensors(
     contents: Contents,
     specs: Iterable[TensorSpec],
     samples: Samples,
-    find_layout: Callable[[TensorSpec], str] = lambda _: "",
-    *,
-    is_input: bool = False,
+    layouts: Mapping[str, str] | None = None,
 ) -> tuple[BundledTensor, ...]:
-    """Returns what an app must know of inputs or outputs; the notes of the recipe come before what was found."""
+    """Returns what an app must know of outputs, or of inputs with these `layouts`.
+
+    The notes of the recipe come before what was found.
+    """
     ranges, tensors = dict[str, tuple[float, float]](), contents.recipe.tensors
     for name, value in (pair for sample in samples for pair in sample.items()):
         # JSON has neither infinity nor NaN; text has no range.
@@ -175,10 +170,10 @@ def _describe_tensors(
             name=spec.name,
             dtype=spec.dtype,
             shape=spec.shape,
-            layout=find_layout(spec) if notes.layout is None else notes.layout,
+            layout=(layouts or {}).get(spec.name, "") if notes.layout is None else notes.layout,
             value_range=ranges.get(spec.name),
-            preprocessing=(notes.preprocessing or contents.preprocess) if is_input else None,
-            postprocessing=None if is_input else notes.postprocessing,
+            preprocessing=None if layouts is None else notes.preprocessing or contents.preprocess,
+            postprocessing=notes.postprocessing if layouts is None else None,
         )
         for spec, notes in noted
     )

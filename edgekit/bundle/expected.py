@@ -96,8 +96,9 @@ def write_expected(
         if not fixed:
             return _untested(golden, "nothing: the shape of each output depends on the data")
         inputs = select_samples(read_inputs(golden), [item.row for item in chosen])
-        rows = list(_run(session, inputs, fixed))
-        write_rows(out / EXPECTED, iter(rows))
+        given = map(session.run, inputs)
+        rows = [{name: value for name, value in outputs.items() if name in fixed} for outputs in given]
+        write_rows(out / EXPECTED, rows)
         moved = _measure_shift(files[form][0], inputs, rows)
     except RuntimeRefusal as error:
         return _untested(golden, f"nothing: {error.message}")
@@ -227,11 +228,6 @@ def _set_tolerance(
     }
     # Two digits: more would differ between machines without meaning anything.
     return {name: float(f"{value:.1e}") for name, value in wanted.items() if math.isfinite(value)}
-
-
-def _run(session: CpuSession, samples: Samples, names: Collection[str]) -> Iterator[Tensors]:
-    for sample in samples:
-        yield {name: value for name, value in session.run(sample).items() if name in names}
 
 
 def _is_real(value: Array) -> bool:

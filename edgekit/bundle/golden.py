@@ -433,42 +433,34 @@ def plan_sequences(
 ) -> Sequences:
     """Returns how samples make sequences of a float model; `inputs` and `outputs` have the shapes of the target.
 
+    A sample of a sequence comes with the state that the float model has when it comes to it, kept in a file of the
+    folder `work`. Each is then a sample like any other: it calibrates, and what a device makes of it can be judged by
+    itself.
+
     Raises:
         UsageError: the state that is given does not fit the model.
     """
     state = resolve_state(given, inputs, outputs)
-
-    def unroll(samples: Samples, name: str) -> Samples:
-        return unroll_samples(model, samples, state, inputs, work / f"{name}.steps.npz")
-
-    return Sequences(state=state, unroll=unroll)
-
-
-def unroll_samples(model: Model, samples: Samples, state: State, inputs: Sequence[TensorSpec], path: Path) -> Samples:
-    """Returns the samples with the state that the float model has when it comes to them, kept in the `.npz` at `path`.
-
-    Each is then a sample like any other: it calibrates, and what a device makes of it can be judged by itself.
-    `inputs` have the shapes that the target will have.
-
-    Raises:
-        DataError: a sample changes its rank.
-        RuntimeRefusal: ONNX Runtime cannot run the model.
-    """
-    if state.steps == 1:
-        return samples
-    # As the float reference runs: what comes out at a step is, to the bit, what goes in at the next.
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     specs = {spec.name: spec for spec in inputs}
 
-    def run(given: Sequence[Tensors]) -> Sequence[Tensors]:
-        return [session.run(sample) for sample in given]
+    def unroll(samples: Samples, name: str) -> Samples:
+        if state.steps == 1:
+            return samples
+        # As the float reference runs: what comes out at a step is, to the bit, what goes in at the next.
+        session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
-    def rows() -> Iterator[Tensors]:
-        left = iter(samples)
-        for _ in range(samples.count // state.steps):
-            sequence = ([sample] for sample in islice(left, state.steps))
-            for (given,), _ in run_steps(sequence, state.feeds, specs, run):
-                yield given
+        def run(steps: Sequence[Tensors]) -> Sequence[Tensors]:
+            return [session.run(sample) for sample in steps]
 
-    write_rows(path, rows(), ragged=True)
-    return msgspec.structs.replace(samples, batches=0, read=load_samples(str(path), inputs).read)
+        def rows() -> Iterator[Tensors]:
+            left = iter(samples)
+            for _ in range(samples.count // state.steps):
+                sequence = ([sample] for sample in islice(left, state.steps))
+                for (step,), _ in run_steps(sequence, state.feeds, specs, run):
+                    yield step
+
+        path = work / f"{name}.steps.npz"
+        write_rows(path, rows(), ragged=True)
+        return msgspec.structs.replace(samples, batches=0, read=load_samples(str(path), inputs).read)
+
+    return Sequences(state=state, unroll=unroll)

@@ -198,7 +198,6 @@ def compute(kind: str, given: Given, theirs: tuple[Array, ...]) -> tuple[Array, 
         Result(name=f"y{index}", dtype=value.dtype.type, shape=value.shape) for index, value in enumerate(theirs)
     )
     program = Program(
-        specification=8,
         opset="CoreML7",
         inputs=tuple(Result(name=name, dtype=feed.dtype.type, shape=feed.shape) for name, feed in feeds.items()),
         outputs=tuple(result.name for result in results),

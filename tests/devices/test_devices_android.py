@@ -150,11 +150,6 @@ def test_the_archive_of_another_version_is_installed_and_used(
     assert refused.failure == "'new.aar' was built without NnapiExecutionProvider"
 
 
-def test_another_device_takes_no_archive() -> None:
-    with pytest.raises(UsageError, match="'host' takes no --library"):
-        install_device("host", lambda _: None, library=Path("a.aar"))
-
-
 def test_a_provider_that_the_archive_lacks_is_a_refusal(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

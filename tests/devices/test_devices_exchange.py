@@ -14,10 +14,10 @@ from hypothesis.extra import numpy as npst
 from edgekit.devices.process.exchange import (
     MAX_TRACE_BYTES,
     decode_run,
+    encode_tensors,
     open_outputs,
     read_tensors,
     receive_trace,
-    write_tensors,
 )
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, TensorSpec
@@ -34,8 +34,7 @@ def write(path: Path, header: object, payload: bytes = bytes(8)) -> Path:
 @given(npst.arrays(st.sampled_from([d for d in DTYPES if d != "string"]), npst.array_shapes(min_dims=0, min_side=0)))
 def test_tensors_come_back_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, value: Array) -> None:
     path = tmp_path_factory.getbasetemp() / "a.tensors"
-    path.unlink(missing_ok=True)
-    write_tensors(path, {"y": value})
+    path.write_bytes(encode_tensors({"y": value}))
     got = read_tensors(path, [TensorSpec(name="y", dtype=value.dtype.name, shape=value.shape)])
     np.testing.assert_array_equal(got["y"], value)
 
@@ -63,10 +62,13 @@ def test_a_hostile_header_is_refused(tmp_path: Path, change: dict[str, object], 
     assert reason in caught.value.message
 
 
-@pytest.mark.parametrize("header", [[], [*GOOD, *GOOD], {"y": 1}, "y"])
-def test_a_header_of_other_names_or_form_is_refused(tmp_path: Path, header: object) -> None:
-    with pytest.raises(DeviceError, match="malformed"):
-        read_tensors(write(tmp_path / "a.tensors", header, bytes(16)), SPEC)
+def test_a_header_of_other_names_or_form_or_without_an_end_is_refused(tmp_path: Path) -> None:
+    for header in ([], [*GOOD, *GOOD], {"y": 1}, "y"):
+        with pytest.raises(DeviceError, match="malformed"):
+            read_tensors(write(tmp_path / "a.tensors", header, bytes(16)), SPEC)
+    (tmp_path / "a.tensors").write_bytes(b"[" * (3 << 20))
+    with pytest.raises(DeviceError, match="header has no end"):
+        read_tensors(tmp_path / "a.tensors", SPEC)
 
 
 @pytest.mark.parametrize("shape", [[0, 2**52, 2**52], [1] * 70])
@@ -74,12 +76,6 @@ def test_a_shape_that_numpy_cannot_hold_is_refused(tmp_path: Path, shape: list[i
     path = write(tmp_path / "a.tensors", [{**GOOD[0], "shape": shape, "size_bytes": 0}], b"")
     with pytest.raises(DeviceError, match="too large"):
         read_tensors(path, [TensorSpec(name="y", dtype="float32", shape=None)])
-
-
-def test_a_header_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "a.tensors").write_bytes(b"[" * (3 << 20))
-    with pytest.raises(DeviceError, match="header has no end"):
-        read_tensors(tmp_path / "a.tensors", SPEC)
 
 
 @pytest.mark.parametrize("payload", [b'["a"]', b'["a", 1]', b'["a", "b", "c"]', b"\xff\xff", b""])

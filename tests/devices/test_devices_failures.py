@@ -97,15 +97,12 @@ def test_an_soc_that_the_simulator_would_not_question_is_refused(soc: str) -> No
         provider_options({**QNN_OPTIONS, "soc_model": soc})
 
 
-def test_an_option_that_the_provider_would_ignore_is_refused() -> None:
-    with pytest.raises(TargetError, match="did you mean 'soc_model'"):
-        provider_options({**QNN_OPTIONS, "soc_models": "69"})
-
-
-def test_an_architecture_stands_for_its_soc() -> None:
+def test_an_architecture_stands_for_its_soc_and_unknown_options_are_refused() -> None:
     assert provider_options(QNN_OPTIONS, "v73")["soc_model"] == "43"
     with pytest.raises(UsageError, match="did you mean 'v7"):
         provider_options(QNN_OPTIONS, "v74")
+    with pytest.raises(TargetError, match="did you mean 'soc_model'"):
+        provider_options({**QNN_OPTIONS, "soc_models": "69"})
 
 
 def test_a_context_for_another_soc_is_refused(tmp_path: Path, work: Path) -> None:

@@ -98,9 +98,14 @@ def test_installing_what_needs_nothing_says_so() -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_a_device_that_edgekit_cannot_install_is_an_error() -> None:
+def test_what_edgekit_cannot_install_or_from_another_archive_is_an_error() -> None:
     with pytest.raises(UsageError, match="Apple hardware"):
         install_device("coreml", lambda _: None)
+    for name in ("host", "ios-sim"):
+        with pytest.raises(UsageError, match=f"'{name}' takes no --library"):
+            install_device(name, lambda _: None, library=Path("a.aar"))
+    with pytest.raises(UsageError, match="'android' takes no --framework"):
+        install_device("android", lambda _: None, framework=Path("a.xcframework"))
 
 
 def test_the_lock_file_pins_every_package_with_its_hash_and_the_tested_onnx_runtime() -> None:

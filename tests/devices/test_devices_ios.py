@@ -119,13 +119,6 @@ def test_a_folder_that_is_no_framework_is_refused(tmp_path: Path) -> None:
         unpack(tmp_path / "b.xcframework")
 
 
-def test_other_devices_take_no_framework_and_this_one_no_library() -> None:
-    with pytest.raises(UsageError, match="'android' takes no --framework"):
-        install_device("android", lambda _: None, framework=Path("a.xcframework"))
-    with pytest.raises(UsageError, match="'ios-sim' takes no --library"):
-        install_device("ios-sim", lambda _: None, library=Path("a.aar"))
-
-
 def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> None:
     places = {
         "_open": "darwin_open", "_realpath$DARWIN_EXTSN": "darwin_realpath", "_strlen": "strlen",
@@ -175,6 +168,22 @@ def test_check_holds_its_rules_against_the_provider(tmp_path: Path) -> None:
     assert (observed.nodes, observed.taken, observed.disagreements) == (2, 2, ())
 
 
+def test_the_older_format_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
+    """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
+    target = load_target("coreml", {"model_format": "NeuralNetwork"})
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
+    run = device.run_job(msgspec.structs.replace(job, target=target), work)
+    assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
+    missing = find_device("ios-sim", target).find_missing()
+    assert missing is not None
+    assert missing.command is None
+    assert missing.reason.startswith("it computes ML Programs alone, not the NeuralNetwork format")
+    assert find_device("ios-sim", load_target("coreml")).find_missing() is None
+    seen = observe_target(load_model(job.model), target)
+    assert isinstance(seen, Observed)
+    assert (seen.device, seen.failure, seen.taken) == ("ios-sim", None, seen.nodes)
+
+
 def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(
     device: IosSimulator, tmp_path: Path, work: Path
 ) -> None:
@@ -209,13 +218,6 @@ def test_an_unknown_option_is_refused_before(device: IosSimulator, tmp_path: Pat
         device.run_job(msgspec.structs.replace(job, target=target), work)
 
 
-def test_two_runs_in_a_row_place_alike(device: IosSimulator, tmp_path: Path) -> None:
-    model = load_model(float_conv(tmp_path / "f.onnx"))
-    seen = [observe_placement(model, load_target("coreml"), device).providers for _ in range(2)]
-    assert seen[0] == seen[1]
-    assert np.all([provider == PROVIDER for provider in seen[0].values()])
-
-
 def test_the_program_is_computed_in_the_precision_that_it_declares(
     device: IosSimulator, tmp_path: Path, work: Path
 ) -> None:
@@ -239,28 +241,3 @@ def test_what_the_provider_writes_counts_and_not_what_the_graph_says(
     for sample, got in zip(job.samples, run.outputs, strict=True):
         assert np.allclose(got["y"], 1 / (sample["x"] + np.float32(1e-4)), rtol=1e-5)
         assert not np.allclose(got["y"], 1 / sample["x"], rtol=1e-5)
-
-
-def test_a_neural_network_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
-    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
-    target = load_target("coreml", {"model_format": "NeuralNetwork"})
-    run = device.run_job(msgspec.structs.replace(job, target=target), work)
-    assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
-
-
-@pytest.mark.usefixtures("device")
-def test_a_bundle_in_the_older_format_is_skipped_and_not_failed() -> None:
-    """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
-    missing = find_device("ios-sim", load_target("coreml", {"model_format": "NeuralNetwork"})).find_missing()
-    assert missing is not None
-    assert missing.command is None
-    assert missing.reason.startswith("it computes ML Programs alone, not the NeuralNetwork format")
-    assert find_device("ios-sim", load_target("coreml")).find_missing() is None
-
-
-@pytest.mark.usefixtures("device")
-def test_the_older_format_is_observed_all_the_same(tmp_path: Path) -> None:
-    target = load_target("coreml", {"model_format": "NeuralNetwork"})
-    seen = observe_target(load_model(float_conv(tmp_path / "f.onnx")), target)
-    assert isinstance(seen, Observed)
-    assert (seen.device, seen.failure, seen.taken) == ("ios-sim", None, seen.nodes)

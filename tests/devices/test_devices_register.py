@@ -30,6 +30,10 @@ def test_devices_come_in_the_order_of_options_and_file(tmp_path: Path) -> None:
     assert [device.name for device in found] == ["arm64", "desk pc", "b"]
     assert [address_of(device) for device in found] == ["arm64", "host", "host:native"]
     assert [device.name for device in choose_devices(DeviceChoice(), target_for, default=("host",))] == ["host"]
+    # Paths start at the folder of the file.
+    text = '[[device]]\nname = "p"\ndevice = "adb:1"\nrunner = "bin/runner"\nlibrary = "/lib/libort.so"'
+    (entry,) = read_devices(write(tmp_path, text))
+    assert (entry.runner, entry.library) == (str(tmp_path / "bin/runner"), "/lib/libort.so")
 
 
 def test_a_listed_device_bears_its_name_and_keeps_its_limits(tmp_path: Path, work: Path) -> None:
@@ -46,12 +50,6 @@ def test_a_listed_device_bears_its_name_and_keeps_its_limits(tmp_path: Path, wor
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work)
     assert (run.device, run.failure, kind_of(device)) == ("desk", None, "host")
     assert (jobs[0].timeout_s, jobs[0].budget_s) == (30.0, 2.0)
-
-
-def test_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
-    text = '[[device]]\nname = "p"\ndevice = "adb:1"\nrunner = "bin/runner"\nlibrary = "/lib/libort.so"'
-    (entry,) = read_devices(write(tmp_path, text))
-    assert (entry.runner, entry.library) == (str(tmp_path / "bin/runner"), "/lib/libort.so")
 
 
 @pytest.mark.parametrize(

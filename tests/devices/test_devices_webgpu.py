@@ -36,17 +36,12 @@ def model(tmp_path: Path) -> Model:
 
 
 @needs_webgpu
-def test_the_plug_in_takes_what_the_rules_say(model: Model) -> None:
+def test_the_plug_in_takes_what_the_rules_say_and_computes_what_the_cpu_does(model: Model, tmp_path: Path) -> None:
     target = load_target("webgpu")
     seen = observe_placement(model, target, find_device("webgpu", target), samples=0)
     taken = {node.name: (node.taken, real) for node, real in match_nodes(check_model(model, target), seen.providers)}
     assert taken == {"conv": (True, True), "q": (False, False), "dq": (True, True), "relu": (True, True)}
     assert seen.failure is None
-
-
-@needs_webgpu
-def test_it_computes_what_the_cpu_does(model: Model, tmp_path: Path) -> None:
-    target = load_target("webgpu")
     job = describe_job(model, target, samples=1)
     run = find_device("webgpu", target).run_job(job, tmp_path)
     assert run.failure is None

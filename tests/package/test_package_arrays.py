@@ -71,7 +71,7 @@ def batches(make_once: MakeOnce) -> Bundle:
 
 @pytest.fixture(scope="session")
 def program(sized: Bundle, stepped: Bundle, batches: Bundle, make_once: MakeOnce) -> list[str | Path]:
-    compiler = require_program("g++", "g++")
+    compiler = require_program("clang++", "clang")
 
     def compile_program(folder: Path) -> None:
         package_bundles([sized.folder, stepped.folder, batches.folder], "tar", folder / "board.tar")

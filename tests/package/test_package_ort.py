@@ -46,13 +46,13 @@ def package(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
 @pytest.fixture(scope="session")
 def program(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
     """`standalone/open_package.cc`, which calls the model package API of the library in the wheel."""
-    require_program("g++", "g++")
+    compiler = require_program("clang++", "clang")
 
     def compile_program(folder: Path) -> None:
         package_bundles(chosen, "tar", folder / "board.tar", extras=("all",))
         unpack_archive(folder / "board.tar", folder / "board")
         out, source = folder / "open_package", HERE / "standalone" / "open_package.cc"
-        run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+        run_program([compiler, "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
 
     return make_once("ort-package-program", compile_program) / "open_package"
 

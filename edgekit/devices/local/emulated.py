@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit._files import write_new
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
+from edgekit.devices.process.exchange import encode_tensors, open_outputs, tensors_name
 from edgekit.devices.process.run import describe_stop, refuse_run
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
@@ -172,7 +173,7 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
             values = session.run(sample)
             latency_ms.append((time.perf_counter() - start) * 1e3)
             if turn == 0:
-                write_tensors(out / tensors_name(index), values)
+                write_new(out / tensors_name(index), [encode_tensors(values)])
                 if job.on_outputs is not None:
                     job.on_outputs(values)
     return False

@@ -123,15 +123,6 @@ def tensors_name(index: int) -> str:
     return f"{index:05d}.tensors"
 
 
-def write_tensors(path: Path, tensors: Tensors) -> None:
-    """Writes the tensors of one sample into a new file, directly, because no other process uses the folder.
-
-    Raises:
-        OutputError: the folder cannot be written, or there is such a file.
-    """
-    write_new(path, (encode_tensors(tensors),))
-
-
 def encode_tensors(tensors: Tensors) -> bytes:
     """Returns the tensors of one sample as a message."""
     entries: list[_Entry] = []

@@ -114,7 +114,6 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """The function `main` of an ML Program; `opset` names the version of the operation set, such as CoreML6."""
 
-    specification: int
     opset: str
     inputs: tuple[Result, ...]
     outputs: tuple[str, ...]
@@ -158,7 +157,6 @@ def read_program(data: bytes, folder: Path) -> Program:
         raise ValueError(f"it has no block for {function.opset!r}")
     blobs = _Blobs(folder)
     return Program(
-        specification=model.version,
         opset=function.opset,
         inputs=tuple(map(_read_result, function.inputs)),
         outputs=tuple(block.outputs),
