@@ -18,7 +18,7 @@ from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.installed import LOADER as ANDROID_LOADER
 from edgekit.devices.device import Device, DeviceStatus, Missing
 from edgekit.devices.ios.ios import LOADER as IOS_LOADER
-from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator, install_ios
+from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator
 from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
 from edgekit.devices.local.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
@@ -28,7 +28,7 @@ from edgekit.devices.local.host import UNITS, CoreMl, Host, Native
 from edgekit.devices.local.provider import PROVIDERS, LocalProvider, find_provider_versions, provider_devices
 from edgekit.devices.local.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.local.qnn_sim import PROVIDER as QNN
-from edgekit.devices.release import Installed, Loader
+from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
@@ -64,20 +64,17 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What devices of one kind share; the kind is the part of a device's name before the colon.
 
     A bare model is opened as one of the `targets`, by default the first; without any, as the target `cpu`. If
-    `providers` is not empty, the devices run only targets of these providers. They never run targets of the `replaced`
-    providers, for which the device `better` proves more. `find_versions` returns the versions of the software that runs
-    models. `install` installs the device; `option` is the option by which the user gives another archive, and `loader`
-    is the loader of a phone's library.
+    `providers` is not empty, the devices run only targets of these providers. They never run targets of the providers
+    in `replaced`, for each of which another device proves more. `find_versions` returns the versions of the software
+    that runs models. `loader` installs and finds a phone's library; `install` installs a device without one.
     """
 
     targets: tuple[str, ...] = ()
     providers: frozenset[str] = frozenset()
-    replaced: frozenset[str] = frozenset()
-    better: str = ""
+    replaced: Mapping[str, str] = {}
     find_versions: Callable[[], dict[str, str]] = lambda: {"onnxruntime": VERSION}
-    option: str = ""
     loader: Loader | None = None
-    install: Callable[[Progress, Path | None], Installed | None] | None = None
+    install: Callable[[Progress], None] | None = None
 
 
 _KINDS = {
@@ -87,21 +84,12 @@ _KINDS = {
         targets=("xnnpack", "nnapi"),
         providers=ANDROID,
         find_versions=ANDROID_LOADER.find_versions,
-        option="--library FILE.aar",
         loader=ANDROID_LOADER,
-        install=ANDROID_LOADER.install,
     ),
-    IOS_SIMULATOR: _Kind(
-        targets=("coreml",),
-        providers=IOS,
-        find_versions=IOS_LOADER.find_versions,
-        option="--framework FOLDER",
-        loader=IOS_LOADER,
-        install=install_ios,
-    ),
+    IOS_SIMULATOR: _Kind(targets=("coreml",), providers=IOS, find_versions=IOS_LOADER.find_versions, loader=IOS_LOADER),
     "openvino": _Kind(targets=("openvino",)),
-    "arm64": _Kind(find_versions=find_arm64_versions, install=lambda progress, _: install_arm64(progress)),
-    "emulated": _Kind(replaced=frozenset({NNAPI, XNNPACK}), better="android"),
+    "arm64": _Kind(find_versions=find_arm64_versions, install=install_arm64),
+    "emulated": _Kind(replaced={NNAPI: "android", XNNPACK: "android"}),
 }
 
 
@@ -122,10 +110,10 @@ def find_device(name: str, target: Target) -> Device:
     """
     device = _known_device(name)
     kind = _kind_of(name)
-    if target.provider in kind.replaced:
+    if better := kind.replaced.get(target.provider):
         raise UsageError(
-            f"'{name}' says nothing of {target.provider} that '{kind.better}' does not show with the provider itself",
-            hint=f"--on {kind.better}, or --on host for the CPU provider",
+            f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself",
+            hint=f"--on {better}, or --on host for the CPU provider",
         )
     if not _fits(name, target):
         providers = " and ".join(sorted(_providers_of(name)))
@@ -228,24 +216,24 @@ def install_device(
         DeviceError: a step of the installation failed; no half-finished installation is left.
     """
     device, kind = _known_device(name), _kind_of(name)
-    for given, owner in ((library, "android"), (framework, IOS_SIMULATOR)):
-        option = _KINDS[owner].option
-        if given is not None and kind.option != option:
-            hint = f"edgekit devices install {owner} {option}"
-            raise UsageError(f"'{name}' takes no {option.split()[0]}", hint=hint)
+    for given, owner in ((library, ANDROID_LOADER), (framework, IOS_LOADER)):
+        if given is not None and kind.loader is not owner:
+            hint = f"edgekit devices install {owner.device} {owner.option}"
+            raise UsageError(f"'{name}' takes no {owner.option.split()[0]}", hint=hint)
     missing, given, loader = device.find_missing(), library or framework, kind.loader
-    installed = loader.find_installed() if loader else None
-    is_whole = loader.is_current(installed) if loader and installed else loader is None and missing is None
-    if given is not None or not is_whole:
-        if kind.install is None:
-            reason = missing.reason if missing else ""
-            hint = (missing and missing.command) or "use another"
-            raise UsageError(f"'{name}' is not installed by edgekit: {reason}", hint=hint)
-        installed = kind.install(progress, given)
-    if installed is not None:
+    if loader is not None:
+        installed = loader.find_installed()
+        if given is not None or installed is None or not loader.is_current(installed):
+            installed = loader.install(progress, given)
         progress(installed.describe())
+    elif missing is None:
+        progress(f"'{name}' can run already")
+    elif kind.install is not None:
+        kind.install(progress)
+        progress(f"'{name}' is installed")
     else:
-        progress(f"'{name}' can run already" if is_whole else f"'{name}' is installed")
+        hint = missing.command or "use another"
+        raise UsageError(f"'{name}' is not installed by edgekit: {missing.reason}", hint=hint)
 
 
 def _known_device(name: str) -> Device:

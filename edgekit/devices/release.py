@@ -230,11 +230,12 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     `system` names the folder of the stand-in's sources, `title` the system in messages, and `device` the folder in the
     user's cache. `machines` maps each ABI that can run here to its machine; `find_compiler` finds a compiler for a
     machine, and `needs` has the command that installs one, by ABI. `library` is the file name of ONNX Runtime's
-    library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. `unpack` reads the archive that
-    the user gave, or fetches the pinned one into its second folder, and writes what is kept into the first. `place`
-    returns the symbol for each import; its second argument names stand-ins to leave out. `header` declares the table of
-    symbols. `flags` are compiler flags for every source, `runner_flags` for the runner's. `archive_kind` is the key of
-    the archive in the versions of reports.
+    library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. With `option` the user gives
+    another one. `unpack` reads the archive that the user gave, or fetches the pinned one into its second folder, and
+    writes what is kept into the first. `place` returns the symbol for each import; its second argument names stand-ins
+    to leave out. `header` declares the table of symbols. `flags` are compiler flags for every source, `runner_flags`
+    for the runner's. `archive_kind` is the key of the archive in the versions of reports. `find_obstacle` returns why
+    this machine cannot run the library, None if it can.
     """
 
     system: str
@@ -245,12 +246,14 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     needs: Mapping[str, str]
     library: str
     pinned_sha256: str
+    option: str
     unpack: Callable[[Path | None, Path, Path, Progress], Release]
     header: str
     place: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
     flags: tuple[str, ...] = ()
     runner_flags: tuple[str, ...] = ()
     archive_kind: str = "archive"
+    find_obstacle: Callable[[], str | None] = lambda: None
 
     @property
     def folder(self) -> Path:
@@ -318,6 +321,8 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: there is no such archive.
             OutputError: the cache cannot be written.
         """
+        if reason := self.find_obstacle():
+            raise DeviceError(f"'{self.device}' cannot be installed here: {reason}", hint="use x86-64 Linux, or a Mac")
         lacking = f"there is no compiler for the stand-in for {self.title}"
         if not any(map(self.find_compiler, self.machines.values())):
             raise DeviceError(lacking, hint=next(iter(self.needs.values())))

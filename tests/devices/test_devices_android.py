@@ -21,7 +21,7 @@ from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.local.runner import PROGRAM
 from edgekit.devices.observe import observe_placement
 from edgekit.devices.process.files import find_sources
-from edgekit.devices.release import Installed
+from edgekit.devices.release import Compiler, Installed
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -127,6 +127,19 @@ def test_what_an_archive_imports_and_nothing_stands_for_is_named(
     imports = {*read_library(library).imports, "another_one", "strlen"}
     with pytest.raises(DeviceError, match="imports what edgekit has no stand-in for: another_one, no_such_function"):
         LOADER.link(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
+
+
+def test_without_a_compiler_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where none is there, nor where none is for the machine of an archive's only library."""
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes()
+    archive = archive_of(tmp_path / "a.aar", {f"jni/x86_64/{LIBRARY}": library})
+    compiler = Compiler(name="none", machine="aarch64", c=(), cpp=(), version=())
+    for known in ({}, {"aarch64": compiler}):
+        loader = msgspec.structs.replace(LOADER, find_compiler=known.get)
+        with pytest.raises(DeviceError, match="there is no compiler for the stand-in for Android"):
+            loader.install(lambda _: None, archive)
+    assert not LOADER.folder.exists()
 
 
 @pytest.mark.long

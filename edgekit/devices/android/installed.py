@@ -161,7 +161,7 @@ def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progr
     archive = given
     if archive is None:
         progress("fetching ONNX Runtime for Android with npm: 150 MB")
-        (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead="--library FILE.aar")
+        (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead=LOADER.option)
     if not archive.is_file():
         raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
     try:
@@ -242,6 +242,7 @@ LOADER = Loader(
         "x86_64": f"apt-get install g++, or {spell_install('ziglang')}",
     },
     library=LIBRARY,
+    option="--library FILE.aar",
     unpack=unpack_archive,
     pinned_sha256="98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2",
     header="imports.h",

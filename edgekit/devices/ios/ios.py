@@ -24,7 +24,7 @@ from edgekit.devices.local.host import PROVIDER, provider_options
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
 from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
-from edgekit.devices.release import Installed, Loader, Release, fetch_members, find_zig
+from edgekit.devices.release import Loader, Release, fetch_members, find_zig
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
@@ -187,17 +187,6 @@ def explain_machine() -> str | None:
     return "the simulator's code runs on x86-64 Linux only"
 
 
-def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
-    """Installs the pinned framework, or that in the folder `framework`, as `Loader.install` does.
-
-    Raises:
-        DeviceError: this is no x86-64 Linux, or as `Loader.install`.
-    """
-    if reason := explain_machine():
-        raise DeviceError(f"'ios-sim' cannot be installed here: {reason}", hint="use x86-64 Linux, or a Mac")
-    return LOADER.install(progress, framework)
-
-
 LOADER = Loader(
     system="ios",
     title="iOS",
@@ -206,6 +195,7 @@ LOADER = Loader(
     find_compiler=find_zig,
     needs={ABI: spell_install("ziglang")},
     library="onnxruntime.o",
+    option="--framework FOLDER",
     unpack=unpack_framework,
     pinned_sha256="7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da",
     header="image.h",
@@ -213,6 +203,7 @@ LOADER = Loader(
     # zig enables a sanitizer by default, but Apple's code was not compiled for it.
     flags=("-fno-sanitize=undefined",),
     archive_kind="framework",
+    find_obstacle=explain_machine,
 )
 
 NAME = "ios-sim"
