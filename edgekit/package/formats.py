@@ -136,7 +136,7 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
         MissingExtraError: there is no Java compiler.
         UsageError: the archive of ONNX Runtime has no classes, or the loader cannot be compiled against them.
     """
-    work, runtime = workplace.folder, _require_runtime(workplace)
+    work, runtime = workplace.folder, require_runtime(workplace.runtime)
     variants = [part.variant for part in parts]
     package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
     levels = [part.bundle.manifest.settings.get("api_level", "") for part in parts]
@@ -205,14 +205,18 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
     return dict(list_files(work / "classes"))
 
 
-def _require_runtime(workplace: Workplace) -> AppRuntime:
-    runtime = workplace.runtime
-    if runtime is None or not runtime.classes.is_file():
-        raise UsageError(
-            f"'{runtime.archive if runtime else 'no archive'}' holds no classes.jar to compile the loader against",
-            hint="edgekit devices install android",
-        )
-    return runtime
+def require_runtime(runtime: AppRuntime | None) -> AppRuntime:
+    """Returns the archive of ONNX Runtime against which a loader in Java is compiled.
+
+    Raises:
+        UsageError: there is none, or it has no classes.
+    """
+    said = "a package of kind aar is compiled against ONNX Runtime's own classes, which are not here"
+    if runtime is not None and runtime.classes.is_file():
+        return runtime
+    if runtime is not None:
+        said = f"'{runtime.archive}' holds no classes.jar to compile the loader against"
+    raise UsageError(said, hint="edgekit devices install android")
 
 
 def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreReport:

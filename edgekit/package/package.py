@@ -32,6 +32,7 @@ from edgekit.package.formats import (
     collect_ort_package,
     collect_swiftpm,
     report_store,
+    require_runtime,
 )
 from edgekit.package.react_native import PROVIDERS, collect_react_native, find_unsupported, list_remarks
 from edgekit.package.variant import (
@@ -166,7 +167,7 @@ def package_bundles(
         raise UsageError(f"there is no package of kind '{kind}'", hint=suggest_name(kind, FORMS))
     places, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
     form = FORMS[kind]
-    made_for = _require_runtime(kind, runtime) if form.needs_runtime else None
+    made_for = require_runtime(runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written if a bundle was altered.
     bundles, left_out = _choose(places, key, lambda bundle: _find_misfit(bundle, kind, made_for))
     accept(bundles)
@@ -236,15 +237,6 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
                     copy_into(source, file)
         sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in files.items()).encode())
     return PackageReport(kind=kind, out=str(out), sha256=sha256, files=files, sizes=sizes, **facts)
-
-
-def _require_runtime(kind: Kind, runtime: AppRuntime | None) -> AppRuntime:
-    if runtime is None:
-        raise UsageError(
-            f"a package of kind {kind} is compiled against ONNX Runtime's own classes, which are not here",
-            hint="edgekit devices install android",
-        )
-    return runtime
 
 
 def _choose(

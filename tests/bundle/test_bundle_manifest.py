@@ -5,14 +5,19 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
-from bundle_models import make_bundle, make_contents
+from bundle_models import make_bundle, make_check, make_contents
+from tiny_models import parse_model
 
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import write_bundle
+from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schema
 from edgekit.data.images import Preprocess
+from edgekit.data.samples import list_samples
 from edgekit.errors import BundleError
+from edgekit.model.model import load_model
 from edgekit.recipe import Licence, Recipe, TensorNotes
 from edgekit.target import target_names
 
@@ -102,6 +107,24 @@ def test_it_says_what_an_app_must_know(tmp_path: Path) -> None:
     assert "soc_model=69" in words
     assert words[-4:] == ["--preprocess", "FILE", "--out", "OUT"]
     assert manifest.provenance.recipe["licence"] == {"data": "CC-BY-4.0", "model": "Apache-2.0"}
+
+
+def test_an_input_has_the_layout_of_the_operator_that_reads_it_or_of_the_preprocessing(tmp_path: Path) -> None:
+    text = "(float[1,2,4,4] x, float[1,2,4,4] z) => (float[1,2,4,4] y) <float[2,2,1,1] w = {1, 2, 3, 4}>"
+    text = f'<ir_version: 9, opset_import: ["" : 17]> g {text} {{ c = Conv(x, w)  y = Add(c, z) }}'
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    row = {name: np.ones((1, 2, 4, 4), np.float32) for name in "xz"}
+    contents = make_contents(tmp_path)
+    contents = msgspec.structs.replace(
+        contents,
+        source=model,
+        files={"onnx": (model.path,)},
+        golden=make_golden(model, list_samples([row] * 3, "ones"), tmp_path / "ones"),
+        check=make_check(model, contents.target),
+    )
+    pictures = msgspec.structs.replace(contents, preprocess=Preprocess(size=(4, 4), layout="NHWC"))
+    for each, layouts in ((contents, ["NCHW", ""]), (pictures, ["NHWC", "NHWC"])):
+        assert [spec.layout for spec in write_bundle(each, tmp_path / layouts[1] / "out").manifest.inputs] == layouts
 
 
 def test_unknown_licences_are_said_to_be_unknown(tmp_path: Path) -> None:

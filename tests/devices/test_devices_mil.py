@@ -144,6 +144,8 @@ CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
      "Conv", [IMAGE, THIN], {"auto_pad": "SAME_UPPER", "group": 4, "strides": [2, 2]}),
     ("conv", {"x": IMAGE, "weight": GROUPED, "groups": 2, "pad_type": "same_lower", "strides": [2, 3]},
      "Conv", [IMAGE, GROUPED], {"auto_pad": "SAME_LOWER", "group": 2, "strides": [2, 3]}),
+    *[("conv", {"x": IMAGE, "weight": WEIGHT, "pad_type": kind}, "Conv", [IMAGE, WEIGHT], {"auto_pad": meant})
+      for kind, meant in (("same", "SAME_UPPER"), ("same_lower", "SAME_LOWER"))],
     ("conv_transpose", CUSTOM | {"x": IMAGE, "weight": np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3)),
                                  "bias": BIAS, "pad": [1, 1, 0, 1], "strides": [2, 1]},
      "ConvTranspose", [IMAGE, np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3)), BIAS],
