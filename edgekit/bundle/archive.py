@@ -65,7 +65,19 @@ def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
 
 
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:
-    _check_directory(file)
+    # A list of files that would fill the memory is refused, and a comment, which can hide a second list.
+    size_bytes = file.seek(0, 2)
+    file.seek(max(0, size_bytes - _ZIP_END.size))
+    end = file.read(_ZIP_END.size)
+    if len(end) < _ZIP_END.size or not end.startswith(b"PK\x05\x06") or not end.endswith(b"\0\0"):
+        raise EOFError("it is cut off, or has a comment at its end")
+    # Fields of the end record, the locator and the zip64 record: APPNOTE.TXT, 4.3.14 to 4.3.16.
+    directory_bytes = int(_ZIP_END.unpack(end)[5])
+    if directory_bytes == _ZIP64_MARK:
+        file.seek(max(0, size_bytes - _ZIP_END.size - _ZIP64_RECORD_AND_LOCATOR_BYTES + 40))
+        directory_bytes = int.from_bytes(file.read(8), "little")
+    if directory_bytes > _MAX_DIRECTORY_BYTES:
+        raise ValueError(f"its list of files alone has {directory_bytes} bytes")
     archive = zipfile.ZipFile(file)  # it is only a view of `file`, which the caller closes
     if min((entry.header_offset for entry in archive.infolist()), default=0):
         # zipfile reads the last of two archives in a row, other readers the first: each would see other files.
@@ -91,22 +103,6 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[by
     with archive.open(entry) as source:
         yield from _read_exactly(source, entry.file_size, entry.filename)
         source.read(1)  # at the end zipfile compares the checksum
-
-
-def _check_directory(file: IO[bytes]) -> None:
-    """Refuses a zip whose list of files would fill the memory, or with a comment, which can hide a second list."""
-    size_bytes = file.seek(0, 2)
-    file.seek(max(0, size_bytes - _ZIP_END.size))
-    end = file.read(_ZIP_END.size)
-    if len(end) < _ZIP_END.size or not end.startswith(b"PK\x05\x06") or not end.endswith(b"\0\0"):
-        raise EOFError("it is cut off, or has a comment at its end")
-    # Fields of the end record, the locator and the zip64 record: APPNOTE.TXT, 4.3.14 to 4.3.16.
-    directory_bytes = int(_ZIP_END.unpack(end)[5])
-    if directory_bytes == _ZIP64_MARK:
-        file.seek(max(0, size_bytes - _ZIP_END.size - _ZIP64_RECORD_AND_LOCATOR_BYTES + 40))
-        directory_bytes = int.from_bytes(file.read(8), "little")
-    if directory_bytes > _MAX_DIRECTORY_BYTES:
-        raise ValueError(f"its list of files alone has {directory_bytes} bytes")
 
 
 def _read_tar(file: IO[bytes]) -> Iterator[Member]:

@@ -249,19 +249,6 @@ def check_requests(manifest: Manifest, source: str) -> None:
         _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
 
 
-def check_same(manifest: Manifest, target: Target, source: str) -> None:
-    """Refuses a bundle whose manifest and `target.json` tell apps and devices different things.
-
-    Raises:
-        BundleError: they contradict each other.
-    """
-    for key, read in SAID_BY_TARGET.items():
-        if getattr(manifest, key) != read(target):
-            raise BundleError(
-                f"'{source}' and target.json beside it contradict each other in '{key}'", hint="build the bundle again"
-            )
-
-
 def bundled_task(manifest: Manifest) -> TaskLimit | None:
     """Returns the metric that a bundle asks for, None where it asks for none.
 

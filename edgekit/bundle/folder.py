@@ -23,7 +23,7 @@ from edgekit._files import (
     write_file,
     write_new,
 )
-from edgekit.bundle.checks import check_files, check_requests, check_same, find_fault, iterate_files, read_bounded
+from edgekit.bundle.checks import SAID_BY_TARGET, check_files, check_requests, find_fault, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
 from edgekit.bundle.golden import Golden
@@ -194,9 +194,21 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     check_requests(manifest, listing.source)
     # Every file is checked, whether it will be used or not: a bundle may hold exactly what was signed.
     listing.check_folder(manifest.files)
-    _check_named(path, manifest)
+    for name in (name for name in manifest.files if name.endswith(".onnx")):
+        try:
+            beside = list_external(path / name)
+        except ModelError as error:
+            raise BundleError(f"a model of the bundle is not safe: {error.message}", hint=error.hint) from error
+        # ONNX Runtime would open an external file that the manifest does not list.
+        folder = PurePosixPath(name).parent
+        if strange := next((each for each in beside if str(folder / each) not in manifest.files), None):
+            words = f"'{name}' of bundle '{path}' names {strange!r}, which the manifest does not list"
+            raise BundleError(words, hint="build the bundle again")
     bundle = Bundle(folder=path, manifest=manifest, sha256=listing.sha256, attested=listing.attested)
-    check_same(manifest, read_target(bundle), listing.source)
+    target = read_target(bundle)
+    if other := next((key for key, read in SAID_BY_TARGET.items() if getattr(manifest, key) != read(target)), None):
+        words = f"'{listing.source}' and target.json beside it contradict each other in '{other}'"
+        raise BundleError(words, hint="build the bundle again")
     return bundle
 
 
@@ -253,23 +265,6 @@ def read_listing(folder: Path, name: str, key: Path | None) -> Listing:
     data = read_bounded(folder, name)
     statement = None if key is None else check_signature(data, name, folder, key)
     return Listing(folder=folder, name=name, data=data, statement=statement)
-
-
-def _check_named(path: Path, manifest: Manifest) -> None:
-    """Refuses a model that names an external file which the manifest does not list: ONNX Runtime would open it."""
-    for name in manifest.files:
-        if not name.endswith(".onnx"):
-            continue
-        try:
-            beside = list_external(path / name)
-        except ModelError as error:
-            raise BundleError(f"a model of the bundle is not safe: {error.message}", hint=error.hint) from error
-        folder = PurePosixPath(name).parent
-        if strange := next((each for each in beside if str(folder / each) not in manifest.files), None):
-            raise BundleError(
-                f"'{name}' of bundle '{path}' names {strange!r}, which the manifest does not list",
-                hint="build the bundle again",
-            )
 
 
 def read_check(bundle: Bundle) -> CheckReport:

@@ -240,21 +240,18 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
     of_tokens = () if stage.text is None else (stage.text.input, stage.text.positions)
     for name in _list_roles(stage):
         spec = mine.inputs.get(name)
-        if spec is not None and not _can_fill(spec, is_text=stage.crop is None):
+        if spec is None:
+            continue
+        # All sizes are known, except for the batch and, of text, the length: with a single axis, that is the length.
+        known = list(spec.shape or (0,))
+        known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
+        known = known[:-1] if stage.crop is None and not isinstance(known[-1], int) else known
+        if not all(isinstance(dim, int) and dim > 0 for dim in known):
             yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
-        elif spec is not None and name in of_tokens and spec.dtype not in _WHOLE:
+        elif name in of_tokens and spec.dtype not in _WHOLE:
             yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
-        elif spec is not None and spec.dtype == "string":
+        elif spec.dtype == "string":
             yield f"cannot fill [{spec}]", "it takes numbers"
-
-
-def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
-    """Returns True if all sizes of an input are known, except for the batch and, for text, the length."""
-    known = list(spec.shape or (0,))
-    # With a single axis, that axis is the length.
-    known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
-    known = known[:-1] if is_text and not isinstance(known[-1], int) else known
-    return all(isinstance(dim, int) and dim > 0 for dim in known)
 
 
 def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
