@@ -253,8 +253,9 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
             # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
             begin = file.read(tarfile.BLOCKSIZE)
     except OSError as error:
-        hint = "give a bundle's folder or archive"
-        raise BundleError(f"cannot read '{path}': {error.strerror}", hint=hint) from error
+        raise BundleError(
+            f"cannot read '{path}': {error.strerror}", hint="give a bundle's folder or archive"
+        ) from error
     is_zip = begin[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
     if not is_zip and begin[257:262] != b"ustar":
         if path.suffix in {".onnx", ".ort"}:

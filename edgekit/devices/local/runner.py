@@ -157,12 +157,13 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
     if abi.android:
         if ndk is None or library is None:
-            hint = "--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar"
-            raise UsageError(f"Android {abi.name} needs --ndk and --library", hint=hint)
+            raise UsageError(
+                f"Android {abi.name} needs --ndk and --library",
+                hint="--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar",
+            )
         toolchain = ndk.absolute() / "build" / "cmake" / "android.toolchain.cmake"
         if not toolchain.is_file():
-            hint = "give the folder of an NDK"
-            raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint=hint)
+            raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")
         flags = [f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}"]
         # Linked statically: a shared C++ library would be one more file to push, and might clash with another version.
         flags += [f"-DANDROID_PLATFORM=android-{ANDROID_API}", "-DANDROID_STL=c++_static"]
