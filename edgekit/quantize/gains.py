@@ -55,32 +55,19 @@ class _Placed:
 
 
 class _Split(msgspec.Struct, frozen=True, kw_only=True):
-    """A normalization of the QDQ graph that becomes two nodes: without gain, with `shift` as bias, and a product.
+    """A normalization of the QDQ graph that becomes two nodes: one without gain, with `shift` as bias, and a product.
 
-    `step` is the scale of the shift, that of the normalization's input over 255; `has_bias` says whether it has one.
+    `step` is the scale of the shift, that of the normalization's input over 255. Values that are normalized over the
+    channels lie within +-`reach`, which is sqrt(N - 1) for N of them.
     """
 
     node: onnx.NodeProto
-    rounder: onnx.NodeProto
+    domain: str
     prefix: str
     gain: Array
     shift: Array
     step: float
-    has_bias: bool
-
-    @property
-    def reach(self) -> float:
-        """The largest magnitude of a value that is normalized over these channels."""
-        return math.sqrt(max(self.gain.size - 1, 1))
-
-    @property
-    def is_possible(self) -> bool:
-        """True if no gain is zero, the bias at most doubles the range, and it fits into int32."""
-        return bool(
-            np.all(self.gain != 0)
-            and np.all(np.abs(self.shift) <= self.reach)
-            and np.all(np.abs(self.shift) <= self.step * _MOST_32)
-        )
+    reach: float
 
 
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
@@ -109,28 +96,24 @@ def _plan_split(placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node)
     """Returns how a normalization is split, None if it stays."""
     rounder, rounded = placed.rounders.get(node.output[0]), placed.dequantize(node, 1)
     source = placed.makers.get(node.input[0])
-    gain, *rest = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
+    gain, *biases = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
     is_last = norm.integer("axis", -1) in {-1, len(graph.dims(norm.input[0])) - 1}
     # A float normalization reads its constants directly.
-    if rounder is None or rounded is None or source is None or gain.ndim != 1 or not is_last:
+    if rounder is None or rounded is None or source is None or gain.ndim != 1 or not is_last or not gain.all():
         return None
-    if placed.stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16 or not gain.all():
+    if placed.stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16:
         return None
-    split = _Split(
-        node=node,
-        rounder=rounder,
-        prefix=f"{norm.output[0]}.edgekit",
-        gain=gain,
-        shift=rest[0] / gain if rest else np.zeros_like(gain),
-        step=float(placed.read(source.input[1])) / _MOST_8,
-        has_bias=bool(rest),
-    )
-    if not split.is_possible:
+    shift = biases[0] / gain if biases else np.zeros(0)
+    step, reach = float(placed.read(source.input[1])) / _MOST_8, math.sqrt(max(gain.size - 1, 1))
+    if np.any(np.abs(shift) > min(reach, step * _MOST_32)):
         return None
     pairs = [*_read_matrices(placed, graph, norm.output[0], gain.size)]
     reached = sum([(exact**2).sum(axis=1) for exact, _ in pairs]) if pairs else np.ones_like(gain)
     lost = sum([((weights - exact) ** 2).sum(axis=1) for exact, weights in pairs]) if pairs else reached * _EVEN_NOISE
-    return split if float((reached * (rounded - gain) ** 2).sum()) > float((lost * gain**2).sum()) else None
+    if float((reached * (rounded - gain) ** 2).sum()) <= float((lost * gain**2).sum()):
+        return None
+    prefix = f"{norm.output[0]}.edgekit"
+    return _Split(node=node, domain=rounder.domain, prefix=prefix, gain=gain, shift=shift, step=step, reach=reach)
 
 
 def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
@@ -152,11 +135,10 @@ def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> I
 def _split_node(qdq: onnx.GraphProto, split: _Split) -> None:
     """Turns a normalization into one without gain and a product.
 
-    The tensor between the two gets its 16-bit scale without calibration: normalized values lie within +-sqrt(N - 1)
-    over N channels, and the shift at most doubles that. The product takes over the node's name and output, since these
-    stand for what makes the tensor and reads the gain.
+    The tensor between the two gets its 16-bit scale without calibration, since the shift at most doubles the reach. The
+    product takes over the node's name and output, which stand for what makes the tensor and reads the gain.
     """
-    node, prefix, domain = split.node, split.prefix, split.rounder.domain
+    node, prefix, domain = split.node, split.prefix, split.domain
     low, high = min(float(split.gain.min()), 0.0), max(float(split.gain.max()), 0.0)
     scale = (high - low) / _MOST_16
     zero = round(-low / scale)
@@ -170,7 +152,7 @@ def _split_node(qdq: onnx.GraphProto, split: _Split) -> None:
         qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
         qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
     even, made, name = f"{prefix}.even", node.output[0], node.name
-    node.input[1:] = [f"{prefix}.one", *([f"{prefix}.shift"] if split.has_bias else [])]
+    node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
     node.output[0], node.name = even, f"{prefix}.norm"
     grid = _add_grid(qdq, even, 4 * split.reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
     qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
