@@ -81,13 +81,13 @@ def test_distances_are_those_of_the_decisions() -> None:
     logits: Array = np.array([[2.0, 0.0, -1.0], [0.1, 0.0, -9.0]]).T
     one, two = softmax(logits, axis=0), softmax(logits + np.array([[0.01], [0.0], [0.0]]), axis=0)
     found = measure_hellinger(one, two)
-    # For small errors it is a quarter of the Kullback-Leibler divergence, an eighth of the variance of the error.
-    assert found == pytest.approx(0.01**2 * one[0] * (1 - one[0]) / 8, rel=0.02)
+    # For small errors its square is a quarter of the Kullback-Leibler divergence, an eighth of the error's variance.
+    assert found**2 == pytest.approx(0.01**2 * one[0] * (1 - one[0]) / 8, rel=0.02)
     assert measure_hellinger(np.array([[1.0], [0.0]]), np.array([[0.0], [1.0]])) == pytest.approx(1.0)
     rows = np.array([[0, 0.9, 0.9, 0.9, 0.0], [1, 0.5, 0.5, 0.5, 0.2]])
     lost = rows.copy()
     lost[0, 3] = 0.0
-    assert soften_detections([rows, lost]).tolist() == pytest.approx(np.array([0.1, 0.1 + 1 - 0.1**0.5]) / 1.4)
+    assert soften_detections([rows, lost]).tolist() == pytest.approx(np.array([0.1, 0.1 + (1 - 0.1**0.5) ** 0.5]) / 1.4)
 
 
 def train(folder: Path) -> tuple[Model, Samples]:

@@ -350,9 +350,9 @@ def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Sampl
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
     reading, record = Reading(kind="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
     unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])
-    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 1, 0.9 - 2 * 0.2**0.5])
-    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 1, 0.95 - 2 * 0.045**0.5])
-    moved = 1 - 0.45**0.5 - 0.02**0.5 - 0.005**0.5
+    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 1, (0.9 - 2 * 0.2**0.5) ** 0.5])
+    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 1, (0.95 - 2 * 0.045**0.5) ** 0.5])
+    moved = (1 - 0.45**0.5 - 0.02**0.5 - 0.005**0.5) ** 0.5
     assert record(sure, unsure, reading) == pytest.approx([0, 0, moved])
     # Rounded probabilities add up to less than one, and are still the same distribution.
     assert record(sure, 0.9 * unsure, reading) == pytest.approx([0, 0, moved])
@@ -363,7 +363,7 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     chances = np.array([[[0.9, 0.8, 0.3], [0.1, 0.2, 0.7]]])
     worse = np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]])
     record = measure.record(chances, worse, reading)
-    sums = [[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1], [0.16, 0.16], [0.2, 0]]
+    sums = [[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1], [0.16, 0.16], [0.2**0.5, 0]]
     assert record.tolist() == pytest.approx(np.array(sums))
     lost = ((1.7 / 2.3 - 0.9 / 2.1) + (0.7 / 1.3 - 0.9 / 2.1)) / 2
     loss = measure.judge([record] * 3)

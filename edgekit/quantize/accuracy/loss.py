@@ -4,11 +4,12 @@ Each kind has a `Measure`: what is recorded of a sample, and what all records to
 float model's outputs, and how sure it is of them, stand for the truth.
 
 Beside the decisions that changed, a record shows how far each sample's decisions moved (`Measure.soften`), in the
-metric of `edgekit.quantize.objective`: half the squared distance between the square roots of the probabilities p and q
-of two models, which is Hellinger's, 1 - sum sqrt(p_k q_k). Few decisions change, and whether one does depends on
-chance; but all of them move, so the mean of the distances tells two plans apart with fewer samples. A decision that is
-near its border counts most: with logits that move by e, the distance is about an eighth of the variance of e under p,
-which vanishes where one class is sure.
+metric of `edgekit.quantize.objective`: by Hellinger's distance between the probabilities p and q of two models, the
+root of 1 - sum sqrt(p_k q_k). Few decisions change, and whether one does depends on chance; but all of them move, so
+the mean of the distances tells two plans apart with fewer samples. Margins of decisions have about the same density on
+both sides of the border, so the share of decisions that an error e turns is proportional to |e| at the border. So is
+the distance: with logits that move by e, its square is about an eighth of the variance of e under p, which vanishes
+where one class is sure. (The mean of the squares would mostly show the few samples with the largest errors.)
 """
 
 import math
@@ -124,8 +125,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 def measure_hellinger(one: Array, two: Array) -> Array:
-    """Returns the squared Hellinger distance, 0 to 1, of distributions along the first axis."""
-    return np.asarray(np.maximum(1 - np.sqrt(one * two).sum(axis=0), 0.0))
+    """Returns the Hellinger distance, 0 to 1, of distributions along the first axis."""
+    return np.asarray(np.sqrt(np.maximum(1 - np.sqrt(one * two).sum(axis=0), 0.0)))
 
 
 def _soften_last(records: Sequence[Array]) -> Array:

@@ -161,7 +161,7 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     Both plans are compared over all samples, sample by sample. With d the difference of their estimated drops and s its
     standard error, d decides if |d| > 1.96 s, since it then differs from 0 with 95 % confidence. Else the few decisions
     that changed do not tell the plans apart. Then the better plan is the one that moves all decisions less: the mean
-    squared Hellinger distance of a decision (`Measure.soften`), which every sample contributes to. Its ratio to the
+    Hellinger distance of a decision (`Measure.soften`), which every sample contributes to. Its ratio to the
     signal is not used, because it counts errors of logits that decide nothing.
 
     A plan that meets the goal is kept beside one that does not, unless the difference is more than chance.
