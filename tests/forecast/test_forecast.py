@@ -311,7 +311,7 @@ def _recipe(path: Path, devices: str, more: str = "") -> Path:
 
 
 def test_a_check_tells_the_forecast_of_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check = ["check", str(MODEL), "--recipe"]
+    check = ["check", str(_conv(tmp_path / "m.onnx", 32)), "--recipe"]
     assert run_command([*check, str(_recipe(tmp_path / "a.toml", "Galaxy S24"))]) == 0
     assert "forecast, nothing ran there: Samsung Galaxy S24 w8a8" in capsys.readouterr().out
     assert run_command([*check, str(_recipe(tmp_path / "b.toml", "Galaxy S24", "max_ms = 0.0001"))]) == 1
