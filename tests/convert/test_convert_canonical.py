@@ -29,7 +29,7 @@ def write_raw(model: Path, out: Path, config: dict[str, str]) -> Path:
     return out
 
 
-def test_other_processes_seeds_and_folders_give_the_same_bytes(tmp_path: Path) -> None:
+def test_another_process_seed_and_folder_give_the_same_bytes(tmp_path: Path) -> None:
     model = make_qdq(tmp_path / "m.onnx")
     here = [write_form(model, tmp_path / "m.ort", options) for options in (ARM, RUNTIME)]
     program = (
@@ -37,11 +37,10 @@ def test_other_processes_seeds_and_folders_give_the_same_bytes(tmp_path: Path) -
         "from convert_models import *; folder = Path(sys.argv[2]); model = make_qdq(folder / 'other.onnx')\n"
         "for options in (ARM, RUNTIME): write_form(model, folder / f'{options.style}.ort', options)"
     )
-    for seed in ("1", "77"):
-        folder = tmp_path / f"seed-{seed}" / "deeper"
-        argv = [sys.executable, "-c", program, str(Path(__file__).parent), str(folder)]
-        subprocess.run(argv, check=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])})
-        assert [(folder / f"{style}.ort").read_bytes() for style in ("full", "runtime")] == here
+    folder = tmp_path / "another" / "deeper"
+    argv = [sys.executable, "-c", program, str(Path(__file__).parent), str(folder)]
+    subprocess.run(argv, check=True, env={"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert [(folder / f"{style}.ort").read_bytes() for style in ("full", "runtime")] == here
 
 
 @pytest.mark.parametrize("config", [{}, SAVE], ids=["full", "runtime"])
