@@ -178,7 +178,8 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
         else:
             changed = spell_answer(before, blank) != spell_answer(after, blank)
         # Steps are taken to be independent, so a long answer is the less sure.
-        table.append(np.array([float(np.prod(old) - np.prod(new)) if changed else 0.0, float(changed)]))
+        lost = float(old.prod()) - float(new.prod()) if changed else 0.0
+        table.append(np.array([lost, float(changed)]))
     return _judge_classes(table)
 
 

@@ -375,8 +375,8 @@ class Likeness:
         """
         if not (self.is_whole and other.is_whole and self._count > 1):
             return Difference(chance=0.0, moved=0.0)
-        groups, indices = min(_GROUPS, self._count), np.arange(self._count)
-        kept = [indices[indices % groups != each] for each in range(groups)]
+        groups = min(_GROUPS, self._count)
+        kept = [[index for index in range(self._count) if index % groups != each] for each in range(groups)]
         gaps = [self.estimate(each) - other.estimate(each) for each in kept]
         return Difference(chance=math.sqrt(groups - 1) * float(np.std(gaps)), moved=self.moved() - other.moved())
 
@@ -409,7 +409,7 @@ class Likeness:
         """True if every part has a record of each sample."""
         return bool(self._parts and self._count) and all(len(records) == self._count for records in self._records)
 
-    def estimate(self, kept: Array) -> float:
+    def estimate(self, kept: Sequence[int]) -> float:
         """Returns the estimated drop over some samples."""
         pairs = zip(self._parts, self._records, strict=True)
         return max(part.judge([records[index] for index in kept]).estimate for part, records in pairs)

@@ -134,9 +134,10 @@ def find_plan(
 ) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
-    It is compared with plain minmax with the same float nodes, by the drop of the outputs' decisions over samples, and
-    the better plan is returned. With `narrow`, large constants that stay float get 8 or 16 bits before the final
-    measurement, which is that of the written file. Where more than 2 points are lost, `advice` says what would help.
+    It is compared with plain minmax with the same float nodes, and with other range methods where much is lost, by the
+    decisions of the outputs over all samples; the better plan is returned. With `narrow`, large constants that stay
+    float get 8 or 16 bits before the final measurement, which is that of the written file. Where more than 2 points are
+    lost, `advice` says what would help.
 
     Raises:
         ModelError: no node of the model can be quantized.
