@@ -255,7 +255,11 @@ def rank_activations(
     # For few activations, judging each by all samples takes no more runs than a search.
     elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(samples)[: max(1, _SPANS_EACH * worst // len(names))]
-        ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
+
+        def judge(spans: Sequence[range]) -> list[float]:
+            return [*switched.judge(spans, few)]
+
+        ratios = search_spans(len(names), judge, worst)
         chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:_FEWER_SAMPLES]
     alone = [range(index, index + 1) for index in chosen]
     for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
