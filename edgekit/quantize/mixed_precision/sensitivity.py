@@ -241,7 +241,7 @@ def rank_activations(
     if bound is not None:
         release_memory()
     switched = _Switched(graph, proto, names, compared, held, budget, {} if known is None else known)
-    samples = range(len(held))
+    samples: Sequence[int] = range(len(held))
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     if worst is not None and bound is not None:
         guesses = [bound.guesses.get(name, 0.0) for name in names]
@@ -255,11 +255,7 @@ def rank_activations(
     # For few activations, judging each by all samples takes no more runs than a search.
     elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(samples)[: max(1, _SPANS_EACH * worst // len(names))]
-
-        def judge(spans: Sequence[range]) -> list[float]:
-            return [*switched.judge(spans, few)]
-
-        ratios = search_spans(len(names), judge, worst)
+        ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
         chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:_FEWER_SAMPLES]
     alone = [range(index, index + 1) for index in chosen]
     for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
