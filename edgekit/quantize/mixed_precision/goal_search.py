@@ -230,8 +230,9 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
 
     known = next((each for each in searched.trials if each.step == step), None)
     trial = known or search.memo.budget.attempt(step, attempt)
-    if trial is None:
-        return msgspec.structs.replace(searched, advice=f"no other plan could be tried: {_ELSE}")
+    # Of plans that the search tried anyway, only one that loses less is worth a word.
+    if trial is None or (wider is None and trial is known and _drop(trial) >= _drop(chosen)):
+        return msgspec.structs.replace(searched, advice=f"no plan that was tried loses less: {_ELSE}")
     if known is None:
         searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
     if misses and trial.prediction.meets(max_drop):
