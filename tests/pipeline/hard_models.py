@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Hard, str]] = {
     "fp16 model": (_half_model(), "nothing in it computes in float32"),
     "double model": (_double(), "nothing in it computes in float32"),
     "sequence input": (_sequence_input(), "'q' is a sequence"),
-    "dynamic batch": (Hard(proto=_edited(_open_batch), data=X), "--dim N=INT"),
+    "dynamic batch": (Hard(proto=_edited(_open_batch), data=X), "--dim N=1, as in the samples"),
     "an input as output": (_conv(_node("Relu", "c", "y"), outputs=[_value("y"), IMAGE]), "'x' .* is an input of it"),
     "a tensor nobody makes": (
         Hard(proto=_edited(lambda graph: graph.node.pop(0)), data=X),
