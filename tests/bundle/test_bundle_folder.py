@@ -10,7 +10,7 @@ import pytest
 from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
-from edgekit.bundle.checks import check_files
+from edgekit.bundle.checks import check_files, find_fault
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, write_bundle
 from edgekit.bundle.manifest import BundledFile
 from edgekit.errors import BundleError, OutputError
@@ -163,3 +163,8 @@ def test_names_that_not_every_system_takes_are_refused(tmp_path: Path, names: li
         files[name] = BundledFile(sha256=digest_file(tmp_path / name), size_bytes=4)
     with pytest.raises(BundleError, match=message) if message else contextlib.nullcontext():
         check_files(tmp_path, files, ())
+
+
+def test_a_name_has_sixteen_folders_at_most() -> None:
+    assert find_fault("/".join(["a"] * 16)) is None
+    assert find_fault("/".join(["a"] * 17)) == "is too long"

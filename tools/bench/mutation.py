@@ -55,8 +55,11 @@ TESTS = {
     ),
     "verify/task_metrics.py": "quantize/test_quantize_predict.py",
     "bundle/multi.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
-    "bundle/sign.py": "bundle/test_bundle_sign.py",
-    "bundle/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",
+    "bundle/sign.py": "bundle/test_bundle_sign.py verify/test_verify_recorded.py",
+    "bundle/checks.py": (
+        "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py bundle/test_bundle_group_open.py "
+        "bundle/test_bundle_multi.py bundle/test_bundle_trust.py"
+    ),
     "quantize/plan.py": "quantize/test_quantize_plan.py",
     "quantize/mixed_precision/auto.py": (
         "quantize/test_quantize_choose.py "
@@ -73,7 +76,9 @@ TESTS = {
     "quantize/rounding.py": "quantize/test_quantize_gptq.py quantize/test_quantize_four_bits.py",
     "quantize/graph/compared_tensors.py": "quantize/test_quantize_compared_tensors.py",
     "quantize/mixed_precision/score.py": "quantize/test_quantize_compared_tensors.py",
-    "quantize/accuracy/loss.py": "quantize/test_quantize_compared_tensors.py quantize/test_quantize_predict.py",
+    "quantize/accuracy/loss.py": (
+        "quantize/test_quantize_compared_tensors.py quantize/test_quantize_predict.py quantize/test_quantize_compare.py"
+    ),
     "check/rules/rules.py": "check/test_check_rules.py check/test_check_rulebook.py",
     "check/report.py": "check/test_check_verdicts.py",
     "check/check.py": "check/test_check_verdicts.py check/test_check_placement.py check/test_check_units.py",
