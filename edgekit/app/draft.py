@@ -150,10 +150,9 @@ def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[
         shorter = statistics.median(min(size) for size in _read_sizes(images))
         side = max(step, min(_USUAL_SIDE * 2, round(shorter / step) * step))
     for spec in model.inputs:
-        for axis, dim in enumerate(spec.shape or ()):
-            if not isinstance(dim, int):
-                is_plane = axis in _find_planes(spec)
-                sizes[dim or f"{spec.name}:{axis}"] = side if is_plane and side is not None else 1
+        for axis, name in spec.name_axes().items():
+            is_plane = axis in _find_planes(spec)
+            sizes[name] = side if is_plane and side is not None else 1
     return sizes
 
 
@@ -185,9 +184,8 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
         raise UsageError(f"the model takes no image alone: its inputs are {named}", hint="give --data with all of them")
     (spec,) = pictures
     list(_read_sizes(images))
-    shape = [
-        dim if isinstance(dim, int) else dims[dim or f"{spec.name}:{axis}"] for axis, dim in enumerate(spec.shape or ())
-    ]
+    names = spec.name_axes()
+    shape = [dim if isinstance(dim, int) else dims[names[axis]] for axis, dim in enumerate(spec.shape or ())]
     high, wide = _find_planes(spec)
     channels = shape[3 if high == 1 else 1]
     plain = spec.dtype in {"uint8", "int8"}

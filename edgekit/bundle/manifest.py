@@ -86,9 +86,8 @@ def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names:
 def list_open(inputs: Iterable[TensorSpec]) -> Iterator[tuple[str, str, int]]:
     """Yields each dimension of inputs without a number, by what `--dim` calls it, and its input and axis."""
     for spec in inputs:
-        for axis, dim in enumerate(spec.shape or ()):
-            if not isinstance(dim, int):
-                yield dim or f"{spec.name}:{axis}", spec.name, axis
+        for axis, name in spec.name_axes().items():
+            yield name, spec.name, axis
 
 
 def measure_open(inputs: Sequence[TensorSpec], samples: Iterable[Tensors]) -> dict[str, tuple[int, ...]]:

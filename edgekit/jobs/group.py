@@ -46,7 +46,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.package.formats import GROUP_PROGRAMS
 from edgekit.prepare import ready_model
 from edgekit.prepare.opset import lower_model
-from edgekit.prepare.shapes import find_unset
+from edgekit.prepare.shapes import OpenDimsError
 from edgekit.progress import Progress, name_steps, say_nothing
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
 from edgekit.report.summary import BuildReport
@@ -316,7 +316,8 @@ def _prepare(name: str, model: Model, member: MemberFile, folder: Path, *, is_fr
         hint = error.hint
         # There is no such option here.
         if "--dim" in (hint or ""):
-            sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(find_unset(model.inputs, member.dims)))
+            names = error.names if isinstance(error, OpenDimsError) else ()
+            sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(names))
             hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
         raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
     return describe_interface(ready.inputs, ready.outputs)

@@ -50,6 +50,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """True if the value is a tensor of a type that edgekit supports."""
         return self.dtype in DTYPES
 
+    def name_axes(self) -> dict[int, str]:
+        """Returns what `--dim` calls each axis without a number: its own name, or `NAME:AXIS` where it has none."""
+        dims = enumerate(self.shape or ())
+        return {axis: dim or f"{self.name}:{axis}" for axis, dim in dims if not isinstance(dim, int)}
+
     def __str__(self) -> str:
         dims = "?" if self.shape is None else ",".join("?" if dim is None else str(dim) for dim in self.shape)
         return f"{self.name}: {self.dtype}[{dims}]"

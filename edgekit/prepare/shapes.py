@@ -231,10 +231,10 @@ def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[i
     """
     seen: dict[str, set[int]] = {}
     for spec, shapes in itertools.product(inputs, rows):
-        for axis, (dim, size) in enumerate(zip(spec.shape or (), shapes.get(spec.name, ()), strict=False)):
-            if not isinstance(dim, int):
-                text = dim or f"{spec.name}:{axis}"
-                name, number = solve_dim(text, size, {}) or (text, size)
+        shape = shapes.get(spec.name, ())
+        for axis, text in spec.name_axes().items():
+            if axis < len(shape):
+                name, number = solve_dim(text, shape[axis], {}) or (text, shape[axis])
                 seen.setdefault(name, set()).add(number)
     return {name: sizes.pop() for name, sizes in seen.items() if len(sizes) == 1}
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.output_kinds import RAW, read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
@@ -43,7 +43,8 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     high temperature.
     """
     compared = find_compared_tensors(graph)
-    rows = list(_read_held_out(calibration, _LOOKED_AT))
+    held = read_held_out(Path(calibration.statistics)) if calibration.statistics else ()
+    rows = [expected for _, expected in islice(held, _LOOKED_AT)]
     shown = [{each.tensor: row[each.tensor] for each in compared if each.tensor in graph.outputs} for row in rows]
     readings = read_output_kinds(graph, shown, calibration.outputs) if shown and shown[0] else {}
     readers = {node.name: node for node in graph.nodes}
@@ -66,11 +67,6 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
             else each
         )
     return tuple(found)
-
-
-def _read_held_out(calibration: Calibration, most: int | None) -> Iterator[Tensors]:
-    if calibration.statistics:
-        yield from (expected for _, expected in islice(read_held_out(Path(calibration.statistics)), most))
 
 
 def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:
