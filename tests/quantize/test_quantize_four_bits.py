@@ -294,7 +294,7 @@ def test_samples_that_judge_round_nothing(net: Model, tmp_path: Path) -> None:
     fitted = [sample["x"].tobytes() for sample in read_fitted(work)]
     assert len(fitted) == 16
     assert not {sample["x"].tobytes() for sample, _ in read_held_out(work)} & set(fitted)
-    (work / "fitted.npz").unlink()
+    (work / "fitted.bin").unlink()
     with pytest.raises(UsageError, match="are gone"):
         list(read_fitted(work))
 

@@ -5,14 +5,16 @@ runs the model again.
 """
 
 from collections.abc import Collection, Iterator
+from io import BufferedReader
 from itertools import groupby
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
-from edgekit.model.tensors import HEADERS, Array, Tensors
+from edgekit.model.tensors import Array, Tensors
 
 # Weights that were rounded with some samples look better on these than on others, so some samples are not used for
 # rounding; but if there are few samples, rounding needs all. The numbers are chosen by hand with
@@ -30,6 +32,7 @@ would be plain minmax, and nobody would be told.
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
 """So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
 _NUMERIC = "fiub"
+_TABLE_SIZE = 8
 
 
 class HeldOut:
@@ -86,7 +89,7 @@ class HeldOut:
 
 def save_held_out(folder: Path, held_out: HeldOut) -> None:
     """Writes the held-out samples into a folder."""
-    _write(folder / "held_out.npz", held_out.arrays)
+    _write(folder / "held_out.bin", held_out.arrays)
 
 
 def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
@@ -95,7 +98,7 @@ def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Ar
     Raises:
         UsageError: the folder has none.
     """
-    for arrays in _read(folder, "held_out.npz"):
+    for arrays in _read(folder, "held_out.bin"):
         inputs, outputs = (
             {name.removeprefix(side): array for name, array in arrays.items() if name.startswith(side)}
             for side in ("in:", "out:")
@@ -113,7 +116,7 @@ def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> Non
         if left < 0 or not _is_numeric(sample):
             break
         arrays |= {f"{index}:{name}": value for name, value in sample.items()}
-    _write(folder / "fitted.npz", arrays)
+    _write(folder / "fitted.bin", arrays)
 
 
 def read_fitted(folder: Path) -> Iterator[Tensors]:
@@ -122,7 +125,7 @@ def read_fitted(folder: Path) -> Iterator[Tensors]:
     Raises:
         UsageError: the folder has none.
     """
-    yield from _read(folder, "fitted.npz")
+    yield from _read(folder, "fitted.bin")
 
 
 def _is_numeric(sample: Tensors) -> bool:
@@ -130,18 +133,31 @@ def _is_numeric(sample: Tensors) -> bool:
 
 
 def _write(path: Path, arrays: Tensors) -> None:
+    """Writes arrays one after the other, behind a table of them.
+
+    Each candidate plan reads all samples again, and the headers of a .npz take longer to read than small arrays.
+    """
+    table = msgspec.msgpack.encode([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+        file.write(len(table).to_bytes(_TABLE_SIZE, "little") + table)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).data)
 
 
 def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
     """Yields the arrays of each sample, named `INDEX:NAME` in the file, by their NAME."""
     try:
-        archive = np.load(folder / name, allow_pickle=False)
+        file = (folder / name).open("rb")
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
-    with archive:
-        for _, names in groupby(archive.files, key=lambda each: each.split(":", 1)[0]):
-            with HEADERS:
-                sample = {each.split(":", 1)[1]: archive[each] for each in names}
-            yield sample
+    with file:
+        table = file.read(int.from_bytes(file.read(_TABLE_SIZE), "little"))
+        rows = msgspec.msgpack.decode(table, type=list[tuple[str, str, tuple[int, ...]]])
+        for _, sample in groupby(rows, key=lambda row: row[0].split(":", 1)[0]):
+            yield {name.split(":", 1)[1]: _read_array(file, dtype, shape) for name, dtype, shape in sample}
+
+
+def _read_array(file: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Array:
+    array = np.empty(shape, dtype)
+    file.readinto(array.data)
+    return array
