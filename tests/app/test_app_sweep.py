@@ -174,6 +174,7 @@ def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Pa
     assert said == [("begin", lab), ("done", lab)] * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
     alone = _told(run_anywhere(_app(folder)))

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["float", "uint8", "int8"])
+@pytest.mark.parametrize("kind", ["float", pytest.param("uint8", marks=pytest.mark.long), "int8"])
 def test_networks(tmp_path: Path, kind: str) -> None:
     signs = {"uint8": QuantType.QUInt8, "int8": QuantType.QInt8}
     path = quantized_net(tmp_path / "q.onnx", signs[kind]) if kind in signs else conv_net(tmp_path / "f.onnx")

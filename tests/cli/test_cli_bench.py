@@ -31,7 +31,7 @@ def test_bench_compares_in_turns(
 ) -> None:
     monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 4)
     file = tmp_path / "bench.md"
-    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.5", "--markdown", str(file)]) == 0
+    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out
     title, *_, last = file.read_text().splitlines()
     assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")

@@ -41,7 +41,7 @@ def test_a_context_says_what_it_fits_and_is_the_same_anywhere(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "at", "expected"),
     [
-        (ContextOptions(socs=("43", "69")), 5, "43,69"),
+        pytest.param(ContextOptions(socs=("43", "69")), 5, "43,69", marks=pytest.mark.long),
         (ContextOptions(archs=("73", "79"), embedded=True), 4, "73,79"),
     ],
 )

@@ -69,7 +69,7 @@ def _program(path: Path, cases: Mapping[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [False, True], ids=["native", "arm64"])
+@pytest.mark.parametrize("arm", [False, pytest.param(True, marks=pytest.mark.long)], ids=["native", "arm64"])
 def test_faults_seeded_in_a_root_behind_adb_are_found(arm: bool, adb: Adb, capsys: pytest.CaptureFixture[str]) -> None:
     with start_machine(arm=arm, adb=True) as machine, adb.connected(machine) as serial:
 

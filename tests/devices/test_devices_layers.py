@@ -20,6 +20,7 @@ def negate_weights(proto: onnx.ModelProto) -> None:
     weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), "wq"))
 
 
+@pytest.mark.long
 def test_a_phone_and_a_board_give_their_layers(
     phone: Phone, native_board: SshDevice, tmp_path: Path, work: Path
 ) -> None:

@@ -23,6 +23,7 @@ def test_silu_is_x_times_its_sigmoid() -> None:
     assert np.allclose(found, ROWS / (1 + np.exp(-ROWS)), rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_opset_is_what_coremltools_infers() -> None:
     if find_spec("coremltools") is None:

@@ -20,7 +20,6 @@ from package_loaders import (
     QNN,
     XNNPACK,
     find_qnn,
-    flip_byte,
     join_jars,
     read_all,
     require_program,
@@ -187,37 +186,17 @@ def test_maven_finds_the_archive(repository: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)
 
 
+@pytest.mark.long
 def test_java_opens_the_bundle_on_the_simulator(java: list[str], unpacked: Path, tmp_path: Path) -> None:
     assert f"{QNN}: self-test passed with" in _check(java, unpacked, tmp_path, "open", "-", "--plugin", find_qnn())
 
 
+@pytest.mark.long
 def test_java_says_why_a_bundle_cannot_be_opened(java: list[str], unpacked: Path, tmp_path: Path) -> None:
     shown = _check(java, unpacked, tmp_path, "open", "-", code=1)
     assert "give the library of QNNExecutionProvider" in shown
     assert f"'{XNNPACK}' cannot be opened here" in shown
     assert "XNNPACK" in shown
-
-
-def test_java_refuses_an_older_onnxruntime(java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    shown = _check(java, unpacked, tmp_path, "older", XNNPACK, code=1)
-    assert f"'{XNNPACK}' needs ONNX Runtime 1.1000.0, this is 1.29.0" in shown
-
-
-@pytest.mark.parametrize("name", ["golden/expected.npz", "model.onnx"])
-def test_java_names_an_altered_file(name: str, java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
-    flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)
-    shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu", code=1)
-    assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
-
-
-def test_java_unpacks_again_what_was_altered_on_the_device(java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
-    (model,) = tmp_path.rglob("model.onnx")
-    whole = model.read_bytes()
-    flip_byte(model)
-    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
-    assert model.read_bytes() == whole
 
 
 def test_without_a_java_compiler_the_error_names_the_package(

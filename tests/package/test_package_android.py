@@ -6,6 +6,7 @@ loader of the device `android`. So the provider is real, and its options and ses
 
 import platform
 import re
+import shutil
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from android_parts import (
     find_runtime,
     link_for_android,
 )
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_program
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, flip_byte, join_jars, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
@@ -99,6 +100,10 @@ def wrap_usage(readme: str) -> str:
     )
 
 
+def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, code: int = 0) -> str:
+    return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
+
+
 def test_java_opens_the_first_bundle_that_the_phone_can(
     java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +133,28 @@ def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_s
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
 
 
+def test_java_refuses_an_older_onnxruntime(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
+    shown = _check(java, unpacked, tmp_path, "older", XNNPACK, code=1)
+    assert f"'{XNNPACK}' needs ONNX Runtime 1.1000.0, this is 1.29.0" in shown
+
+
+@pytest.mark.parametrize("name", ["golden/expected.npz", "model.onnx"])
+def test_java_names_an_altered_file(name: str, java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
+    shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
+    flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)
+    shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu", code=1)
+    assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
+
+
+def test_java_unpacks_again_what_was_altered_on_the_device(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
+    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
+    (model,) = tmp_path.rglob("model.onnx")
+    whole = model.read_bytes()
+    flip_byte(model)
+    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
+    assert model.read_bytes() == whole
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [CPU, NNAPI, XNNPACK])
 def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], kotlin: str, bundles: Path) -> None:
@@ -151,7 +178,7 @@ def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_pat
     assert "give the library of QNNExecutionProvider" in run_program([*run, "--only", QNN], code=1)
 
 
-@pytest.mark.parametrize("name", [CPU, XNNPACK])
+@pytest.mark.parametrize("name", [pytest.param(CPU, marks=pytest.mark.long), XNNPACK])
 def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Path, make_once: MakeOnce) -> None:
     bundle = open_bundle(bundles / name)
     # The header is the real one of the archive; the snippet alone is held to our warnings.

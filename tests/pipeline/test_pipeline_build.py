@@ -128,6 +128,7 @@ def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: P
     assert counts == [{32}, {LEAST_SAMPLES}]
 
 
+@pytest.mark.long
 def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:
     """A sigmoid has a scale of its own on one of the two: what was judged for that is of no use to the other."""
     rng = np.random.default_rng(7)
@@ -225,6 +226,7 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same
     assert [bundle.files for bundle in here.bundles] == [bundle.files for bundle in demo.bundles]
 
 
+@pytest.mark.long
 def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:
     strict = {"min_cosine": 0.999999, "min_sqnr_db": 90.0}
     report = build(*small, tmp_path / "out", Recipe(targets=(nnapi,), thresholds={"nnapi": strict}))
@@ -347,7 +349,8 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "least_db"), [("int16", 45), pytest.param("w4a16", 25, marks=pytest.mark.long), ("w4a8", 25)]
+    ("precision", "least_db"),
+    [*(pytest.param(*given, marks=pytest.mark.long) for given in (("int16", 45), ("w4a16", 25))), ("w4a8", 25)],
 )
 def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
     present("qnn-htp-sim", "qnn")

@@ -116,7 +116,11 @@ def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -
 
 @pytest.mark.parametrize(
     ("part", "sent", "code"),
-    [("measured", signal.SIGKILL, -9), ("extremes", signal.SIGKILL, -9), ("measured", signal.SIGINT, 130)],
+    [
+        ("measured", signal.SIGKILL, -9),
+        ("extremes", signal.SIGKILL, -9),
+        pytest.param("measured", signal.SIGINT, 130, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(
     folder: Path, part: str, sent: signal.Signals, code: int
@@ -226,7 +230,7 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOSTILE)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how == "huge")) for how in HOSTILE])
 def test_a_damaged_file_is_noticed_and_measured_again(known: Path, how: str) -> None:
     good = (known / "q.onnx").read_bytes()
     path = parts(known)["measured"]

@@ -116,7 +116,7 @@ def test_what_is_told_is_of_the_file_that_is_shipped(tmp_path: Path) -> None:
     assert _told(bundle) or "left as it is" in bundle.notes[0]
 
 
-@pytest.mark.parametrize("name", ["kws_dscnn_float", "vww_96_float"])
+@pytest.mark.parametrize("name", ["kws_dscnn_float", pytest.param("vww_96_float", marks=pytest.mark.long)])
 def test_what_is_told_is_of_the_file_that_is_shipped_for_trained_nets_too(tmp_path: Path, name: str) -> None:
     model = ZOO / f"models/{name}.onnx"
     if not model.is_file():

@@ -25,9 +25,14 @@ from confusion import Finding, Row, Verdict, format_matrix, judge_net
 from oracle import DEVICES, MEASURES, State, Truth, judge
 from table import Answers, Net, list_nets, read_specs
 
+# One for each target, and a second kind of answer: what the plan of each does to its answers is held below.
+_USUAL = {"squeeze and excitation", "u-net", "shuffled channels", "steps of a sequence"}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in _USUAL)) for name in STRANGERS]
+)
 def test_a_verdict_is_what_the_oracle_says(name: str, tmp_path: Path, without_arm: Callable[[str], str]) -> None:
     stranger = STRANGERS[name]
     present(DEVICES[stranger.target], stranger.target)

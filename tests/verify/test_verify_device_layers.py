@@ -34,7 +34,7 @@ def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = No
 @pytest.mark.parametrize(
     ("device", "target", "form"),
     [
-        pytest.param("host", "nnapi", 0, id="host-float"),
+        pytest.param("host", "nnapi", 0, id="host-float", marks=pytest.mark.long),
         pytest.param("host:native", "nnapi", 1, id="native-int8"),
         pytest.param("android:x86_64", "xnnpack", 1, id="xnnpack-int8"),
         pytest.param("qnn-htp-sim", "qnn", 1, id="qnn-int8"),
