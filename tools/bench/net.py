@@ -60,20 +60,18 @@ class Net:
         bias = self.constant(np.zeros(outputs), f"{name}.bias")
         return self.add("Add", [self.add("MatMul", [x, weight]), bias])
 
-    def to_onnx(self, batch: int | str = 1) -> onnx.ModelProto:
-        """Returns the checked model."""
+    def to_onnx(self, batch: int | str | None = 1, ir_version: int = 7) -> onnx.ModelProto:
+        """Returns the checked model; with `batch` None, shapes hold their first axis themselves."""
         tensors = [numpy_helper.from_array(np.ascontiguousarray(value), name) for name, value in self.arrays.items()]
-        float32 = onnx.TensorProto.FLOAT
-        graph = helper.make_graph(
-            self.nodes,
-            self.name,
+        axis = () if batch is None else (batch,)
+        given, made = (
             [
-                helper.make_tensor_value_info(name, self.kinds.get(name, float32), [batch, *shape])
-                for name, shape in self.inputs.items()
-            ],
-            [helper.make_tensor_value_info(name, float32, [batch, *shape]) for name, shape in self.outputs.items()],
-            tensors,
+                helper.make_tensor_value_info(name, self.kinds.get(name, onnx.TensorProto.FLOAT), [*axis, *shape])
+                for name, shape in shapes.items()
+            ]
+            for shapes in (self.inputs, self.outputs)
         )
-        model = helper.make_model(graph, ir_version=7, opset_imports=[helper.make_opsetid("", self.opset)])
+        graph = helper.make_graph(self.nodes, self.name, given, made, tensors)
+        model = helper.make_model(graph, ir_version=ir_version, opset_imports=[helper.make_opsetid("", self.opset)])
         onnx.checker.check_model(model)
         return model

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
-from layer_faults import Fault, change_weight, find_node, find_weight
+from layer_faults import Fault, change_weight, find_node, find_weight, replace_constant
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.model.tensors import Array
@@ -72,14 +72,7 @@ def _change_rounding(proto: onnx.ModelProto, layer: str, place: int, change: Cal
     found = find_weight(proto, layer)
     if found is None or found[0] is None or len(found[0].input) <= place:
         return False
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    held = numpy_helper.to_array(tensors[found[0].input[place]])
-    changed = change(held)
-    if changed is None or np.array_equal(changed, held):
-        return False
-    proto.graph.initializer.append(numpy_helper.from_array(np.asarray(changed, held.dtype), "seeded.rounding"))
-    found[0].input[place] = "seeded.rounding"
-    return True
+    return replace_constant(proto, found[0], place, change, "seeded.rounding")
 
 
 def double_bias(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
@@ -95,25 +88,16 @@ def change_operand(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator
     if node.op_type not in {"Add", "Mul", "Sub", "Div", "PRelu"} and not node.op_type.endswith("Normalization"):
         return False
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    known = [name for name in node.input if name in tensors and tensors[name].data_type in _FLOATS]
-    if not known:
-        return False
-    values = numpy_helper.to_array(tensors[known[0]])
-    proto.graph.initializer.append(numpy_helper.from_array((values * 1.5).astype(values.dtype), "seeded.operand"))
-    node.input[list(node.input).index(known[0])] = "seeded.operand"
-    return True
+    known = (at for at, name in enumerate(node.input) if name in tensors and tensors[name].data_type in _FLOATS)
+    place = next(known, None)
+    return place is not None and replace_constant(proto, node, place, lambda values: values * 1.5, "seeded.operand")
 
 
 def narrow_clip(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
     """Halves the upper limit of a Clip."""
     node = find_node(proto, layer)
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    if node.op_type != "Clip" or len(node.input) < 3 or node.input[2] not in tensors:
-        return False
-    limit = numpy_helper.to_array(tensors[node.input[2]])
-    proto.graph.initializer.append(numpy_helper.from_array((limit / 2).astype(limit.dtype), "seeded.limit"))
-    node.input[2] = "seeded.limit"
-    return True
+    is_limited = node.op_type == "Clip" and len(node.input) >= 3
+    return is_limited and replace_constant(proto, node, 2, lambda limit: limit / 2, "seeded.limit")
 
 
 def change_slope(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:

@@ -11,7 +11,6 @@ sum of the squares of both half-widths. `bare` is `same` without the error of th
 interval_coverage.py has enough labels to show whether intervals are too wide.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -23,8 +22,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from quantize_zoo import int8_targets, read_scored
-from row_state import add_state_option, resume_rows
-from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
+from row_state import list_options, resume_rows
+from zoo_tasks import TASKS, ZooTask, load_task, require_zoo, write_calibration
 
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.data.wilson import Z95
@@ -163,15 +162,8 @@ def summarize(cases: list[Case], name: str) -> str:
 
 def main() -> int:
     """Runs the benchmark for the classifiers named on the command line, by default for all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(CLASSIFIERS))
-    parser.add_argument("--targets", default=",".join(int8_targets()))
-    parser.add_argument("--json", type=Path)
-    add_state_option(parser)
-    args = parser.parse_args()
-    if not ZOO.is_dir():
-        print(f"needs {ZOO}")
-        return 2
+    args = list_options(__doc__, CLASSIFIERS, int8_targets()).parse_args()
+    require_zoo()
     cases: list[Case] = []
     for name, target in product(args.models, args.targets.split(",")):
         make = functools.partial(bench_model, name, (target,))

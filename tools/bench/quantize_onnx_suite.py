@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import onnx
 from convert_onnx_suite import list_cases, list_light
-from row_state import add_state_option, resume_rows
+from row_state import resume_rows
 from zoo_tasks import ZOO
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--targets", default="qnn,nnapi,xnnpack,cpu")
     parser.add_argument("--every", type=int, default=1, metavar="N")
     parser.add_argument("--zoo", action="store_true", help="the models of ../shared/zoo instead")
-    add_state_option(parser)
+    parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
     args = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
     targets = cycle(args.targets.split(","))

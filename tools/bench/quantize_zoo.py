@@ -28,9 +28,10 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 import onnxruntime
-from row_state import add_state_option, resume_rows
+from fault_subjects import listed
+from row_state import list_options, resume_rows
 from stock_ort import quantize_stock
-from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
+from zoo_tasks import TASKS, ZooTask, load_task, require_zoo, write_calibration
 
 from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit._ort import CpuSession, SessionSettings
@@ -61,20 +62,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     metric: str
     samples: int
-    reference: float
-    ort: float | None
-    ort_setting: str
-    edgekit: float | None
-    difference: float
-    interval: tuple[float, float]
-    over_ort: float | None
-    over_ort_interval: tuple[float, float] | None
-    size_share: float
-    seconds: float
-    expected_drop: float | None
-    expected_interval: tuple[float, float] | None
-    sqnr_db: float
-    steps: str
+    reference: float = 0.0
+    ort: float | None = None
+    ort_setting: str = ""
+    edgekit: float | None = None
+    difference: float = 0.0
+    interval: tuple[float, float] = (0.0, 0.0)
+    over_ort: float | None = None
+    over_ort_interval: tuple[float, float] | None = None
+    size_share: float = 0.0
+    seconds: float = 0.0
+    expected_drop: float | None = None
+    expected_interval: tuple[float, float] | None = None
+    sqnr_db: float = 0.0
+    steps: str = ""
     failure: str = ""
 
     @property
@@ -116,11 +117,6 @@ def read_scored(task: ZooTask, model: Model) -> Iterator[Tensors]:
     """Yields the scored samples."""
     for index in range(len(task.labels)):
         yield fit_sample({name: value[index] for name, value in task.scored.items()}, model.inputs, f"sample {index}")
-
-
-def in_memory(rows: list[Tensors]) -> Samples:
-    """Returns rows of arrays as samples."""
-    return Samples(source="zoo", count=len(rows), read=lambda: iter(rows))
 
 
 def score(task: ZooTask, rows: list[Tensors]) -> float:
@@ -228,15 +224,11 @@ def _bench_target(
 
 
 def _failed(task: ZooTask, target: str, why: str) -> Row:
-    return Row(
-        model=task.name, target=target, metric=task.limit.name, samples=len(task.labels), reference=0.0, ort=None,
-        ort_setting="", edgekit=None, difference=0.0, interval=(0.0, 0.0), over_ort=None, over_ort_interval=None,
-        size_share=0.0, seconds=0.0, expected_drop=None, expected_interval=None, sqnr_db=0.0, steps="", failure=why,
-    )  # fmt: skip
+    return Row(model=task.name, target=target, metric=task.limit.name, samples=len(task.labels), failure=why)
 
 
 def _measure(task: ZooTask, reference: list[Tensors], got: list[Tensors]) -> TaskReport:
-    return measure_task(task.limit, in_memory(reference), in_memory(got), task.labels)
+    return measure_task(task.limit, listed(reference), listed(got), task.labels)
 
 
 def _points(report: TaskReport, value: float | None) -> float:
@@ -281,17 +273,11 @@ def _in_child(name: str, target: str, args: argparse.Namespace) -> Iterator[Row]
 
 def main() -> int:
     """Runs the benchmark for the models named on the command line, by default for all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(TASKS))
-    parser.add_argument("--targets", default=",".join(int8_targets()))
-    parser.add_argument("--json", type=Path)
-    add_state_option(parser)
+    parser = list_options(__doc__, TASKS, int8_targets())
     parser.add_argument("--no-ort", action="store_true", help="leave ONNX Runtime's settings out")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not ZOO.is_dir():
-        print(f"needs {ZOO}")
-        return 2
+    require_zoo()
     targets = tuple(filter(None, args.targets.split(",")))
     if args.child:
         (model,) = args.models

@@ -6,7 +6,7 @@ Stored rows are used as long as edgekit's code, the targets and the benchmarks a
 import argparse
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +20,14 @@ _CODE = ("edgekit/**/*.py", "targets/**/*.toml", "tools/bench/**/*.py")
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 
-def add_state_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--state` to the options of a benchmark."""
+def list_options(title: str | None, models: Collection[str], targets: Collection[str]) -> argparse.ArgumentParser:
+    """Returns the options of a benchmark that measures models on targets."""
+    parser = argparse.ArgumentParser(description=title, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(models))
+    parser.add_argument("--targets", default=",".join(targets))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
+    return parser
 
 
 def resume_rows(state: Path | None, name: str, kind: type[Row], make: Callable[[], Iterable[Row]]) -> Iterator[Row]:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from build_zoo import DIMS, ZOO
+from build_zoo import DIMS
 from false_alarms import MOST_SHARE, list_accusations
+from zoo_tasks import ZOO
 
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden import make_golden

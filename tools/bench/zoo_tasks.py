@@ -63,6 +63,13 @@ class ZooTask(msgspec.Struct, frozen=True, kw_only=True):
         return self.path or ZOO / "models" / f"{self.name}.onnx"
 
 
+def require_zoo() -> None:
+    """Ends the program with exit code 2 where there is no ../shared/zoo."""
+    if not ZOO.is_dir():
+        print(f"needs {ZOO}")
+        raise SystemExit(2)
+
+
 def load_task(name: str) -> ZooTask:
     """Returns a labelled model of the zoo by name."""
     return TASKS[name](name)
