@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TARGETS = Path(__file__).parents[1] / "targets"
-SLOW_FIXTURES = frozenset({"arm_runner", "browser", "demo_build", "host_runner"})
+SLOW_FIXTURES = frozenset({"arm_runner", "browser", "demo_build", "host_runner", "tutorial"})
 CANNOT_RUN_IN_CI = (
     "ios-sim is not installed",
     "labgrid is not installed",

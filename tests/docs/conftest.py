@@ -1,13 +1,16 @@
-"""The folder of a reader of the tutorial: the model, samples and bundles that the commands of other pages use."""
+"""The model, samples and bundles of the tutorial, which the commands of other pages use."""
 
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from doc_pages import ROOT
+from devices_models import present
+from doc_pages import PAGES, ROOT, run_page
 from fixture_types import MakeOnce
 from group_models import make_speech
+
+from edgekit.cli.main import run_command
 
 _COPIES = {
     "digits_mobilenet.onnx": "model.onnx",
@@ -18,21 +21,30 @@ _COPIES = {
 
 
 @pytest.fixture(scope="session")
-def begun(make_once: MakeOnce) -> Path:
-    """The folder in which a reader begins the tutorial; tests must not change it."""
-    return make_once("begun", _begin)
+def tutorial(make_once: MakeOnce) -> Path:
+    """The folder in which the commands of the tutorial ran; tests must not change it."""
+
+    def run_tutorial(folder: Path) -> None:
+        _begin(folder)
+        assert list(run_page(PAGES["docs/tutorial.md"], folder)) == []
+
+    return make_once("tutorial", run_tutorial)
 
 
 @pytest.fixture(scope="session")
-def read(make_once: MakeOnce, begun: Path, demo_bundles: Path) -> Path:
-    """The folder of a reader who ended the tutorial, with bundles that were not verified; tests must not change it."""
+def work(make_once: MakeOnce, demo_bundles: Path) -> Path:
+    """A folder with the tutorial's files, and bundles like its own, which are made sooner; tests must not change it."""
 
     def fill(folder: Path) -> None:
-        shutil.copytree(begun, folder, dirs_exist_ok=True)
-        for target in ("nnapi", "qnn"):
-            shutil.copytree(demo_bundles / f"digits_mobilenet-{target}", folder / "bundles" / f"model-{target}")
+        _begin(folder)
+        for target, device in (("nnapi", "android:x86_64"), ("qnn", "qnn-htp-sim")):
+            present(device, target)
+            bundle = shutil.copytree(
+                demo_bundles / f"digits_mobilenet-{target}", folder / "bundles" / f"model-{target}"
+            )
+            assert run_command(["verify", str(bundle), "--on", device, "-q"]) == 0
 
-    return make_once("read", fill)
+    return make_once("docs-work", fill)
 
 
 def _begin(folder: Path) -> None:

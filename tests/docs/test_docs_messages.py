@@ -119,9 +119,9 @@ def test_every_error_of_a_room_has_a_row(room: Path, page: str) -> None:
     ],
 )
 def test_what_a_command_prints_has_a_row_with_its_next_step(
-    line: str, read: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(read)
+    monkeypatch.chdir(work)
     assert run_command(line.split()) == 2
     printed = capsys.readouterr().err.splitlines()[-1].removeprefix("edgekit: error: ")
     assert any(re.fullmatch(f"{_as_pattern(each.text)} \\(.*", printed) for each in list_messages() if each.kind)

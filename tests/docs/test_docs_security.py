@@ -41,9 +41,9 @@ def test_a_test_that_is_gone_is_found() -> None:
     assert not find_test("test_bundle_trust.py", "test_that_never_was")
 
 
-def test_a_signature_is_checked_without_edgekit_as_the_page_says(read: Path, tmp_path: Path) -> None:
+def test_a_signature_is_checked_without_edgekit_as_the_page_says(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("securesystemslib")
-    shutil.copytree(read, tmp_path / "work")
+    shutil.copytree(work, tmp_path / "work")
     assert list(run_page(_SIGN, tmp_path / "work")) == []
     (code,) = re.findall(r"```python\n(.*?)```", _SIGN, re.DOTALL)
     with contextlib.chdir(tmp_path / "work"):
