@@ -32,7 +32,7 @@ from edgekit.quantize.gptq import (
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
 from edgekit.quantize.mixed_precision.relief import (
-    ENOUGH_DB,
+    COLLAPSED_DB,
     WeightError,
     choose_kept,
     keep_eight,
@@ -192,10 +192,10 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     assert "w2" in found.bits
     best = max(tried, key=lambda candidate: candidate.sqnr_db)
     assert 0 < best.eight_bit_share < 0.2
-    assert best.sqnr_db >= ENOUGH_DB > ratio + 3
+    assert best.sqnr_db >= COLLAPSED_DB > ratio + 3
     made = quantize_model(net, found, calibration, tmp_path / "q.onnx")
     assert made.quantized_nodes
-    assert keep_eight(draft, msgspec.structs.replace(lead, sqnr_db=ENOUGH_DB), Budget()) == (draft.plan, ())
+    assert keep_eight(draft, msgspec.structs.replace(lead, sqnr_db=COLLAPSED_DB), Budget()) == (draft.plan, ())
     spent = Budget(end=0.0)
     assert keep_eight(draft, lead, spent) == (draft.plan, ())
     assert spent.left_out == ["weights of 8 bits"]

@@ -19,7 +19,7 @@ from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections, soften_detections
 from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find_image, find_list, may_be_head
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db, reach_without_labels
+from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, Loss, ratio_db, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.effort import count_side_by_side, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
@@ -28,8 +28,6 @@ MOST_SAMPLES = 256
 """The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
-FAITHFUL_DB = 30.0
-"""Outputs of unknown kinds meet any goal from this ratio on, an error of 3 % of the values: a choice."""
 # The number of samples from which the kind of an output is guessed: a choice, to save time.
 _KIND_SAMPLES = 4
 # The number for the head of a detector: more, since not every image shows an object. A choice, to save time.
@@ -70,7 +68,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     def meets(self, max_drop: float) -> bool:
         """Returns True if the drop is at most `max_drop` (a share); where it is unknown, if outputs hardly differ."""
-        return self.sqnr_db >= FAITHFUL_DB if self.drop_estimate is None else self.drop_estimate <= max_drop
+        return self.sqnr_db >= GOOD_DB if self.drop_estimate is None else self.drop_estimate <= max_drop
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
+from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.equalize import (
@@ -34,7 +35,7 @@ from edgekit.quantize.mixed_precision.candidates import (
 )
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
-    GOOD_DB,
+    LEAST_GAIN_DB,
     fit_inputs,
     keep_eight,
     relieve_class_maps,
@@ -44,9 +45,6 @@ from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
-
-# What equalization through SiLU must gain, since its products before sigmoids cost time on a device: a choice.
-_SILU_DB = 1.0
 
 
 class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -170,7 +168,8 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     through_silu = attempt(
         "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
     )
-    lead = prefer_draft(chosen, through_silu, _SILU_DB)
+    # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
+    lead = prefer_draft(chosen, through_silu, LEAST_GAIN_DB)
     lead = _learn(subject, lead) if lead.draft.effort.is_bounded else lead
     drafts = [each for each in (plain, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))

@@ -26,6 +26,7 @@ from edgekit.quantize.gains import NORM
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
+    EVEN_DB,
     FEW_SAMPLES,
     free_grids,
     has_held_out,
@@ -398,8 +399,6 @@ def place_draft(draft: Draft) -> onnx.ModelProto:
 
 LEAST_BYTES = 1 << 14
 """Constants with fewer bytes are not worth storing in fewer bits: a choice."""
-MOST_LOST_DB = 0.1
-"""How many dB of the plan's ratio narrow constants (stored in 16 or 8 bits) may cost, 2 % of its noise: a choice."""
 # If all constants together cost too much, so many are tried one after another.
 _MOST_TRIED = 8
 _Bits = Literal[8, 16]
@@ -411,7 +410,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
 
     A session converts them to float32 when it loads the model: placement, memory and run time are those of float32.
     Their cost is judged in the float model, over a few held-out samples, since beside the rounding noise of activations
-    it would be lost in chance. The cost must be so small that it takes at most MOST_LOST_DB from the ratio `reached_db`
+    it would be lost in chance. The cost must be so small that it takes at most EVEN_DB from the ratio `reached_db`
     of the plan (by default that of the best candidate). Without held-out samples nothing is changed.
 
     Raises:
@@ -423,7 +422,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     if not (sizes and compared and calibration.statistics and has_held_out(statistics)):
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
-    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (MOST_LOST_DB / 10) - 1)
+    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
     most = find_effort(graph, calibration.samples).limit(FEW_SAMPLES)
     whole = {name: graph.weight(name) for name in sizes}
     judge = open_constants(graph, compared, statistics, whole, most=most)

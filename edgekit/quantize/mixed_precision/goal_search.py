@@ -13,12 +13,12 @@ from edgekit.check.check import check_model
 from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Difference, Prediction
+from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES
+from edgekit.quantize.accuracy.predict import LABELS, Difference, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
-from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
+from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
@@ -27,6 +27,7 @@ from edgekit.quantize.mixed_precision.relief import (
     rise_db,
     weigh_relief,
 )
+from edgekit.quantize.mixed_precision.score import EVEN_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -126,7 +127,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
         is_unknown = prediction.drop_estimate is None
-        return _least_drop(prediction, share) <= (_NEAR_DB - FAITHFUL_DB if is_unknown else _NEAR * self.max_drop)
+        return _least_drop(prediction, share) <= (_NEAR_DB - GOOD_DB if is_unknown else _NEAR * self.max_drop)
 
 
 def find_plan(
@@ -157,9 +158,7 @@ def find_plan(
         return narrowed or plan, searched
     chosen, wide = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
-    if misses or _drop(chosen) > _drop(wide) + (
-        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else MOST_LOST_DB
-    ):
+    if misses or _drop(chosen) > _drop(wide) + (_NEGLIGIBLE if wide.prediction.drop_estimate is not None else EVEN_DB):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
 
@@ -295,7 +294,7 @@ def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
 
 def _is_near(prediction: Prediction) -> bool:
     """Returns True if outputs are plain values near the float model's: they make no decision that could change."""
-    return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= FAITHFUL_DB
+    return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB
 
 
 def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:

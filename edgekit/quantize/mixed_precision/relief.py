@@ -17,7 +17,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.progress import Budget
-from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
+from edgekit.quantize.accuracy.loss import GOOD_DB, join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import add_image_headroom, makes_images
@@ -44,8 +44,6 @@ from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio, where the amplitude of the error is a tenth of the signal's, a model has collapsed: a choice."""
-GOOD_DB = 30.0
-"""From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits: a choice."""
 # Beyond this number, tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
 # The share of the noise that dominates the choice of ranges: a choice.
@@ -314,8 +312,6 @@ def _guess_noise(draft: Draft) -> dict[str, float]:
     return guesses
 
 
-ENOUGH_DB, ENOUGH_IMAGE_DB = 20.0, FAITHFUL_DB
-"""From this ratio on no more weights keep 8 bits: decisions tolerate an error of a tenth, images do not."""
 # The largest share of weight values that keep 8 bits, which gives up half of what 4 bits save: a choice.
 _MOST_KEPT = 0.5
 _SAMPLES = 4
@@ -334,13 +330,14 @@ class WeightError(msgspec.Struct, frozen=True, kw_only=True):
 def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the plan with 8 bits for the weights that lose most for their size, and the tried candidates.
 
-    As few weights keep 8 bits as are needed for a ratio of ENOUGH_DB, or ENOUGH_IMAGE_DB if the outputs are images, and
-    no more than half of all. `lead` is the judged candidate of the draft's own plan.
+    As few weights keep 8 bits as are needed for a ratio of COLLAPSED_DB (FAITHFUL_DB if the outputs are images, which
+    do not tolerate an error of a tenth), and no more than half of all. `lead` is the judged candidate of the draft's
+    own plan.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    enough = ENOUGH_IMAGE_DB if makes_images(draft.graph, draft.calibration.outputs) else ENOUGH_DB
+    enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else COLLAPSED_DB
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
     placed = place_draft(draft)

@@ -176,8 +176,8 @@ FEW_SAMPLES = 4
 """After so many held-out samples clearly worse candidates are judged no further: a choice, to save time."""
 # A candidate is clearly worse from this difference on: a choice.
 _CLEARLY_DB = 1.0
-# Ratios that differ by less, 2 % of the noise power, count as equal.
-_EVEN_DB = 0.1
+EVEN_DB = 0.1
+"""Ratios that differ by less, 2 % of the noise power, count as equal: a choice."""
 
 
 def judge_candidate(
@@ -296,7 +296,7 @@ def find_behind(judged: Mapping[str, float]) -> dict[str, float]:
 
 def is_even(judged: Mapping[str, float]) -> bool:
     """Returns True if all candidates are about equally close."""
-    return max(judged.values()) - min(judged.values()) < _EVEN_DB
+    return max(judged.values()) - min(judged.values()) < EVEN_DB
 
 
 def _rate(powers: Array) -> float:
