@@ -29,7 +29,7 @@ def test_bench_keeps_its_contract(answer: Answer) -> None:
 def test_bench_compares_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 4)
+    monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 2)
     file = tmp_path / "bench.md"
     assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out

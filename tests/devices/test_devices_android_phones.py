@@ -43,13 +43,11 @@ def test_each_phone_has_cores_that_are_known_and_a_source() -> None:
 
 
 OF_QEMU = sorted({core.qemu for core in CORES.values()})
-# The first is that of the device itself, the last that with the most features.
-USUAL = {find_core(DEFAULT_CORE).qemu, next(qemu for qemu in OF_QEMU if qemu.startswith("max"))}
+USUAL = find_core(DEFAULT_CORE).qemu
+"""That of the device itself."""
 
 
-@pytest.mark.parametrize(
-    "qemu", [pytest.param(qemu, marks=[] if qemu in USUAL else [pytest.mark.long]) for qemu in OF_QEMU]
-)
+@pytest.mark.parametrize("qemu", [pytest.param(qemu, marks=[pytest.mark.long] * (qemu != USUAL)) for qemu in OF_QEMU])
 def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> None:
     """What the richest core has is there, so what the others of that CPU have is there too."""
     name = richest_of(qemu)

@@ -12,8 +12,8 @@ from edgekit.cli.main import group
 
 _TUTORIAL = "docs/tutorial.md"
 _LONG = {
-    *(f"docs/how-to/{name}.md" for name in ("ci", "failing-build", "groups", "ort-format", "profile")),
-    *(f"docs/how-to/{name}.md" for name in ("same-bytes", "tune", "which-files")),
+    *(f"docs/how-to/{name}.md" for name in ("ci", "failing-build", "groups", "ort-format", "package", "profile")),
+    *(f"docs/how-to/{name}.md" for name in ("resume", "same-bytes", "time", "tune", "which-files")),
     *("docs/reference/guides.md", "docs/reference/metrics.md"),
 }
 _RUN = [name for name, text in PAGES.items() if name != _TUTORIAL and any(c.is_run for c in list_commands(text))]

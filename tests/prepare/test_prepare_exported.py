@@ -58,7 +58,7 @@ def test_norms_and_gelu_become_whole_and_qnn_takes_every_node(
     assert [node.name for node in report.node_list if not node.taken] == []
 
 
-@pytest.mark.parametrize("style", ["torchscript", "dynamo23"])
+@pytest.mark.parametrize("style", ["torchscript", pytest.param("dynamo23", marks=pytest.mark.long)])
 def test_coreml_and_nnapi_take_a_decoder_in_one_part(exported: Loader, tmp_path: Path, style: str) -> None:
     _, ready = exported("llama", style)
     for name, left in (("coreml", set[str]()), ("nnapi", {"Gather"})):

@@ -472,7 +472,14 @@ DRAWN: dict[str, Callable[[Path], tuple[Model, Samples]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+# test_quantize_families.py holds the plans of the first three to a higher limit.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in {"separable", "segmentation", "detector"}))
+        for name in DRAWN
+    ],
+)
 def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(name: str, tmp_path: Path) -> None:
     model, samples = DRAWN[name](tmp_path)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")

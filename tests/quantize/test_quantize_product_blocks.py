@@ -105,6 +105,7 @@ def test_blocks_are_for_w4a16_alone() -> None:
         choose_precision(TARGET, "int8")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_build_with_blocks_passes_in_the_simulator(tmp_path: Path) -> None:
     model = export_bert(tmp_path / "bert.onnx", "torchscript17")

@@ -37,7 +37,7 @@ def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = No
         pytest.param("host", "nnapi", 0, id="host-float", marks=pytest.mark.long),
         pytest.param("host:native", "nnapi", 1, id="native-int8"),
         pytest.param("android:x86_64", "xnnpack", 1, id="xnnpack-int8"),
-        pytest.param("qnn-htp-sim", "qnn", 1, id="qnn-int8"),
+        pytest.param("qnn-htp-sim", "qnn", 1, id="qnn-int8", marks=pytest.mark.long),
     ],
 )
 def test_the_altered_layer_is_named_and_no_other(
