@@ -52,6 +52,22 @@ def test_the_table_says_what_to_do(any_batch: Path, capsys: pytest.CaptureFixtur
     assert "1: each dimension without a number counts as one; give --dim NAME=INT" in capsys.readouterr().out
 
 
+def test_sizes_that_the_graph_of_a_static_model_computes_are_left_to_prepare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = parse_model(
+        '<ir_version: 8, opset_import: ["" : 13]> g (float[1,3,4,4] x, float[5,3,1,1] w) => (float[1,5,8,8] y)'
+        "{ two = Constant<value = int64[4] {1, 1, 2, 2}>() size = Shape(x) sizes = Mul(size, two)"
+        '  big = Resize<mode = "nearest">(x, , , sizes) conv = Conv(big, w) y = Relu(conv) }',
+        tmp_path / "static.onnx",
+    )
+    Console(width=160).print(table_contents(inspect_model(model)))
+    shown = capsys.readouterr().out
+    assert "1: each dimension without a number counts as one; edgekit prepare computes them" in shown
+    assert run_command(["prepare", str(model), "--out", str(tmp_path / "prepared.onnx")]) == 0
+    assert _inspect(tmp_path / "prepared.onnx").unsized_nodes == 0
+
+
 @pytest.mark.parametrize(
     ("count", "shown"), [(0, "0"), (999, "999"), (1200, "1.2 k"), (3_504_872, "3.5 M"), (301_000_000, "301 M")]
 )

@@ -14,8 +14,9 @@ from PIL import Image, ImageOps
 
 from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
+from edgekit.data.labels import read_labels
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import fit_sample, load_samples, select_samples, spread_indices
+from edgekit.data.samples import fit_sample, list_samples, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import TensorSpec
 
@@ -106,6 +107,27 @@ def test_images_become_tensors_as_the_file_says(tmp_path: Path) -> None:
     assert image[0, :, 0, 0].tolist() == [-1.0, -1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "hint"),
+    [
+        ("float32", (1, 3, 16, 24), "write into the file: size = [24, 16]"),
+        ("float32", (1, 8, 8, 3), 'write into the file: layout = "NHWC"'),
+        ("float32", ("n", "h", "w", 3), 'write into the file: layout = "NHWC"'),
+        ("uint8", (8, 16, 1), 'write into the file: size = [16, 8]; color = "L"; layout = "NHWC"; dtype = "uint8"'),
+        ("float32", (1, 8, 8, 4), "no preprocessing makes that of one image: give a .npz"),
+        ("float32", (2, 3, 8, 8), "no preprocessing makes that of one image: give a .npz"),
+        ("int64", (1, 3, 8, 8), "no preprocessing makes that of one image: give a .npz"),
+    ],
+)
+def test_a_preprocessing_for_another_input_is_told_what_to_write(
+    tmp_path: Path, dtype: str, shape: tuple[int | str, ...], hint: str
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"makes float32\[3, 8, 8\] of an image, the model wants image: ") as refused:
+        load_samples(str(tmp_path), [TensorSpec(name="image", dtype=dtype, shape=shape)], Preprocess(size=(8, 8)))
+    assert refused.value.hint == hint
+
+
 def test_images_as_int8_and_grey_nhwc(tmp_path: Path) -> None:
     Image.new("L", (4, 4), 200).save(tmp_path / "a.png")
     preprocess = Preprocess(size=(4, 4), color="L", layout="NHWC", dtype="int8")
@@ -146,6 +168,13 @@ def test_a_wrong_preprocessing_file_is_refused(tmp_path: Path, text: str, messag
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(DataError, match=message):
         load_preprocess(tmp_path / "p.toml")
+
+
+def test_labels_that_are_no_classes_are_told_of_the_metrics(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("66QB\nLHE3B\n")
+    with pytest.raises(DataError, match="holds no classes") as refused:
+        read_labels(tmp_path / "texts.txt", list_samples([{"x": ROWS[0]}, {"x": ROWS[1]}], "two"))
+    assert "need a metric: --metric NAME, or [metric] in the --recipe of a build" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Images as model inputs: the preprocessing, which an app must repeat, is described as data."""
 
+import json
 import math
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -10,7 +13,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from edgekit.data.npz import MALFORMED
 from edgekit.errors import DataError, reraised
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, TensorSpec, shape_matches
 from edgekit.serialize import read_toml
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
@@ -29,6 +32,8 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_MOST_CHANNELS = 4
+ImageType = Literal["float32", "float16", "uint8", "int8"]
 
 
 class Preprocess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +54,7 @@ class Preprocess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
-    dtype: Literal["float32", "float16", "uint8", "int8"] = "float32"
+    dtype: ImageType = "float32"
 
 
 def load_preprocess(path: Path) -> Preprocess:
@@ -77,6 +82,46 @@ def load_preprocess(path: Path) -> Preprocess:
             hint="for example mean = [0.485, 0.456, 0.406] and std = [0.229, 0.224, 0.225]",
         )
     return preprocess
+
+
+def refuse_other_input(preprocess: Preprocess, spec: TensorSpec) -> None:
+    """Refuses a preprocessing that makes other tensors than an input takes, and names the keys that make these.
+
+    Raises:
+        DataError: the size, the layout, the number of channels or the type is another one.
+    """
+    if _makes(preprocess, spec):
+        return
+    fitting = next((other for other in _list_others(preprocess, spec) if _makes(other, spec)), None)
+    before, after = (msgspec.to_builtins(each) for each in (preprocess, fitting or preprocess))
+    keys = [f"{key} = {json.dumps(value)}" for key, value in after.items() if value != before[key]]
+    raise DataError(
+        f"--preprocess makes {preprocess.dtype}{_shape_of(preprocess)} of an image, the model wants {spec}",
+        hint=f"write into the file: {'; '.join(keys)}"
+        if fitting
+        else "no preprocessing makes that of one image: give a .npz",
+    )
+
+
+def _shape_of(preprocess: Preprocess) -> list[int]:
+    (width, height), channels = preprocess.size, 1 if preprocess.color == "L" else 3
+    return [channels, height, width] if preprocess.layout == "NCHW" else [height, width, channels]
+
+
+def _makes(preprocess: Preprocess, spec: TensorSpec) -> bool:
+    shape = _shape_of(preprocess)
+    return preprocess.dtype == spec.dtype and (shape_matches(shape, spec) or shape_matches([1, *shape], spec))
+
+
+def _list_others(preprocess: Preprocess, spec: TensorSpec) -> Iterator[Preprocess]:
+    """Yields the preprocessing with the sizes and the type of the input, in each layout, in colour and in grey."""
+    first, second, third = (None, None, None, *(spec.shape or ()))[-3:]
+    axes = (("NCHW", (third, second)), ("NHWC", (second, first)))
+    for (layout, sides), color in product(axes, (preprocess.color, "RGB", "L")):
+        # An open dimension takes what the file says. So short a side is an axis of channels.
+        size = tuple(side if isinstance(side, int) else now for side, now in zip(sides, preprocess.size, strict=True))
+        if min(size) > _MOST_CHANNELS and spec.dtype in get_args(ImageType):
+            yield msgspec.structs.replace(preprocess, size=size, layout=layout, color=color, dtype=spec.dtype)
 
 
 def read_image(path: Path, preprocess: Preprocess) -> Array:

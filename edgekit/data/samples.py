@@ -21,7 +21,7 @@ import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path
-from edgekit.data.images import SUFFIXES, Preprocess, read_image
+from edgekit.data.images import SUFFIXES, Preprocess, read_image, refuse_other_input
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.errors import DataError, UsageError, quote_error, reraised, suggest_name
 from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
@@ -317,6 +317,7 @@ def _from_folder(
         raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
     name = _only_input(given, path)
     samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
+    refuse_other_input(preprocess, given[0])
     return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
 
 
