@@ -245,7 +245,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         samples=samples,
         golden=golden,
         calibration=None,
-        reference=FloatReference(prepared, samples.calibration, outputs),
+        reference=FloatReference(prepared, samples.calibration, outputs, work=folder),
         preprocess=data.preprocess,
         recorded=recorded,
         floats={},
@@ -393,7 +393,7 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path,
     calibration = inputs.calibration
     if not stays_float:
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, folder / "calibration")
-    reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)
+    reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs, work=folder)
     return msgspec.structs.replace(
         inputs,
         prepared=better.model,

@@ -91,6 +91,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     narrow: bool
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], Difference]
+    race: Callable[[Model, Model], Prediction | None]
     measured: int
     work: Path
     budget: Budget
@@ -207,7 +208,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         labels = read_task_labels(data.labels, find_metric(limit).labels, every)
     samples = sequences.unroll(samples, "calibration")
     most = None if labels is None else MOST_LABELLED
-    reference = FloatReference(fixed.model, samples, outputs, most=most)
+    reference = FloatReference(fixed.model, samples, outputs, most=most, work=work)
     measure = reference.predict_drop
     if labels is not None:
         measure = partial(measure_drop, reference, labels=labels, limit=limit)
@@ -229,6 +230,8 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         narrow=recipe.float_constants == "auto",
         measure=measure,
         compare=reference.compare,
+        # What labels say of a part of the samples is not known.
+        race=reference.race if labels is None else lambda _first, _second: None,
         measured=len(reference.indices),
         work=work,
         budget=budget,
@@ -305,6 +308,7 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
         precision=job.precision,
         measure=job.measure,
         compare=job.compare,
+        race=job.race,
         work=job.work,
         memo=Memo(budget=budget),
         progress=job.budget.progress,

@@ -327,6 +327,7 @@ class _Ladder:
             precision=way.precision,
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
+            race=inputs.reference.race,
             work=work,
             memo=memo,
             progress=self._job.progress,

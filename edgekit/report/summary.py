@@ -106,10 +106,12 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of a search: what left 8 bits, the drop to expect, and the share of work that the target takes.
 
-    `integer_macs` is the share of the work that is done in integers.
+    `integer_macs` is the share of the work that is done in integers. `samples` is the number of samples that it was
+    measured on: fewer than all if these showed that it is clearly worse than another plan.
     """
 
     step: str
+    samples: int
     drop_estimate: float | None
     sqnr_db: float
     taken_macs: float

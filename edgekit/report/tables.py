@@ -274,6 +274,7 @@ def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialRepo
     return tuple(
         TrialReport(
             step=trial.step,
+            samples=trial.prediction.samples,
             drop_estimate=trial.prediction.drop_estimate,
             sqnr_db=trial.prediction.sqnr_db,
             taken_macs=trial.taken_macs,
@@ -344,7 +345,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
-        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
+        part = f" over {trial.samples} samples" if trial.samples < samples else ""
+        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB{part}, {work}"
     for tried in report.steps:
         more = ", channels equalized" if tried.equalized else ""
         more += f", {tried.eight_bit_share:.1%} of the weights keep 8 bits" if tried.eight_bit_share else ""

@@ -10,12 +10,12 @@ from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, ran
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
 from edgekit.quantize.calibration.moments import open_moments
-from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
 from edgekit.target import load_target
 

@@ -1,5 +1,6 @@
 """Two plans of one network are told apart by their decisions, and where these hardly differ, by how far they moved."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,14 +8,15 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
 
+from edgekit._ort import CpuSession
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.detections import soften_detections
-from edgekit.quantize.accuracy.loss import MEASURES, measure_hellinger
-from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
+from edgekit.quantize.accuracy.predict import FloatReference, Likeness, Pair, Part
 from edgekit.quantize.mixed_precision.goal_search import Search, find_plan, write_chosen
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.ranges import softmax
@@ -57,6 +59,61 @@ def test_few_changed_decisions_are_chance_and_many_are_not(
     found = reference.compare(changed, same)
     assert (drops[0] - drops[1] <= Z95 * found.chance) == is_chance
     assert found.moved > 0
+
+
+def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
+    reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
+    assert reference.race(near, nearer) is None
+    assert reference.race(bad, near) is None
+    runs, run = list[int](), CpuSession.run
+
+    def count(session: CpuSession, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        runs.append(1)
+        return run(session, inputs, outputs)
+
+    monkeypatch.setattr(CpuSession, "run", count)
+    # All these ran over all samples.
+    assert [reference.predict_drop(model).samples for model in (near, bad, nearer)] == [100] * 3
+    assert not runs
+    worse = add_bias(tmp_path, "8, 0, 0, 0")
+    found = reference.race(near, worse)
+    assert found is not None
+    assert found.samples == len(runs) == 13
+    assert found.drop_estimate is not None
+    assert found.drop_estimate > 0.1
+    assert reference.predict_drop(worse).samples == 100
+    assert len(runs) == 113
+
+
+def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:
+    rng = np.random.default_rng(0)
+    part = Part(
+        shapes={"y": (1,)},
+        measure="",
+        source="",
+        record=lambda _expected, found: found["y"],
+        judge=lambda _records: Loss(estimate=0.0, interval=(0.0, 0.0)),
+        soften=np.concatenate,
+    )
+
+    def draw(farther: float) -> Likeness:
+        likeness = Likeness([part])
+        for index, value in enumerate(rng.exponential(size=64) + farther):
+            likeness.add(index, Pair(expected={"y": np.zeros(1)}, found={"y": np.array([value])}))
+        return likeness
+
+    def race(farther: float) -> int:
+        """The number of samples after which the second is found to be worse, 0 if it never is."""
+        one, two = draw(0.0), draw(farther)
+        looks = [range(0, 64, stride) for stride in (8, 4, 2, 1)]
+        return next((len(look) for look in looks if one.over(look).outruns(two.over(look))), 0)
+
+    # In one direction it is half of 5 %.
+    assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04
+    ends = [race(2.0) for _ in range(100)]
+    assert 0 < np.mean(ends) < 24
 
 
 def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:

@@ -88,6 +88,21 @@ def test_samples_are_read_once_more_and_the_float_model_never_runs_again(samples
         away.rename(good.path)
 
 
+def test_outputs_that_memory_does_not_hold_lie_in_a_file(
+    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
+    expected = predict_drop(good, bad, samples)
+    monkeypatch.setattr("edgekit.quantize.accuracy.kept_outputs._MEMORY_BYTES", 5 * 16)
+    reference = FloatReference(good, samples, work=tmp_path)
+    assert reference.predict_drop(bad) == expected
+    away = good.path.rename(tmp_path / "away.onnx")
+    other = classifier(tmp_path, "other", "0, 9, 0, 0")
+    found = reference.predict_drop(other)
+    away.rename(good.path)
+    assert found == predict_drop(good, other, samples)
+
+
 def predicted(
     low: float, high: float, agreement: float | None, source: str = "labels", samples: int = 100
 ) -> Prediction:

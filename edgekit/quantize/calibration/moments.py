@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import HEADERS, Array
-from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.augment import (
     HIGHS,
@@ -17,7 +18,6 @@ from edgekit.quantize.calibration.augment import (
     pick_outputs,
 )
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
-from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 

@@ -423,7 +423,8 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
-    most = find_effort(graph, calibration.samples).limit(FEW_SAMPLES)
+    effort = find_effort(graph, calibration.samples)
+    most = effort.limit(effort.few or FEW_SAMPLES)
     whole = {name: graph.weight(name) for name in sizes}
     judge = open_constants(graph, compared, statistics, whole, most=most)
 

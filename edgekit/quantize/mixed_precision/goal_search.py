@@ -61,7 +61,8 @@ _MORE = "plans with more tensors out of 8 bits"
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
 
-    `compare` returns how two quantized models differ, over the same samples.
+    `compare` returns how two quantized models differ, over the same samples. `race` returns what the second of two
+    loses, if a part of the samples shows that it is clearly worse than the first.
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
     may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
     not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used.
@@ -73,6 +74,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], Difference]
+    race: Callable[[Model, Model], Prediction | None] = lambda _first, _second: None
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
@@ -156,7 +158,7 @@ def find_plan(
     narrowed = search.memo.budget.attempt("large constants in 8 or 16 bits", store)
     if narrowed is None or not narrowed.narrow.bits or searched is None:
         return narrowed or plan, searched
-    chosen, wide = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
+    chosen, wide = _measure(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
     if misses or _drop(chosen) > _drop(wide) + (_NEGLIGIBLE if wide.prediction.drop_estimate is not None else EVEN_DB):
         return plan, searched
@@ -189,24 +191,41 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
                 change_method, search.model, search.calibration, first.plan, method
             )
     for step, make in rivals.items():
-        plan = make() if search.memo.budget.allows(step) else None
-        if plan is None or plan == first.plan:
-            continue
-        trial = search.memo.budget.attempt(step, partial(_try_plan, search, step, plan))
-        if trial is None:
-            continue
-        searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
-        if _loses_less(search, searched.chosen, trial, max_drop):
+        searched, trial = _add_trial(search, searched, step, make, is_rival=True)
+        if trial is not None and _loses_less(search, searched.chosen, trial, max_drop):
             is_met = searched.met or trial.prediction.meets(max_drop)
             searched = msgspec.structs.replace(searched, chosen=trial, met=is_met)
     return searched
 
 
 def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
+    # It was clearly worse after some of the samples.
+    if other.prediction.samples < chosen.prediction.samples:
+        return False
     difference = search.compare(*(_quantize(search, each.step, each.plan).model for each in (chosen, other)))
     gain, reach = _drop(chosen) - _drop(other), Z95 * difference.chance
     is_lost = chosen.prediction.meets(max_drop) and not other.prediction.meets(max_drop)
     return gain > reach or (gain >= -reach and not is_lost and difference.moved > 0)
+
+
+def _add_trial(
+    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], *, is_rival: bool = False
+) -> tuple[Searched, Trial | None]:
+    """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried.
+
+    A rival is measured until it is clearly worse than the chosen trial.
+    """
+
+    def attempt() -> Trial | None:
+        plan = make()
+        if plan is None or any(plan == each.plan for each in searched.trials):
+            return None
+        return _measure(search, step, plan, rival=searched.chosen if is_rival else None)
+
+    trial = search.memo.budget.attempt(step, attempt) if search.memo.budget.allows(step) else None
+    if trial is None:
+        return searched, None
+    return msgspec.structs.replace(searched, trials=(*searched.trials, trial)), trial
 
 
 def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: bool) -> Searched:
@@ -218,22 +237,16 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     misses = adopts and not searched.met and wider is not None
     if not (misses or _loses_much(chosen.prediction)) or not search.memo.budget.allows(_MORE):
         return searched
-    step = wider or f"relieve {_MANY}"
-
-    def attempt() -> Trial | None:
-        if wider is None:
-            plan = _plan_step(search, searched.trials, _MANY)
-        else:
-            plan = plan_quantization(search.model, search.calibration, search.target, wider, memo=search.memo)
-        return None if plan is None else _try_plan(search, step, plan)
-
-    known = next((each for each in searched.trials if each.step == step), None)
-    trial = known or search.memo.budget.attempt(step, attempt)
+    step: str = wider or f"relieve {_MANY}"
+    make: Callable[[], QuantPlan | None] = partial(_plan_step, search, searched.trials, _MANY)
+    if wider is not None:
+        make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
+    known = trial = next((each for each in searched.trials if each.step == step), None)
+    if known is None:
+        searched, trial = _add_trial(search, searched, step, make)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (wider is None and trial is known and _drop(trial) >= _drop(chosen)):
         return msgspec.structs.replace(searched, advice=f"no plan that was tried loses less: {_ELSE}")
-    if known is None:
-        searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
     if misses and trial.prediction.meets(max_drop):
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
@@ -539,22 +552,22 @@ def bound_integer(search: Search, plan: QuantPlan, macs: Mapping[str, int]) -> f
     return round(1 - sum(macs.get(name, 0) for name in apart) / max(sum(macs.values()), 1), 4)
 
 
-def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
-    return _measure(search, step, plan, _share_work(search, step, plan))
-
-
 def _share_work(search: Search, step: str, plan: QuantPlan) -> _Work:
     quantized = _quantize(search, step, plan)
     check = check_model(quantized.model, search.target, advises=False)
-    kept = {node.name for node in quantized.float_nodes}
-    total = sum(node.macs for node in check.node_list)
-    float_macs = sum(node.macs for node in check.node_list if node.name in kept)
     macs = {node.name: node.macs for node in check.node_list}
-    return _Work(check.taken_macs, round(1 - float_macs / total, 4) if total else 1.0, macs)
+    total, floats = sum(macs.values()), {node.name for node in quantized.float_nodes}
+    integer = 1 - sum(macs[name] for name in floats & macs.keys()) / total if total else 1.0
+    return _Work(check.taken_macs, round(integer, 4), macs)
 
 
-def _measure(search: Search, step: str, plan: QuantPlan, work: _Work) -> Trial:
-    prediction = search.measure(_quantize(search, step, plan).model)
+def _measure(
+    search: Search, step: str, plan: QuantPlan, work: _Work | None = None, *, rival: Trial | None = None
+) -> Trial:
+    """Returns a trial: measured over all samples, or until it is clearly worse than a `rival`."""
+    model, work = _quantize(search, step, plan).model, work or _share_work(search, step, plan)
+    lost = None if rival is None else search.race(_quantize(search, rival.step, rival.plan).model, model)
+    prediction = lost or search.measure(model)
     return Trial(step=step, plan=plan, prediction=prediction, taken_macs=work.taken, integer_macs=work.integer)
 
 
