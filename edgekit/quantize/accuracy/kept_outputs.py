@@ -8,8 +8,9 @@ from pathlib import Path
 from edgekit.model.file_arrays import ArrayFile, FileArray
 from edgekit.model.tensors import Tensors
 
-# The memory, and the disk, for kept outputs; those that do not fit are computed again: choices.
-_MEMORY_BYTES, _DISK_BYTES = 64 << 20, 1 << 30
+# The memory for kept outputs, with and without a folder for more of them, and the room on the disk. Outputs that do not
+# fit are computed again. Chosen by hand.
+_MEMORY_BYTES, _ONLY_MEMORY_BYTES, _DISK_BYTES = 8 << 20, 64 << 20, 1 << 30
 
 
 class KeptOutputs:
@@ -17,7 +18,7 @@ class KeptOutputs:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else _open_file(folder)
-        self._memory, self._disk = _MEMORY_BYTES, 0 if folder is None else _DISK_BYTES
+        self._memory, self._disk = (_ONLY_MEMORY_BYTES, 0) if folder is None else (_MEMORY_BYTES, _DISK_BYTES)
         self._known: dict[int, Tensors] = {}
         self._stored: dict[int, tuple[FileArray, ...]] = {}
         self._largest = 0
