@@ -1,7 +1,7 @@
 """The search for a plan: from cheap plans to expensive ones, until the estimated drop meets the goal."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import msgspec
 
 from edgekit._files import copy_file
 from edgekit.check.check import check_model
+from edgekit.check.macs import count_macs
 from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
@@ -436,7 +437,6 @@ class _Attempts:
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
         self._most = 1 + (len(_FEW + _MORE_THAN_FEW) if search.relievable else 0)
         self._seconds: list[float] = []
-        self._macs: Mapping[str, int] = {}
         self.trials: dict[int, Trial] = {}
 
     @property
@@ -481,9 +481,7 @@ class _Attempts:
         plan meets the goal.
         """
         if not count:
-            work = _share_work(self._search, step, self._first)
-            self._macs = work.macs
-            return _measure(self._search, step, self._first, work)
+            return _measure(self._search, step, self._first)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
         plan = _plan_step(self._search, fewer, count)
         if plan is None:
@@ -492,7 +490,7 @@ class _Attempts:
         share = 0.0 if self._goal.is_asked else _HALF if has_collapsed else _PLAIN_INTEGER
         least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
         # A model is not written to find out that too little of it is left in integers, where its plan shows that.
-        if must_keep and share and bound_integer(self._search, plan, self._macs) < least:
+        if must_keep and share and bound_integer(self._search, plan) < least:
             return None
         work = _share_work(self._search, step, plan)
         is_kept = work.integer >= least
@@ -531,34 +529,33 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
 
 
 class _Work(NamedTuple):
-    """The shares of a model's work that the target takes, and that is computed in integers; and that of each node."""
+    """The shares of a model's work that the target takes, and that is computed in integers."""
 
     taken: float
     integer: float
-    macs: Mapping[str, int]
 
 
-def bound_integer(search: Search, plan: QuantPlan, macs: Mapping[str, int]) -> float:
-    """Returns an upper bound of the share of the work in integers; `macs` is the work of each node, if it is known.
+def bound_integer(search: Search, plan: QuantPlan) -> float:
+    """Returns an upper bound of the share of the work in integers.
 
     A float node whose readers are all float has no Q behind it: it computes in float for certain.
     """
     graph, floats = open_float_graph(search.model, search.calibration), {node.name for node in plan.float_nodes}
+    macs = {node.name: count_macs(graph, node) for node in graph.nodes}
     apart = [
-        node.name
+        macs[node.name]
         for node in graph.nodes
         if node.name in floats and all(reader.name in floats for name in node.output for reader in graph.readers(name))
     ]
-    return round(1 - sum(macs.get(name, 0) for name in apart) / max(sum(macs.values()), 1), 4)
+    return round(1 - sum(apart) / max(sum(macs.values()), 1), 4)
 
 
 def _share_work(search: Search, step: str, plan: QuantPlan) -> _Work:
     quantized = _quantize(search, step, plan)
     check = check_model(quantized.model, search.target, advises=False)
-    macs = {node.name: node.macs for node in check.node_list}
-    total, floats = sum(macs.values()), {node.name for node in quantized.float_nodes}
-    integer = 1 - sum(macs[name] for name in floats & macs.keys()) / total if total else 1.0
-    return _Work(check.taken_macs, round(integer, 4), macs)
+    floats, total = {node.name for node in quantized.float_nodes}, sum(node.macs for node in check.node_list)
+    apart = sum(node.macs for node in check.node_list if node.name in floats)
+    return _Work(check.taken_macs, round(1 - apart / max(total, 1), 4))
 
 
 def _measure(

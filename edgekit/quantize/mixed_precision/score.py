@@ -4,7 +4,7 @@ Variants of a QDQ graph show where a loss comes from: one with float weights, an
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -69,14 +69,18 @@ def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
     sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
     read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
     names = tuple(dict.fromkeys(name for name in read if name in stored and name in known))
-    for name in names:
-        qdq.graph.input.append(helper.make_tensor_value_info(name, stored[name].data_type, stored[name].dims))
+    _feed(qdq, [stored[name] for name in names])
     # Deleted one by one: building a new list would copy every weight.
     freed = set(names)
     for index in reversed(range(len(qdq.graph.initializer))):
         if qdq.graph.initializer[index].name in freed:
             del qdq.graph.initializer[index]
     return names
+
+
+def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
+    """Adds graph inputs for tensors that were constants."""
+    proto.graph.input.extend(helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in tensors)
 
 
 def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelProto, tuple[str, ...]]:
@@ -224,8 +228,7 @@ def open_constants(
     copy_fields(graph.model, proto, {"graph"})
     copy_fields(graph.model.graph, proto.graph, {"initializer"})
     proto.graph.initializer.extend(each for each in graph.model.graph.initializer if each.name not in whole)
-    for name, value in whole.items():
-        proto.graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, value.shape))
+    _feed(proto, [graph.constants[name] for name in whole])
     session, names = _open_compared(proto, compared, statistics, keep_float_weights=True)
     held = [(inputs, session.run({**inputs, **whole})) for inputs, _ in islice(read_held_out(statistics), most)]
 
