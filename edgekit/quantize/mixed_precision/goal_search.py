@@ -15,7 +15,7 @@ from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES
-from edgekit.quantize.accuracy.predict import LABELS, Difference, Prediction
+from edgekit.quantize.accuracy.predict import Difference, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
@@ -116,16 +116,6 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     max_drop: float = PLAIN_DROP
     is_asked: bool = False
-
-    def is_met(self, prediction: Prediction) -> bool:
-        """Returns True if the predicted drop is small enough, with a margin for collapsed models.
-
-        The error of an estimate grows with the amplitude of the noise, so below COLLAPSED_DB the estimate must be
-        smaller by the same factor: at 14 dB, half of `max_drop`. A drop measured with labels needs no margin.
-        """
-        if prediction.source == LABELS or prediction.drop_estimate is None:
-            return prediction.meets(self.max_drop)
-        return prediction.meets(self.max_drop / 10 ** (max(0.0, COLLAPSED_DB - prediction.sqnr_db) / 20))
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
@@ -333,7 +323,7 @@ def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
     difference is not worth more tensors out of 8 bits (`_add_worth`).
     """
     enough = _add_worth(trials)
-    chosen = next(trial for trial in trials if goal.is_met(trial.prediction) or _drop(trial) <= enough)
+    chosen = next(trial for trial in trials if trial.prediction.meets(goal.max_drop) or _drop(trial) <= enough)
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -467,7 +457,9 @@ class _Attempts:
 
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and the target runs as much of the work as with the first."""
-        return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.trials[0].taken_macs - _SAME_SHARE
+        return (
+            trial.prediction.meets(self._goal.max_drop) and trial.taken_macs >= self.trials[0].taken_macs - _SAME_SHARE
+        )
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
@@ -497,7 +489,7 @@ class _Attempts:
         if not is_kept and must_keep:
             return None
         trial = _measure(self._search, step, plan, work)
-        return trial if is_kept or self._goal.is_met(trial.prediction) else None
+        return trial if is_kept or trial.prediction.meets(self._goal.max_drop) else None
 
 
 def _add_worth(trials: Sequence[Trial]) -> float:
