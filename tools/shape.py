@@ -7,6 +7,7 @@ limits: a module is a chapter that a person reads in one sitting, however long t
 import ast
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -46,16 +47,15 @@ def measure_shape(folder: Path) -> Shape:
     A function counts as called from one place if its name is read once in the whole tree, apart from imports. Two
     functions of the same name share their readers, so the share is slightly too low.
     """
-    trees = {path: ast.parse(path.read_bytes()) for path in sorted(folder.rglob("*.py"))}
-    lines = {path: _code_lines(tree) for path, tree in trees.items()}
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    modules = {path: list(ast.walk(ast.parse(path.read_bytes()))) for path in sorted(folder.rglob("*.py"))}
+    nodes = [node for module in modules.values() for node in module]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     reads = Counter(name for node in nodes if (name := _read_name(node)))
     return Shape(
-        modules=len(trees),
-        median_module_lines=median(path.read_bytes().count(b"\n") for path in trees) if trees else 0,
-        code_lines=sum(map(len, lines.values())),
-        import_lines=sum(len(_spans(tree, (ast.Import, ast.ImportFrom))) for tree in trees.values()),
+        modules=len(modules),
+        median_module_lines=median(path.read_bytes().count(b"\n") for path in modules) if modules else 0,
+        code_lines=sum(len(_code_lines(module)) for module in modules.values()),
+        import_lines=sum(len(_spans(module, (ast.Import, ast.ImportFrom))) for module in modules.values()),
         functions=len(functions),
         median_function_lines=median(_length(node) for node in functions) if functions else 0,
         called_once=sum(reads[node.name] == 1 for node in functions),
@@ -78,13 +78,11 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def _code_lines(tree: ast.Module) -> set[int]:
+def _code_lines(nodes: Sequence[ast.AST]) -> set[int]:
     """Returns the lines on which a node of the syntax tree begins or ends, without docstrings."""
-    docs = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         begin, end = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
         if begin is None or end is None or id(node) in docs:
             continue
@@ -94,9 +92,9 @@ def _code_lines(tree: ast.Module) -> set[int]:
     return found
 
 
-def _spans(tree: ast.Module, kinds: tuple[type[ast.stmt], ...]) -> set[int]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
-    return {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+def _spans(nodes: Sequence[ast.AST], kinds: tuple[type[ast.stmt], ...]) -> set[int]:
+    found = (node for node in nodes if isinstance(node, kinds))
+    return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def main() -> int:
