@@ -25,8 +25,7 @@ from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.constants import disable_harmful
-from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites import products
+from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantPlan, quantize_model
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
@@ -188,8 +187,8 @@ def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> 
     if making.is_rewritten:
         rewritten = work / "rewritten" / model.path.name
         model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
-    if inputs.is_quantized and target.quantization.unsigned_ops:
-        return fix_model(model, work / "unsigned.onnx", [products.UNSIGNED_WEIGHTS]).model
+    if inputs.is_quantized:
+        return fix_quantized(model, target, work / "fixed.onnx").model
     if making.plan is None or not isinstance(inputs.calibration, Calibration):
         return model
     plan = msgspec.structs.replace(making.plan, model_sha256=model.sha256)

@@ -27,8 +27,8 @@ from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites import products
+from edgekit.prepare.fix import fix_quantized
+from edgekit.prepare.rewrites import activations, products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -44,6 +44,11 @@ from edgekit.verify.report import Step
 # Keeping one node in float may make another one stop the session. Each turn applies and checks the plan once: 1.5 s for
 # YOLOv8n, which needs five turns.
 _MOST_KEPT = 12
+# What a rewrite of a model that was quantized before did.
+_SAID = {
+    products.UNSIGNED_WEIGHTS: "int8 weights of Gemm and MatMul are stored as uint8, the same values",
+    activations.part_silu.id: "x * Sigmoid(x) of 16 bits is not fused, because QNN's kernel for it is wrong",
+}
 # The kind of an output (classes, boxes, an embedding ...) is guessed from so many golden samples.
 _READ_FROM = 16
 
@@ -290,12 +295,10 @@ class _Ladder:
         model, quantized, plan = inputs.prepared, None, None
         if inputs.is_quantized:
             notes.append("the model is quantized already: taken as it is")
-            if target.quantization.unsigned_ops:
-                fixed = fix_model(model, work / "unsigned.onnx", [products.UNSIGNED_WEIGHTS])
-                count = sum(len(fix.nodes) for fix in fixed.fixes)
-                if count:
-                    model = fixed.model
-                    notes.append(f"int8 weights of Gemm and MatMul are stored as uint8, the same values: {count} nodes")
+            fixed = fix_quantized(model, target, work / "fixed.onnx")
+            if fixed.fixes:
+                model = fixed.model
+                notes += [f"{_SAID[fix.id]}: {len(fix.nodes)} nodes" for fix in fixed.fixes]
         elif target.name in inputs.floats:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif way.precision in INTEGERS:

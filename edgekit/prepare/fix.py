@@ -94,7 +94,9 @@ SPELLINGS = _by_id(
 For a target, those are applied by which the check finds that it takes more.
 """
 
-ASKED = _by_id(products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention)
+ASKED = _by_id(
+    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu
+)  # fmt: skip
 """Rewrites that gain no node but that a target needs all the same (`list_asked`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
@@ -156,6 +158,20 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     fixes = apply_rewrites(proto, ids)
     name_nodes(proto.graph)
     return FixedModel(model=save_graph(proto, model, out), fixes=fixes)
+
+
+def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
+    """Writes a model that is quantized already to `out`, with the rewrites of integers that a target needs.
+
+    Raises:
+        OutputError: `out` cannot be written.
+    """
+    rules = target.quantization
+    ids = [
+        *([products.UNSIGNED_WEIGHTS] if rules.unsigned_ops else ()),
+        *([activations.part_silu.id] if rules.scheme == "qnn" else ()),
+    ]
+    return fix_model(model, out, ids) if ids else FixedModel(model=model, fixes=())
 
 
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:

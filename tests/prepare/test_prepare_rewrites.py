@@ -333,5 +333,6 @@ def test_every_rewrite_is_tested() -> None:
         "idle-relu",
         "flatten-to-reshape",
         "plain-reshape",
+        "part-silu",
     }
     assert set(REWRITES) == set(FIXES) | set(SPELLINGS) | set(ASKED) == set(WITH) | elsewhere

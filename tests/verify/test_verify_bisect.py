@@ -14,7 +14,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, load_model, read_proto
-from edgekit.verify.layers.on_device import is_right, locate_on_device, plan_cuts, save_prefix
+from edgekit.verify.layers.on_device import find_least_db, locate_on_device, plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
 
 
@@ -38,28 +38,57 @@ class Miscomputing(InProcess, frozen=True, kw_only=True):
 @pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
     work = tmp_path / "made" / "for it"
-    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), work, min_sqnr_db=30.0)
+    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), work)
     assert located.layer == layer
     assert 1 + math.floor(math.log2(located.cuts)) <= located.runs <= 2 + math.log2(located.cuts)
 
 
 @pytest.mark.parametrize(
-    ("figures", "right"),
+    ("figures", "least"),
     [
-        ({"sqnr_db": 15.0}, True),
-        ({"sqnr_db": 14.9}, False),
-        ({"exact_match": 1.0}, True),
-        ({"exact_match": 0.5}, False),
-        ({"sqnr_db": 50.0, "exact_match": 0.5}, False),
-        ({"sqnr_db": 50.0, "non_finite": 1}, False),
-        ({"sqnr_db": 50.0, "mismatch": "has another shape"}, False),
+        ({"sqnr_db": 15.0}, 15.0),
+        ({"exact_match": 1.0}, 50.0),
+        ({"sqnr_db": 60.0, "exact_match": 1.0}, 50.0),
+        ({"exact_match": 0.5}, -math.inf),
+        ({"sqnr_db": 50.0, "exact_match": 0.5}, -math.inf),
+        ({"sqnr_db": 50.0, "non_finite": 1}, -math.inf),
+        ({"sqnr_db": 50.0, "mismatch": "has another shape"}, -math.inf),
     ],
 )
-def test_a_beginning_is_right_if_its_outputs_are_whole_and_near(figures: dict[str, Any], *, right: bool) -> None:
+def test_the_worst_output_of_a_beginning_counts(figures: dict[str, Any], least: float) -> None:
     report = OutputReport(name="y", samples=2, **figures)
-    assert is_right([report], 15.0) is right
-    assert is_right([report, OutputReport(name="z", samples=2, sqnr_db=50.0)], 15.0) is right
-    assert not is_right([], 15.0)
+    assert find_least_db([report, OutputReport(name="z", samples=2, sqnr_db=50.0)]) == least
+    assert find_least_db([]) == -math.inf
+    assert find_least_db([OutputReport(name="z", samples=2, exact_match=1.0)]) == math.inf
+
+
+class Weakening(InProcess, frozen=True, kw_only=True):
+    """Multiplies the weights of some layers by a factor before it runs; every layer whose name fits is weakened."""
+
+    layer: str
+    factor: float
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        read = {node.input[1] for node in proto.graph.node if node.name.startswith(self.layer)}
+        for tensor in proto.graph.initializer:
+            if tensor.name in read:
+                weak = numpy_helper.to_array(tensor) * np.float32(self.factor)
+                tensor.CopyFrom(numpy_helper.from_array(weak, tensor.name))
+        onnx.save(proto, str(work / "weak.onnx"))
+        return super().run_job(replace(job, model=work / "weak.onnx"), work)
+
+
+def test_an_error_that_leaves_much_right_is_found_too(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = locate_on_device(Weakening(layer="conv1", factor=0.9), job_of(models[0]), tmp_path)
+    assert (located.layer, located.notes) == ("conv1", ())
+
+
+def test_small_errors_of_all_layers_are_nobodys(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = locate_on_device(Weakening(layer="conv", factor=0.97), job_of(models[0]), tmp_path)
+    assert located.layer is None
+    (note,) = located.notes
+    assert note == "the error grows from layer to layer, at none by 6 dB"
 
 
 def test_an_honest_device_has_no_such_layer(models: tuple[Model, Model], tmp_path: Path) -> None:

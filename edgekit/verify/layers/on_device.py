@@ -5,8 +5,8 @@ model. If a device does not return them, the model is cut in two repeatedly, eac
 pass.
 """
 
+import math
 import shutil
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -221,7 +221,7 @@ def find_device_layer(
     if refusal and may_cut:
         located = locate_on_device(device, job, work / "cuts")
         note = f"the model was bisected, because {refusal}"
-        return msgspec.structs.replace(located, runs=located.runs + runs, notes=(*notes, note))
+        return msgspec.structs.replace(located, runs=located.runs + runs, notes=(*notes, note, *located.notes))
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
@@ -230,7 +230,7 @@ def find_device_layer(
         for probe in probing.probes
         if (errors := probing.errors.get(probe.tensor)) is not None
     )
-    wrong = not is_right(probing.outputs, _LEAST_DB)
+    wrong = find_least_db(probing.outputs) < _LEAST_DB
     bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
     name = None if bad is None else bad.name
     return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=notes)
@@ -438,12 +438,14 @@ def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
     return save_proto(proto, path)
 
 
-def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = _LEAST_DB) -> Located:
-    """Bisects an ONNX model on a device and returns the first layer whose result is wrong there.
+def locate_on_device(device: Device, job: Job, work: Path) -> Located:
+    """Bisects an ONNX model on a device and returns the layer at which most of the error arises.
 
-    The job's model is cut in two repeatedly; each prefix runs on the device and, with every optimisation off, here. A
-    prefix is wrong if an output of it cannot be compared, or has an SQNR below `min_sqnr_db`. It takes at most 2 +
-    log2(cuts) runs. An error that later layers remove, as saturation can, is not found.
+    The job's model is cut at several places; each prefix runs on the device and, with every optimisation off, here. Its
+    value is the least SQNR of its outputs, where all from 30 dB on counts as right: so much is lost by other rounding.
+    Of the spans between two cuts, the one over which the SQNR falls most is cut in two, until it is one layer. For one
+    wrong layer that takes 2 + log2(cuts) runs. A layer at which the SQNR falls by less than 6 dB is not named, since
+    small errors of many layers add up to as much.
 
     Raises:
         ModelError: the job's model is no ONNX model.
@@ -451,40 +453,58 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
     """
     model = load_model(job.model)
     cuts = plan_cuts(view_model(read_proto(model, weights=False)))
-    tried: list[int] = []
+    found = {-1: _WRONG_DB}
 
-    def is_wrong(place: int) -> bool:
-        tried.append(place)
+    def measure(place: int) -> None:
         folder = work / str(place)
         (folder / "run").mkdir(parents=True)
         prefix = save_prefix(model, cuts[place], folder / "prefix.onnx")
-        reference = _run_here(prefix, job.samples)
-        outputs = tuple(
-            TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
-            for name, value in next(iter(reference), dict[str, Array]()).items()
-        )
-        kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
-        nodes = tuple(node for node in job.check.node_list if node.name in kept)
-        check = msgspec.structs.replace(job.check, node_list=nodes)
-        part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
-        run = device.run_job(part, folder / "run")
-        return run.failure is not None or not is_right(compare_outputs(reference, run.outputs), min_sqnr_db)
+        ratio = _measure_prefix(device, job, prefix, folder / "run")
+        found[place] = min(max(ratio, -_WRONG_DB), _WRONG_DB)
 
-    if not cuts or not is_wrong(len(cuts) - 1):
-        return Located(layer=None, runs=len(tried), cuts=len(cuts))
-    place = bisect_left(range(len(cuts) - 1), x=True, key=is_wrong)
-    return Located(layer=cuts[place].layer, runs=len(tried), cuts=len(cuts))
+    def fall(span: tuple[int, int]) -> float:
+        return found[span[0]] - found[span[1]]
+
+    last, layer = len(cuts) - 1, None
+    if cuts:
+        measure(last)
+    spans = [(-1, last)]
+    while layer is None and fall(steepest := max(spans, key=fall)) >= _CLOSER_DB:
+        begin, end = steepest
+        if end - begin == 1:
+            layer = cuts[end].layer
+        else:
+            middle = (begin + end) // 2
+            measure(middle)
+            spans.remove(steepest)
+            spans += [(begin, middle), (middle, end)]
+    grows = layer is None and found[last] < _WRONG_DB
+    notes = (f"the error grows from layer to layer, at none by {_CLOSER_DB:.0f} dB",) if grows else ()
+    return Located(layer=layer, runs=len(found) - 1, cuts=len(cuts), notes=notes)
 
 
-def is_right(reports: Sequence[OutputReport], min_sqnr_db: float) -> bool:
-    """Returns True if outputs came back whole, finite, and not below a signal-to-noise ratio."""
-    return bool(reports) and all(
-        report.mismatch is None
-        and not report.non_finite
-        and (report.sqnr_db is None or report.sqnr_db >= min_sqnr_db)
-        and (report.exact_match is None or report.exact_match == 1.0)
-        for report in reports
+def _measure_prefix(device: Device, job: Job, prefix: Model, work: Path) -> float:
+    """Returns the least SQNR of an output of a prefix of a job's model on a device, -inf if one cannot be compared."""
+    reference = _run_here(prefix, job.samples)
+    outputs = tuple(
+        TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
+        for name, value in next(iter(reference), dict[str, Array]()).items()
     )
+    kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
+    check = msgspec.structs.replace(
+        job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
+    )
+    run = device.run_job(msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check), work)
+    return -math.inf if run.failure is not None else find_least_db(compare_outputs(reference, run.outputs))
+
+
+def find_least_db(reports: Sequence[OutputReport]) -> float:
+    """Returns the least SQNR of outputs; -inf if they did not come back whole and finite, or differ in exact values."""
+    if not reports or any(
+        report.mismatch is not None or report.non_finite or report.exact_match not in {None, 1.0} for report in reports
+    ):
+        return -math.inf
+    return min((report.sqnr_db for report in reports if report.sqnr_db is not None), default=math.inf)
 
 
 def _run_here(model: Model, samples: Samples) -> Samples:
