@@ -205,7 +205,14 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
     for each, least in limits:
         low = each.share if each.interval is None else each.interval[0]
-        if each.share >= least - 1e-12 and (not is_bound or low >= least - 1e-12):
+        if each.share < least - 1e-12:
+            # Not beyond chance: that would be a failure.
+            found.append(
+                f"output '{output.name}' has {_describe(each, least)}, which may be chance with"
+                f" {max(output.samples, each.samples)} samples: more of them, or labels with a metric, would tell"
+            )
+            continue
+        if not is_bound or low >= least - 1e-12:
             continue
         by_width = find_enough(output.samples, each.share - low, each.share - least)
         enough = find_enough_hits(output.samples, each.share, least) if each.of == "classes" else by_width
