@@ -55,30 +55,17 @@ def test_the_fused_kernel_is_wrong_and_is_avoided(size: tuple[int, int], tmp_pat
     assert measure_simulator(fixed.model.path, shape, tmp_path / "parted") > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [(8, 20), (13, 9)])
-def test_sizes_that_are_left_alone_are_right(size: tuple[int, int], tmp_path: Path) -> None:
-    path = write_silu(tmp_path / "m.onnx", *size)
-    assert fix_quantized(load_model(path), load_target("qnn"), tmp_path / "fixed.onnx").fixes == ()
-    assert measure_simulator(path, (1, 4, *size), tmp_path / "work") > 60
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "factors", "changes"),
     [
         (9, 9, "cd, sd", True),
-        (12, 40, "sd, cd", True),
-        (40, 8, "cd, sd", True),
-        ("H", 40, "cd, sd", True),
-        (40, "W", "cd, sd", True),
-        (8, 8, "cd, sd", False),
-        (13, 9, "cd, sd", False),
-        (8, "W", "cd, sd", False),
+        (20, 40, "sd, cd", True),
+        ("H", "W", "cd, sd", True),
         (9, 9, "xd, sd", False),
         (9, 9, "sd, sd", False),
     ],
 )
-def test_the_product_is_parted_where_the_kernel_is_wrong(
+def test_the_product_of_a_picture_is_parted(
     rows: object, columns: object, factors: str, tmp_path: Path, *, changes: bool
 ) -> None:
     path = write_silu(tmp_path / "m.onnx", rows, columns, factors)
@@ -91,6 +78,14 @@ def test_the_product_is_parted_where_the_kernel_is_wrong(
     wanted, got = (CpuSession(each, SessionSettings()).run({"x": x})["y"] for each in (path, fixed))
     # A value of x moves by one step of 0.0003 at most, and y by 1.1 times as much and half a step of its own.
     assert np.abs(wanted - got).max() <= (0.00049 if changes else 0)
+
+
+def test_a_product_in_three_axes_stays(tmp_path: Path) -> None:
+    text = GRAPH.replace("1,4,ROWS,COLUMNS", "1,4,9").replace("int8[4,4,1,1]", "int8[4,4,1]").replace("[1,1]", "[1]")
+    text = text.replace("FACTORS", "cd, sd").replace("TYPE", "uint16").replace("MIDDLE", "32768")
+    path = parse_model(text, tmp_path / "m.onnx")
+    assert fix_quantized(load_model(path), load_target("qnn"), tmp_path / "fixed.onnx").fixes == ()
+    assert measure_simulator(path, (1, 4, 9), tmp_path / "work") > 60
 
 
 def test_a_bundle_in_16_bits_is_built_so(tmp_path: Path) -> None:

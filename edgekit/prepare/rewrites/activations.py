@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.graph.graph import Graph, Node, Shape
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, scaled_by, square_of, walk_product
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.split_attention import real
@@ -122,20 +122,22 @@ def join_hard_swish(writer: Writer) -> None:
             return
 
 
-# One kernel of QNN's HTP computes x * Sigmoid(x) of 16 bits. It gets some rows of a picture [N, C, H, W] wrong if H is
-# above 8, and H is at most 12 or W at most 8 (seen on the simulator, SoC 30 to 87: targets/qnn/NOTES.md).
-_TILE, _TWO_TILES, _PICTURE = 8, 12, 4
+_PICTURE = 4
 
 
 @node_rewrite("part-silu", {"Mul"}, since=10)
 def part_silu(writer: Writer) -> None:
     """Lets the product in x * Sigmoid(x) of 16 bits read x through a second pair of Q and DQ, for QNN.
 
-    QNN fuses the two nodes only if they read the same tensor. The second pair has the same zero point and a scale that
-    is larger by 2^-16, because the provider drops a pair that changes nothing: a value moves by one step at most.
-    Results that the fused kernel computes rightly are not changed.
+    QNN fuses the two nodes only if they read the same tensor. In pictures [N, C, H, W] its kernel for both is wrong for
+    some sizes, which depend on the operators around it (targets/qnn/NOTES.md), so it is not used for any. In tensors of
+    three axes it was right. The second pair has the same zero point and a scale that is larger by 2^-16, because the
+    provider drops a pair that changes nothing: a value moves by one step at most.
     """
     graph, node = writer.graph, writer.node
+    shape = graph.value(node.output[0]).shape
+    if shape is not None and len(shape) < _PICTURE:
+        return
     for place, name in enumerate(node.input):
         read, gate = _maker(graph, name, "DequantizeLinear"), node.input[1 - place]
         for op in ("DequantizeLinear", "QuantizeLinear", "Sigmoid"):
@@ -145,8 +147,7 @@ def part_silu(writer: Writer) -> None:
         if read is None or same is None or read.input[0] != same.input[0] or not read.has_input(2):
             continue
         zero, scale = graph.constants.get(read.input[2]), graph.number(read.input[1])
-        shape = graph.value(node.output[0]).shape
-        if zero is None or zero.data_type != onnx.TensorProto.UINT16 or scale is None or not _is_torn(shape):
+        if zero is None or zero.data_type != onnx.TensorProto.UINT16 or scale is None:
             continue
         wider = writer.constant("scale", scale * (1 + 2**-16), "float32")
         values = writer.add("QuantizeLinear", [name, wider, read.input[2]], "quantized", domain=read.domain)
@@ -159,16 +160,6 @@ def _maker(graph: Graph, name: str, op: str) -> Node | None:
     """Returns the node that makes a value if it is this operator; ONNX Runtime has Q and DQ of its own for 16 bits."""
     node = graph.producers.get(name)
     return node if node is not None and node.op_type == op else None
-
-
-def _is_torn(shape: Shape | None) -> bool:
-    """Returns True if HTP's kernel may be wrong for a tensor of this shape, as it is if a size is not known."""
-    if shape is not None and len(shape) != _PICTURE:
-        return False
-    rows, columns = (None, None) if shape is None else shape[2:]
-    if rows is not None and rows <= _TILE:
-        return False
-    return rows is None or columns is None or rows <= _TWO_TILES or columns <= _TILE
 
 
 def _add_bias(writer: Writer) -> str:
