@@ -174,7 +174,7 @@ NAMED = """
 @pytest.mark.parametrize(
     ("text", "precision", "kept"),
     [
-        (JOINED, "auto", "2 nodes stay in float (ConvTranspose_e, Concat_j)"),
+        pytest.param(JOINED, "auto", "2 nodes stay in float (ConvTranspose_e, Concat_j)", marks=pytest.mark.long),
         (JOINED, "int8", "2 nodes stay in float (ConvTranspose_e, Concat_j)"),
         (CARRIED, "auto", "6 nodes stay in float (Concat_j, Reshape_c, Reshape_d)"),
     ],

@@ -78,6 +78,7 @@ def run(group: Group, device: InProcess) -> GroupReport:
     return verify_group(group, lambda _: [device])
 
 
+@pytest.mark.long
 def test_an_honest_device_spells_what_was_heard(speech: Group) -> None:
     report = run(speech, InProcess())
     (whole,) = report.runs
