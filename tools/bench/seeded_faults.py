@@ -186,7 +186,7 @@ def bisect(clean: Model, target: Target, fault: Seeded, samples: Samples, words:
         samples=limit_samples(samples, 2),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        located = locate_on_device(Miscomputing(fault=fault), job, Path(folder), min_sqnr_db=60.0)
+        located = locate_on_device(Miscomputing(fault=fault), job, Path(folder))
     if located.layer is not None:
         enough = located.runs <= 2 * math.log2(max(4, located.cuts))
         told = f"{words}: names {located.layer} in {located.runs} runs of {located.cuts} cuts"
