@@ -11,7 +11,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.external import point_into
-from edgekit.model.model import Model, iterate_graphs, read_proto, refill
+from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, read_proto, refill
 from edgekit.prepare.basic import import_contrib, merge_domains, name_nodes, works_outside
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
@@ -19,6 +19,7 @@ from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites import (
     activations,
+    halves,
     idle,
     join_attention,
     layout,
@@ -26,7 +27,7 @@ from edgekit.prepare.rewrites import (
     products,
     split_attention,
 )
-from edgekit.target import Target
+from edgekit.target import INTEGERS, Target
 
 
 def _by_id(*rewrites: Rewrite) -> Mapping[str, Rewrite]:
@@ -62,6 +63,8 @@ _SHAPED = (
 _SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
 
 SPELLINGS = _by_id(
+    # First, so that the others see float32.
+    halves.compute_in_float,
     layout.narrow_indices,
     layout.plain_gather,
     layout.pad_reflect,
@@ -106,12 +109,14 @@ REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """Returns the rewrites that a target needs, whatever the check finds of the float model.
 
-    Some are needed by the way the target is quantized. Others fuse patterns that quantizing would need in parts, so
-    they are only for a model that `stays_float`.
+    Some are needed by the way the target is quantized: what computes in float16 is not, and gets no ranges. Others fuse
+    patterns that quantizing would need in parts, so they are only for a model that `stays_float`.
     """
-    blocks = any(types.weight_block for types in target.quantization.precisions.values())
     # A product keeps its weights in blocks in three dimensions alone.
-    return (*((products.gemm_to_matmul.id,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
+    blocks = any(types.weight_block for types in target.quantization.precisions.values())
+    takes_integers = any(precision in INTEGERS for precision in target.precisions)
+    own = target.float_rewrites if stays_float else (halves.HALF_TO_FLOAT,) if takes_integers else ()
+    return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,9 +155,15 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     Raises:
         OutputError: `out` cannot be written.
     """
-    # One rewrite alone looks at the numbers of weights.
+    # Two rewrites look at the numbers of weights.
     outside = works_outside(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
     proto = point_into(model.path) if outside else read_proto(model, weights=False)
+    if halves.HALF_TO_FLOAT in ids and halves.computes_in_half(proto.graph):
+        # In float32 the weights take twice the bytes, and stand in the file.
+        if 2 * model.size_bytes > MOST_INLINE_BYTES:
+            ids = set(ids) - {halves.HALF_TO_FLOAT}
+        else:
+            proto = read_proto(model)
     merge_domains(proto)
     name_nodes(proto.graph)
     fixes = apply_rewrites(proto, ids)

@@ -261,6 +261,7 @@ TAKEN: dict[str, Hard] = {
         outputs=[helper.make_tensor_sequence_value_info("q", FLOAT, None)],
     ),
     "fp16 weights": _half_weights(),
+    "fp16 model": _half_model(),
     "an output that a Relu reads": _conv(_node("Relu", "c", "y"), outputs=[_value("y"), _value("c")]),
     "a weight as output": _conv(
         _node("Relu", "c", "y"), outputs=[_value("y"), _value("w", FLOAT, list(W1.shape))]
@@ -294,7 +295,6 @@ REFUSED: dict[str, tuple[Hard, str]] = {
     "infinity in a weight": (Hard(proto=_net(_spoilt(np.inf)), data=X), r"weight 'w' of Conv 'c' holds infinity"),
     "integers only": (_plain("Neg", INT64, np.ones((COUNT, 1, 4), np.int64)), "nothing in it computes in float32"),
     "nothing to quantize": (_plain("Erf", FLOAT, _normal(COUNT, 1, 4)), "no node of 'm.onnx' can be quantized"),
-    "fp16 model": (_half_model(), "nothing in it computes in float32"),
     "double model": (_double(), "nothing in it computes in float32"),
     "sequence input": (_sequence_input(), "'q' is a sequence"),
     "dynamic batch": (Hard(proto=_edited(_open_batch), data=X), "--dim N=1, as in the samples"),

@@ -2,16 +2,26 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from prepare_models import assert_same, make_model, op_names, rewrite
 
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_OWN
-from edgekit.model.model import Model, load_model, save_proto
+from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
 from edgekit.prepare.fix import ASKED, FIXES, REWRITES, SPELLINGS, fix_model
 
 WITH = {
+    # onnx's text form has float16 as integers of the same bits: 15360 is 1, 16384 is 2.
+    "half-to-float": (
+        "g (bool c, float16[2,3] x, float[3,3] f) => (float16[2,3] y, float[2,3] z, float16[2,3] q) "
+        "<float16[3] b = {15360, 16384, 17408}, int64[2] s = {2, 3}> "
+        "{ h = Cast<to=10>(f) p = MatMul(x, h) q = Add(p, b) k = ConstantOfShape<value = float16[1] {16896}>(s) "
+        "t = Mul(q, k) z = Cast<to=1>(t) y = If(c) "
+        "<then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) }, "
+        "else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }"
+    ),
     "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
@@ -114,6 +124,7 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    "half-to-float": "g (float16[2] x) => (float16[2] y) { a = Relu(x) y = my.Half(a) }",
     "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}, float six = {6}> { y = Clip(x, low, six) }",
@@ -196,6 +207,8 @@ WITHOUT = {
     ),
 }
 TOLERANCE = {
+    # Without the rounding to 11 bits of the mantissa.
+    "half-to-float": 2e-3,
     "plain-gemm": 1e-6,
     "matmul-to-2d": 1e-6,
     "join-hard-swish": 1e-6,
@@ -296,6 +309,39 @@ def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:
     text = "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }"
     rewrite(tmp_path, text, "split-hard-swish")
     onnx.checker.check_model(onnx.load(str(tmp_path / "out.onnx")), full_check=True)
+
+
+def test_what_computed_in_float16_computes_in_float32_with_the_same_inputs_and_outputs(tmp_path: Path) -> None:
+    fixed = rewrite(tmp_path, WITH["half-to-float"], "half-to-float").model
+    proto = onnx.load(str(fixed.path))
+    assert [spec.dtype for spec in (*fixed.inputs, *fixed.outputs)] == [
+        "bool", "float16", "float32", "float16", "float32", "float16",
+    ]  # fmt: skip
+    # One for the input, one for each output of float16, and that which made an output.
+    assert op_names(fixed.path).count("Cast") == 4
+    assert all(tensor.data_type != onnx.TensorProto.FLOAT16 for tensor in iterate_tensors(proto.graph))
+    onnx.checker.check_model(proto, full_check=True)
+    assert fix_model(fixed, tmp_path / "again.onnx", ["half-to-float"]).fixes == ()
+
+
+def test_an_input_of_float16_that_is_an_output_stays_so(tmp_path: Path) -> None:
+    text = "g (float16[2] x) => (float16[2] x, float16[2] y, float16[2] w) <float16[2] w = {1, 2}> { y = Mul(x, w) }"
+    fixed = rewrite(tmp_path, text, "half-to-float")
+    assert [spec.name for spec in fixed.model.outputs] == ["x", "y", "w"]
+    assert_same(tmp_path, fixed, 2e-3)
+
+
+def test_weights_of_float16_in_another_file_become_float32(tmp_path: Path) -> None:
+    path = make_model("g (float16[2] x) => (float16[2] y) { y = Mul(x, x) }", tmp_path / "m.onnx").path
+    proto = onnx.load(str(path))
+    proto.graph.node[0].input[1] = "w"
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([3, 5], np.float16), "w"))
+    onnx.save(proto, str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
+    fixed = fix_model(load_model(path), tmp_path / "out.onnx", ["half-to-float"])
+    (weight,) = onnx.load(str(fixed.model.path)).graph.initializer
+    assert onnx.numpy_helper.to_array(weight).tolist() == [3, 5]
+    assert weight.data_type == onnx.TensorProto.FLOAT
+    assert_same(tmp_path, fixed, 2e-3)
 
 
 def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:

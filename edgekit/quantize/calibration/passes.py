@@ -110,7 +110,7 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
     if not (whole.highs or whole.bounds):
         raise ModelError(
             f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
-            hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
+            hint="export it in float32, or build it with --precision fp32",
         )
     # Histograms and patches cost several times as much as extremes (tools/bench/calibrate_ratio.py), so samples that
     # are not needed for them run without.

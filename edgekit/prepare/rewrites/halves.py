@@ -1,0 +1,132 @@
+"""Half precision: a graph that computes in float16 is made to compute in float32."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.rewrite import rewrite
+from edgekit.model.model import (
+    iterate_graphs,
+    iterate_nodes,
+    iterate_tensors,
+    list_element_types,
+    list_names,
+    refill,
+    rename_tensors,
+)
+
+HALF_TO_FLOAT = "half-to-float"
+_HALF, _FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
+# Attributes that name the element type of an output.
+_TYPE_NAMES = frozenset({"to", "dtype", "output_dtype"})
+# An operator of another domain may exist in float16 alone.
+_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN})
+
+
+def computes_in_half(graph: onnx.GraphProto) -> bool:
+    """Returns True if a tensor of a graph is float16."""
+    return _HALF in list_element_types(graph)
+
+
+@rewrite(HALF_TO_FLOAT, "compute {count} in float32 in place of float16")
+def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
+    """Makes float16 tensors float32, in place, and returns the names of the nodes that read or write them.
+
+    Inputs and outputs of the graph keep their types: a Cast stands at each. The model's own Casts between the two types
+    are gone, and with them the rounding that they did. Weights that were left out, or lie in another file, change their
+    type only, which is enough for a check.
+    """
+    if not computes_in_half(graph):
+        return ()
+    types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
+    changed = [node for node in iterate_nodes(graph) if any(types.get(name) == _HALF for name in _list_ends(node))]
+    # A Cast right behind an input or before an output is what this rewrite leaves.
+    is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
+    if is_done or any(node.domain not in _KNOWN_DOMAINS for node in changed):
+        return ()
+    names = tuple(node.name for node in changed)
+    _drop_casts(graph, types)
+    before, after = _keep_interface(graph)
+    for tensor in iterate_tensors(graph):
+        if tensor.data_type == _HALF:
+            _widen(tensor)
+    for node in iterate_nodes(graph):
+        for attribute in node.attribute:
+            if attribute.name in _TYPE_NAMES and attribute.i == _HALF:
+                attribute.i = _FLOAT
+    for part in iterate_graphs(graph):
+        # A body has the types of the graph around it.
+        for value in (*part.value_info, *(() if part is graph else (*part.input, *part.output))):
+            if value.type.tensor_type.elem_type == _HALF:
+                value.type.tensor_type.elem_type = _FLOAT
+    refill(graph.node, [*before, *graph.node, *after])
+    return names
+
+
+def _list_types(graph: onnx.GraphProto) -> Iterator[tuple[str, int]]:
+    for part in iterate_graphs(graph):
+        yield from ((tensor.name, tensor.data_type) for tensor in part.initializer)
+        yield from (
+            (value.name, value.type.tensor_type.elem_type) for value in (*part.value_info, *part.input, *part.output)
+        )
+
+
+def _list_ends(node: onnx.NodeProto) -> tuple[str, ...]:
+    return (*node.input, *node.output)
+
+
+def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
+    """Removes Casts between float16 and float32 whose result is no output, in place: both will be float32."""
+    shown = {value.name for part in iterate_graphs(graph) for value in part.output}
+    sources: dict[str, str] = {}
+    for part in iterate_graphs(graph):
+        kept: list[onnx.NodeProto] = []
+        for node in part.node:
+            to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), 0)
+            ends = {types.get(node.input[0]) if node.input else None, to}
+            if node.op_type == "Cast" and ends <= {_HALF, _FLOAT} and node.output[0] not in shown:
+                sources[node.output[0]] = sources.get(node.input[0], node.input[0])
+            else:
+                kept.append(node)
+        refill(part.node, kept)
+        refill(part.value_info, [value for value in part.value_info if value.name not in sources])
+    rename_tensors(graph, sources)
+
+
+def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
+    """Renames float16 inputs and outputs inside the graph, in place, and returns the Casts for the start and the end.
+
+    An input that is itself an output is not renamed there.
+    """
+    taken = list_names(graph)
+    fed = {value.name for value in graph.input}
+    shown = [value.name for value in graph.output]
+
+    def rename(name: str) -> str:
+        inner = next(free for count in range(len(taken) + 1) if (free := f"{name}.float32{count or ''}") not in taken)
+        rename_tensors(graph, {name: inner}, skip_inputs=name in fed)
+        return inner
+
+    before, after = list[onnx.NodeProto](), list[onnx.NodeProto]()
+    for value in graph.input:
+        if value.type.tensor_type.elem_type == _HALF:
+            name = value.name
+            inner = rename(name)
+            before.append(helper.make_node("Cast", [name], [inner], name=f"{inner}/cast", to=_FLOAT))
+    for value, name in zip(graph.output, shown, strict=True):
+        if value.type.tensor_type.elem_type == _HALF and name not in fed:
+            inner = rename(name)
+            value.name = name
+            after.append(helper.make_node("Cast", [inner], [name], name=f"{inner}/cast", to=_HALF))
+    return before, after
+
+
+def _widen(tensor: onnx.TensorProto) -> None:
+    is_absent = math.prod(tensor.dims) > 0 and not tensor.raw_data and not tensor.int32_data
+    if is_absent or tensor.data_location == TensorProto.EXTERNAL:
+        tensor.data_type = _FLOAT
+    else:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype("float32"), tensor.name))
