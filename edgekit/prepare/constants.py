@@ -26,20 +26,25 @@ Where it does not name those that would harm a graph, results are wrong, and ONN
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _PASSED = frozenset({"Relu", "Clip"})
+# Before it rounds weights, ONNX Runtime moves Q and DQ past these (qdq_transformer/qdq_propagation.cc).
+_MOVED = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 
 
-def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
+def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tuple[str, ...]:
     """Returns the names of the nodes whose float weights ONNX Runtime would quantize, in graph order.
 
     These are layers with a constant float weight that read a DQ with one scale and whose only reader is a Q, directly
-    or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc), or operators that Q and DQ are
+    moved past, unless they are asked for `directly`. XNNPACK's provider computes wrong values with what was rounded.
     """
-    view, found = view_part(graph), list[str]()
+    view, found, moved = view_part(graph), list[str](), frozenset() if directly else _MOVED
     for node in view.nodes:
-        source = view.producers.get(node.input[0])
-        if node.op_type not in _WEIGHTED or source is None or source.op_type != "DequantizeLinear":
+        if node.op_type not in _WEIGHTED or not view.is_float_constant(node.input[1]):
             continue
-        if not view.is_float_constant(node.input[1]):
+        source = view.producers.get(node.input[0])
+        while source is not None and source.op_type in moved:
+            source = view.producers.get(source.input[0])
+        if source is None or source.op_type != "DequantizeLinear":
             continue
         scale = view.constants.get(source.input[1])
         # A computed scale may be one number. It is assumed to be, since quantizing silently is worse than a key too
@@ -47,7 +52,7 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
         if scale is not None and list(scale.dims) not in ([], [1]):
             continue
         last = node
-        while last is node or last.op_type in _PASSED:
+        while last is node or last.op_type in _PASSED | moved:
             readers = view.consumers.get(last.output[0], ()) if len(last.output) == 1 else ()
             if len(readers) != 1 or last.output[0] in view.outputs:
                 break

@@ -61,7 +61,8 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     are_integer = [
         not dequantized.isdisjoint(node.input) and not requantized.isdisjoint(node.output) for node in computing
     ]
-    if found := find_float_weights(quantized.graph):
+    # Others are left to a session's options (`disable_harmful`).
+    if found := find_float_weights(quantized.graph, directly=True):
         raise ModelError(
             f"node '{found[0]}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds to 8 bits"
             " per tensor",

@@ -24,6 +24,8 @@ BODIES = {
     OPEN: ("n",),
     "[n] c = Conv(b, w) r = Relu(c) q = QuantizeLinear(r, t, z)": ("n",),
     "[n] c = ConvTranspose(b, w) q = QuantizeLinear(c, t, z)": ("n",),
+    "[n] c = Conv(b, w) r = Transpose<perm = [0, 1, 3, 2]>(c) q = QuantizeLinear(r, t, z)": ("n",),
+    "m = Transpose<perm = [0, 1, 3, 2]>(b) [n] c = Conv(m, w) q = QuantizeLinear(c, t, z)": ("n",),
     "[n] c = Conv(x, w) q = QuantizeLinear(c, t, z)": (),
     "[n] c = Conv(b, w) r = Tanh(c) q = QuantizeLinear(r, t, z)": (),
     "[n] c = Conv(b, w) r = Add(c, c) q = QuantizeLinear(r, t, z)": (),
