@@ -113,4 +113,7 @@ def test_a_state_that_does_not_fit_is_refused(state: State, said: str) -> None:
 def test_steps_of_a_model_without_state_are_refused() -> None:
     with pytest.raises(UsageError, match="no output of the model feeds an input") as error:
         resolve_state(State(steps=2), [spec("x", 4)], [spec("y", 4)])
-    assert "y" in (error.value.hint or "")
+    assert '[state] feeds = { "x" = "y" }' in (error.value.hint or "")
+    with pytest.raises(UsageError) as error:
+        resolve_state(State(steps=2), [spec("x", 4)], [spec("y", 5, 3)])
+    assert 'feeds = { "INPUT" = "OUTPUT" }' in (error.value.hint or "")

@@ -90,11 +90,17 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
     if again is not None:
         return f"feeds several inputs from '{again}'", "name one output for each input"
     if state.steps > 1 and not state.feeds:
-        names = ", ".join(list(gives)[:8])
-        return "asks for steps, and no output of the model feeds an input", f"feeds = {{INPUT = OUTPUT}}, of {names}"
+        return "asks for steps, and by their names no output of the model feeds an input", _propose_feeds(inputs, outputs)
     if state.steps > 1 and len(state.feeds) == len(inputs):
         return "feeds every input", "leave out the one that brings something new"
     return None
+
+
+def _propose_feeds(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
+    """Returns the line of a recipe that states the feeds, with the pairs of equal type and shape filled in."""
+    alike = [(spec, out) for spec in inputs for out in outputs if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
+    pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in alike[:4]) or '"INPUT" = "OUTPUT"'
+    return f"say which does in a recipe (--recipe FILE): [state] feeds = {{ {pairs} }}, without what is no state"
 
 
 def fits(spec: TensorSpec, output: TensorSpec) -> bool:
