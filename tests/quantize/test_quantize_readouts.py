@@ -74,3 +74,14 @@ def test_steps_that_rank_the_words_of_the_input_are_next_words(
     rows = [{"y": np.asarray(RNG.normal(size=(1, 16, words)), np.float32)} for _ in range(8)]
     reading = read_output_kinds(graph, rows, {})["y"]
     assert (reading.kind, reading.other) == (kind, other)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(12, "values"), (8, "classes")])
+def test_a_gain_for_each_number_of_the_input_is_no_score(size: int, kind: str, tmp_path: Path) -> None:
+    """A denoiser's mask has the shape of the spectrum that it is for."""
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,{size}] x) => (float[1,1,12] y) {{'
+    graph = read_float_graph(
+        make_model(f"{text} h = MatMul(x, w)\n y = Sigmoid(h) }}", tmp_path / "m.onnx", {"w": (size, 12)})
+    )
+    rows = [{"y": 1 / (1 + np.exp(4 - 2 * sure(12).reshape(1, 1, 12)))} for _ in range(8)]
+    assert read_output_kinds(graph, rows, {})["y"].kind == kind

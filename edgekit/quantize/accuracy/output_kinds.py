@@ -236,6 +236,10 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         if kept:
             yield Reading(kind="classes", axis=max(0, first.ndim - 1), squash=kept)
         return
+    if ranks_classes(first) and kept and first.shape in map(graph.static_shape, graph.inputs):
+        # A gain for each number of the input, such as a denoiser's mask.
+        yield Reading(kind="values", axis=_find_channels(first))
+        return
     if ranks_classes(first):
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
