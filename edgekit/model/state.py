@@ -90,7 +90,8 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
     if again is not None:
         return f"feeds several inputs from '{again}'", "name one output for each input"
     if state.steps > 1 and not state.feeds:
-        return "asks for steps, and by their names no output of the model feeds an input", _propose_feeds(inputs, outputs)
+        fault = "asks for steps, and by their names no output of the model feeds an input"
+        return fault, _propose_feeds(inputs, outputs)
     if state.steps > 1 and len(state.feeds) == len(inputs):
         return "feeds every input", "leave out the one that brings something new"
     return None

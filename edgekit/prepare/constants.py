@@ -37,7 +37,7 @@ def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tup
     or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc), or operators that Q and DQ are
     moved past, unless they are asked for `directly`. XNNPACK's provider computes wrong values with what was rounded.
     """
-    view, found, moved = view_part(graph), list[str](), frozenset() if directly else _MOVED
+    view, found, moved = view_part(graph), list[str](), frozenset[str]() if directly else _MOVED
     for node in view.nodes:
         if node.op_type not in _WEIGHTED or not view.is_float_constant(node.input[1]):
             continue
