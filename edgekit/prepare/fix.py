@@ -41,6 +41,7 @@ FIXES = _by_id(
     products.sum_to_add,
     idle.leave_out_empty_inputs,
     idle.drop_trailing_inputs,
+    idle.drop_default_activations,
     idle.drop_idle_relus,
     activations.clip_to_relu,
     layout.flatten_to_reshape,

@@ -13,6 +13,12 @@ from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
 from edgekit.prepare.fix import ASKED, FIXES, REWRITES, SPELLINGS, fix_model
 
 WITH = {
+    "default-activations": (
+        "g (float[2,1,3] x, float[2,8,3] w, float[2,8,2] r, float[1,6,3] u, float[1,6,2] v) "
+        "=> (float[2,2,1,2] y, float[2,1,1,2] z) { "
+        'y = LSTM<hidden_size=2, direction="bidirectional", activations=["Sigmoid", "Tanh", "Tanh", "sigmoid", "tanh", '
+        '"tanh"]>(x, w, r) z = GRU<hidden_size=2, activations=["Sigmoid", "Tanh"]>(x, u, v) }'
+    ),
     # onnx's text form has float16 as integers of the same bits: 15360 is 1, 16384 is 2.
     "half-to-float": (
         "g (bool c, float16[2,3] x, float[3,3] f) => (float16[2,3] y, float[2,3] z, float16[2,3] q) "
@@ -124,6 +130,10 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    "default-activations": (
+        "g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) { "
+        'y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }'
+    ),
     "half-to-float": "g (float16[2] x) => (float16[2] y) { a = Relu(x) y = my.Half(a) }",
     "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",

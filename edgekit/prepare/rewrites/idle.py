@@ -1,4 +1,6 @@
-"""Nodes without effect and empty optional inputs: both are removed."""
+"""Nodes without effect, empty optional inputs and attributes that state a default: they are removed."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -8,6 +10,12 @@ from edgekit.graph.match import add_up_huge, made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
 
+# The activation functions of each direction where a node names none (ONNX operators LSTM, GRU, RNN).
+_FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "LSTM": ("sigmoid", "tanh", "tanh"),
+    "GRU": ("sigmoid", "tanh"),
+    "RNN": ("tanh",),
+}
 # Inputs of Resize.
 _ROI, _SCALES = 1, 2
 
@@ -94,6 +102,19 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
         return "output_dtype" not in node.attributes
     zero = graph.array(node.input[2])
     return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
+
+
+@rewrite("default-activations", "leave out the activation functions of {count}, which are those without the attribute")
+def drop_default_activations(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Removes the attribute `activations` of LSTM, GRU and RNN where it states the default, in place."""
+    changed: list[str] = []
+    for node in view_part(graph, opset).nodes if any(node.op_type in _FUNCTIONS for node in graph.node) else ():
+        default = () if node.domain else _FUNCTIONS.get(node.op_type, ())
+        stated = tuple(name.lower() for name in node.attributes.get("activations", ()))
+        if stated and stated in {default, 2 * default}:
+            refill(node.proto.attribute, [each for each in node.proto.attribute if each.name != "activations"])
+            changed.append(node.proto.name)
+    return tuple(changed)
 
 
 @rewrite("drop-copies", "remove {count} of Identity or Dropout, which only hand on their input")
