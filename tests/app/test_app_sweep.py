@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,18 +181,23 @@ def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
     with distributed.LocalCluster(**options) as cluster:
         (nanny,) = cluster.workers.values()
-        killed = list[int]()
+        killed, ended = list[int](), threading.Event()
+        cells = [folder / "build" / name / "cpu" / "cell.json" for name in ("one", "two")]
 
         def kill() -> None:
-            while not any((folder / "build" / name / "cpu" / "cell.json").exists() for name in ("one", "two")):
-                time.sleep(0.01)
+            # If the run fails, for example since a busy machine answers too late, the thread ends too.
+            while not ended.wait(0.01) and not any(cell.exists() for cell in cells):
+                pass
             killed.append(nanny.process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()
-        report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
-        killer.join()
+        try:
+            report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
+        finally:
+            ended.set()
+            killer.join()
         events = _events(cluster)
     assert killed
     assert _told(report) == alone
