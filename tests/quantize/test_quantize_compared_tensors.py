@@ -7,6 +7,7 @@ from onnx import numpy_helper, parser
 from quantize_models import make_model
 
 from edgekit.model.external import DataPlace, point_to
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration import held_out
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
@@ -171,7 +172,7 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
     proto = parser.parse_model(text)
     proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     rows = [np.append(0, rng.uniform(-2, 2, 3))[None].astype(np.float32) for _ in range(9)]
-    held = HeldOut(9, {"y"})
+    held = HeldOut(9, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index, row in enumerate(rows):
         held.offer(index, {"x": row}, {"y": row @ weight})
     save_held_out(tmp_path, held)
@@ -190,24 +191,24 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
     [(1, 1 << 30, 4, "4 of 16 held-out samples"), (2, 5, 2, "2 of 16"), (9, 5, 1, "1 of 16"), (0, 5, 16, "")],
 )
 def test_large_samples_judge_too_and_that_few_do_is_told(
-    monkeypatch: pytest.MonkeyPatch, each: int, most: int, kept: int, told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, each: int, most: int, kept: int, told: str
 ) -> None:
     monkeypatch.setattr(held_out, "MOST_BYTES", 3)
     monkeypatch.setattr(held_out, "LEAST_BYTES", most)
-    held = HeldOut(48, {"y"})
+    held = HeldOut(48, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index in range(48):
         held.offer(index, {"past": np.zeros(each, np.int8)}, {})
     assert len(held.positions()) == kept
     assert told in "".join(held.describe_loss())
     assert bool(told) == bool(held.describe_loss())
-    again = HeldOut(48, {"y"})
+    again = HeldOut(48, {"y"}, ArrayFile(tmp_path / "again"))
     assert again.restore(held.arrays)
     assert again.positions() == held.positions()
 
 
 @pytest.mark.parametrize(("count", "dtype", "why"), [(7, np.int8, "8 are needed"), (48, object, "no plain numbers")])
-def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str) -> None:
-    held = HeldOut(count, {"y"})
+def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str, tmp_path: Path) -> None:
+    held = HeldOut(count, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index in range(count):
         held.offer(index, {"x": np.zeros(1, dtype)}, {})
     assert not held.positions()

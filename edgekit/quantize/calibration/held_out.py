@@ -14,13 +14,14 @@ import numpy as np
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 
 # Weights that were rounded with some samples look better on these than on others, so some samples are not used for
 # rounding; but if there are few samples, rounding needs all. The numbers are chosen by hand with
 # tools/bench/quantize_zoo.py.
 MOST_SAMPLES = 16
-MOST_BYTES = 64 << 20  # of inputs and outputs together, which lie in the cache and in memory
+MOST_BYTES = 64 << 20  # of inputs and outputs together, which lie in the cache
 FEWEST_SAMPLES = 8
 """With fewer samples than this, none is held out."""
 LEAST_KEPT, LEAST_BYTES = 4, 1 << 30
@@ -36,10 +37,10 @@ _TABLE_SIZE = 8
 
 
 class HeldOut:
-    """Keeps samples spread over a stream, at most 16 and at most a third, with some float tensors."""
+    """Keeps samples spread over a stream in a file, at most 16 and at most a third, with some float tensors."""
 
-    def __init__(self, count: int, tensors: Collection[str]) -> None:
-        self._tensors = tensors
+    def __init__(self, count: int, tensors: Collection[str], file: ArrayFile) -> None:
+        self._tensors, self._file = tensors, file
         wanted = min(MOST_SAMPLES, count // 3) if count >= FEWEST_SAMPLES else 0
         self._indices = frozenset(spread_indices(count, wanted)) if wanted else frozenset[int]()
         self._size_bytes = self._kept = 0
@@ -63,10 +64,15 @@ class HeldOut:
         if index not in self._indices or not _is_numeric(sample) or not self._has_room(size_bytes):
             return False
         self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
-        self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
-        # An array that ONNX Runtime returned keeps the memory of its whole session.
-        self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
+        self.arrays |= {f"{index}:in:{name}": self._store(value) for name, value in sample.items()}
+        self.arrays |= {f"{index}:out:{name}": self._store(value) for name, value in outputs.items()}
         return True
+
+    def _store(self, value: Array) -> Array:
+        stored = self._file.zeros(value.shape, value.dtype)
+        stored.values[...] = value
+        stored.release()
+        return stored.values
 
     def _has_room(self, size_bytes: int) -> bool:
         most = MOST_BYTES if self._kept >= LEAST_KEPT else LEAST_BYTES
@@ -82,7 +88,7 @@ class HeldOut:
             index, side, *_ = (*name.split(":", 2), "")
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
-            self.arrays[name] = array.copy()  # a view would keep the whole checkpoint in memory
+            self.arrays[name] = self._store(array)  # a view would keep the whole checkpoint in memory
         self._size_bytes, self._kept = sum(array.nbytes for array in arrays.values()), len(self.positions())
         return self._kept <= 1 or self._size_bytes <= (MOST_BYTES if self._kept > LEAST_KEPT else LEAST_BYTES)
 

@@ -18,6 +18,7 @@ from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
 from edgekit.machine import map_in_order, release_memory
+from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.model import Model, refill, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
@@ -162,7 +163,8 @@ def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCach
 
 
 def _begin(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
-    statistics, held_out = ActivationStatistics(whole, task.work), HeldOut(len(task.indices), task.compared)
+    statistics = ActivationStatistics(whole, task.work)
+    held_out = HeldOut(len(task.indices), task.compared, ArrayFile(task.work / "held_out.data"))
     return Measurements(task=task, cache=cache, augmented=whole, statistics=statistics, held_out=held_out, seen={})
 
 
