@@ -160,6 +160,23 @@ def test_boxes_that_belong_to_others_are_no_boxes() -> None:
     assert find_head(outputs, (SIDE, SIDE)) is None
 
 
+def draw_scores(seed: int, side: int) -> Array:
+    """Returns scores of nine classes at side x side places, alike at neighbouring places, which show one object."""
+    rng, places = np.random.default_rng(seed), np.mgrid[:side, :side].reshape(2, -1).T / side
+    scores = rng.uniform(0, 0.02, (side * side, 9))
+    for middle in rng.uniform(0.2, 0.8, (3, 2)):
+        near = np.abs(places - middle).max(axis=1) < 0.1
+        scores[near] = rng.uniform(0.3, 0.9, 9) + rng.normal(0, 0.01, (int(near.sum()), 9))
+    return np.asarray(scores[None], np.float32)
+
+
+def test_scores_of_a_head_with_several_levels_are_no_boxes_though_they_resemble_them() -> None:
+    one = [{"fine": draw_scores(seed, 16)} for seed in range(16)]
+    assert find_head(one, (SIDE, SIDE)) is not None
+    levels = [{**row, "coarse": draw_scores(seed, 8)} for seed, row in enumerate(one)]
+    assert find_head(levels, (SIDE, SIDE)) is None
+
+
 @pytest.mark.parametrize(("noise", "code"), [(2, "middle and size"), (4, None)])
 def test_boxes_that_overlap_when_mixed_too_are_told_from_noise(noise: float, code: str | None) -> None:
     rng = np.random.default_rng(0)

@@ -157,11 +157,15 @@ def _find_tables(outputs: Tensors) -> Iterator[Columns]:
     shapes = {
         name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.shape[:1] == (1,)
     }
-    for name, shape in shapes.items():
-        if len(shape) == 3:
-            for axis in (-1, -2):
-                if shape[axis] > _BOX and math.prod(shape) // shape[axis] >= _LEAST_ROWS:
-                    yield Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis])
+    tables = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    for name, shape in tables.items():
+        for axis in (-1, -2):
+            # Tables with as many columns and other numbers of rows are levels of a raw head that has the boxes in
+            # outputs of their own: a graph that joins boxes and scores joins its levels too. Scores of classes alone
+            # resemble boxes, because neighbouring rows show the same object.
+            is_level = any(each[axis] == shape[axis] and each != shape for each in tables.values())
+            if not is_level and shape[axis] > _BOX and math.prod(shape) // shape[axis] >= _LEAST_ROWS:
+                yield Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis])
     for rank, axis in ((4, -3), (4, -1), (5, -1)):
         levels = tuple(name for name, shape in shapes.items() if len(shape) == rank)
         channels = {shapes[name][axis] for name in levels}
