@@ -381,7 +381,7 @@ def describe_prediction(predicted: Prediction) -> str:
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
     if predicted.measure == MEASURES["values"].name:
         lost = f"{100 * predicted.drop_estimate:.2f} % ({low:.2f} to {high:.2f})"
-        return f"{ratio}; the outputs decide nothing that is known, and their spread (R2) falls by {lost}"
+        return f"{ratio}; the output that loses most decides nothing that is known, and its spread (R2) falls by {lost}"
     ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
     return (
         f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} points"

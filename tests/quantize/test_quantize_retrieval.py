@@ -104,3 +104,12 @@ def test_of_an_open_share_it_is_told_how_many_samples_would_tell() -> None:
     )  # fmt: skip
     assert wanted_samples(prediction) == math.inf
     assert wanted_samples(msgspec.structs.replace(prediction, drop_interval=(0.0, 0.012))) == 200
+
+
+def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
+    worst = Prediction(
+        samples=32, sqnr_db=9.0, top1_agreement=None, drop_estimate=0.2, drop_interval=(0.1, 0.3), source="",
+        measure=MEASURES["values"].name,
+    )  # fmt: skip
+    shown = describe_prediction(worst)
+    assert "the output that loses most decides nothing that is known, and its spread (R2) falls by 20.00 %" in shown
