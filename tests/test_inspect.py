@@ -42,6 +42,13 @@ def test_a_constant_node_is_no_layer_and_its_weights_are_those_of_its_reader(tmp
     assert [(layer.name, layer.op, layer.weight_bytes) for layer in measure_layers(path)] == [("add", "Add", 8)]
 
 
+def test_a_model_that_quantizes_as_it_runs_is_quantized(tmp_path: Path) -> None:
+    body = "a, s, z = DynamicQuantizeLinear(x) y = MatMulInteger(a, w, z)"
+    text = f"g (float[1,3] x, int8[3,5] w) => (int32[1,5] y) {{ {body} }}"
+    report = _inspect(parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx"))
+    assert (report.is_quantized, report.quantized) == (True, "dynamic")
+
+
 def test_a_size_of_no_dimension_is_refused(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["inspect", str(any_batch), "--dim", "bach=4"]) == 2
     assert "bach" in capsys.readouterr().err
