@@ -1,6 +1,7 @@
 """Shared by all tests: hypothesis profiles, fixtures, and CI's rule that no test may be skipped that can run there."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -47,8 +48,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts slow tests first, so that no worker has a long one left when the others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish() -> None:
-    """Excludes the imported modules and collected tests from garbage collection: each calibration collects twice."""
+    """Excludes the imported modules and collected tests from garbage collection."""
+    _freeze()
+
+
+_ENDED = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Excludes what ended tests left from garbage collection: a build collects some ten times, all that is there."""
+    if next(_ENDED) % 100 == 0:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
