@@ -294,6 +294,11 @@ def test_samples_that_judge_round_nothing(net: Model, tmp_path: Path) -> None:
     fitted = [sample["x"].tobytes() for sample in read_fitted(work)]
     assert len(fitted) == 16
     assert not {sample["x"].tobytes() for sample, _ in read_held_out(work)} & set(fitted)
+    whole = (work / "fitted.bin").read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 64, whole.replace(b"<f4", b"|O8")):
+        (work / "fitted.bin").write_bytes(damaged)
+        with pytest.raises(UsageError, match="are damaged"):
+            list(read_fitted(work))
     (work / "fitted.bin").unlink()
     with pytest.raises(UsageError, match="are gone"):
         list(read_fitted(work))

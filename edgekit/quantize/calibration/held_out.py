@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
-from edgekit.errors import UsageError
+from edgekit.errors import UsageError, reraised
 from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 
@@ -156,7 +156,8 @@ def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
         file = (folder / name).open("rb")
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
-    with file:
+    damaged = UsageError(f"the statistics '{folder / name}' are damaged", hint="calibrate again")
+    with file, reraised((msgspec.DecodeError, TypeError, ValueError, MemoryError, OverflowError), damaged):
         table = file.read(int.from_bytes(file.read(_TABLE_SIZE), "little"))
         rows = msgspec.msgpack.decode(table, type=list[tuple[str, str, tuple[int, ...]]])
         for _, sample in groupby(rows, key=lambda row: row[0].split(":", 1)[0]):
@@ -165,5 +166,6 @@ def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
 
 def _read_array(file: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Array:
     array = np.empty(shape, dtype)
-    file.readinto(array.data)
+    if array.dtype.kind not in _NUMERIC or file.readinto(array.data) != array.nbytes:
+        raise ValueError(f"{shape} of {dtype} are not in the file")
     return array
