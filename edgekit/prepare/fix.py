@@ -101,7 +101,8 @@ For a target, those are applied by which the check finds that it takes more.
 ASKED = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu
 )  # fmt: skip
-"""Rewrites that gain no node but that a target needs all the same (`list_asked`)."""
+"""Rewrites that gain no node but that a target needs all the same: in a float model (`list_asked`), or in integers
+(`fix_quantized`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
@@ -156,7 +157,7 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     Raises:
         OutputError: `out` cannot be written.
     """
-    # Two rewrites look at the numbers of weights.
+    # Two rewrites look at the numbers of weights; half-to-float reads them below, only where it has something to do.
     outside = works_outside(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
     proto = point_into(model.path) if outside else read_proto(model, weights=False)
     if halves.HALF_TO_FLOAT in ids and halves.computes_in_half(proto.graph):
