@@ -16,7 +16,7 @@ from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
 from edgekit.data.labels import read_labels
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import fit_sample, list_samples, load_samples, select_samples, spread_indices
+from edgekit.data.samples import fit_sample, list_samples, load_samples, order_for_runs, select_samples, spread_indices
 from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import TensorSpec
 
@@ -214,9 +214,20 @@ def test_a_cut_off_archive_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_selection_keeps_order_and_spreads_evenly(tmp_path: Path) -> None:
     samples = load_samples(_save(tmp_path / "d.npz", x=ROWS), [X])
-    assert [sample["x"][0, 0] for sample in select_samples(samples, [2, 0])] == [0, 4]
+    assert [sample["x"][0, 0] for sample in select_samples(samples, [1, 2, 0])] == [2, 4, 0]
     assert spread_indices(10, 4) == (0, 2, 5, 7)
     assert spread_indices(2, 4) == (0, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_each_part_of_a_run_from_its_begin_is_spread(steps: int) -> None:
+    """Of 96 sequences sorted by class, each eighth of a run has as much of the first half as of the second."""
+    order = order_for_runs(96 * steps, 96 * steps, steps)
+    assert sorted(order) == list(range(96 * steps))
+    for part in range(12, 97, 12):
+        begun = order[: part * steps]
+        assert sum(index < 48 * steps for index in begun) == part * steps // 2
+        assert all(begun[place] == begun[place - 1] + 1 for place in range(len(begun)) if place % steps)
 
 
 def test_batches_of_any_size_are_cut_into_samples(tmp_path: Path) -> None:

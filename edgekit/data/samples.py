@@ -10,7 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +144,19 @@ def read_shapes(
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
-    """Returns the samples at these positions, in their own order."""
-    wanted = frozenset(indices)
+    """Returns the samples at these positions, in the order given; each step back in it reads the source anew."""
+    wanted = tuple(indices)
+    steps_back = [place for place in range(1, len(wanted)) if wanted[place] <= wanted[place - 1]]
+    passes = [wanted[begin:end] for begin, end in pairwise((0, *steps_back, len(wanted)))]
 
     def read() -> Iterator[Tensors]:
-        for index, sample in zip(range(max(wanted, default=-1) + 1), samples, strict=False):
-            if index in wanted:
-                yield sample
+        for rising in passes:
+            here = frozenset(rising)
+            for index, sample in zip(range(rising[-1] + 1 if rising else 0), samples, strict=False):
+                if index in here:
+                    yield sample
 
-    names = tuple(name for index, name in enumerate(samples.class_names) if index in wanted)
+    names = tuple(samples.class_names[index] for index in wanted) if samples.class_names else ()
     return Samples(source=samples.source, count=len(wanted), read=read, class_names=names)
 
 
@@ -206,6 +210,17 @@ def spread_sequences(count: int, wanted: int, steps: int) -> tuple[int, ...]:
         return spread_indices(count, wanted)
     chosen = spread_indices(count // steps, max(1, wanted // steps))
     return tuple(steps * sequence + step for sequence in chosen for step in range(steps))
+
+
+def order_for_runs(count: int, wanted: int, steps: int) -> tuple[int, ...]:
+    """Returns the positions of `spread_sequences` in the order in which a device runs them.
+
+    A device may stop early, and samples are often sorted by class. So every eighth sequence comes first, then those
+    halfway between, and so on (bit-reversed, as in van der Corput's sequence): what ran by then is spread as well.
+    """
+    chosen = spread_sequences(count, wanted, steps)
+    firsts = [chosen[place : place + steps] for place in range(0, len(chosen), steps)]
+    return tuple(index for offset in (0, 4, 2, 6, 1, 5, 3, 7) for sequence in firsts[offset::8] for index in sequence)
 
 
 def limit_samples(samples: Samples, most: int | None, steps: int = 1) -> Samples:

@@ -140,11 +140,10 @@ def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
     """Returns the worst samples of each run as images, for inputs that are images; `inputs` are the verified ones."""
     captions: dict[int, list[str]] = {}
     for run in report.runs:
-        places = run.find_places(inputs.count)
         for output in run.outputs:
-            if output.worst_sample is not None and output.worst_sample < len(places):
+            if output.worst_sample is not None:
                 caption = f"{output.name} on {run.device}{describe_answers(output)}"
-                captions.setdefault(places[output.worst_sample], []).append(caption)
+                captions.setdefault(output.worst_sample, []).append(caption)
     return draw_samples(inputs, captions)
 
 

@@ -13,7 +13,7 @@ from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import Bundle, snapshot_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.data.data_check import digest_samples
-from edgekit.data.samples import Samples, keep_small, select_samples, spread_sequences
+from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
 from edgekit.devices.named import kind_of
@@ -200,8 +200,8 @@ def _run_devices(
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
-    rows = spread_sequences(golden.samples, plan.samples, bundle.manifest.steps)
-    job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
+    rows = order_for_runs(golden.samples, plan.samples, bundle.manifest.steps)
+    job = make_job(bundle, plan, select_samples(keep_small(read_inputs(golden)), rows))
     if (tuned := find_tuned(bundle.manifest, device)) is not None:
         # The file of the manifest's plan, one run at a time: what an app does around its session is not verified.
         job = set_job(job, msgspec.structs.replace(tuned, concurrency=1))
@@ -322,7 +322,7 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got), trial))
+    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got, trial.rows), trial))
     unfaithful = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [
         msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in plain

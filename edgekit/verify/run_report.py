@@ -8,7 +8,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed
-from edgekit.data.samples import spread_sequences
+from edgekit.data.samples import order_for_runs
 from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import Located
@@ -179,8 +179,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     sizes: SizesReport | None = None
 
     def find_places(self, count: int) -> tuple[int, ...]:
-        """Returns which of `count` samples ran, in their order: spread evenly, until the time limit was reached."""
-        return spread_sequences(count, self.planned_samples or self.samples, self.steps)[: self.samples]
+        """Returns which of `count` samples ran, in the order of the run, until the time limit was reached."""
+        return order_for_runs(count, self.planned_samples or self.samples, self.steps)[: self.samples]
 
     @property
     def observes_placement(self) -> bool:

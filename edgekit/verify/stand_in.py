@@ -14,7 +14,7 @@ import numpy as np
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
 from edgekit.data.labels import Label
-from edgekit.data.samples import Samples, select_samples
+from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples
 from edgekit.devices.bundled import make_job
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
@@ -95,6 +95,8 @@ def add_stand_ins(
 def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:
     forms: list[Form] = [form for form in TESTED_FORMS if bundle.manifest.forms.get(form)]
     samples = read_inputs(golden)
+    order = order_for_runs(samples.count, samples.count, bundle.manifest.steps)
+    samples = select_samples(keep_small(samples), order)
     for form in forms:
         plan = Verification(device="host", form=form, samples=samples.count)
         job = msgspec.structs.replace(make_job(bundle, plan, samples), budget_s=_BUDGET_S)
@@ -104,7 +106,7 @@ def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence
             run = find_device("host", job.target).run_job(job, place)
         except EdgekitError:
             continue
-        rows = range(min(run.outputs.count, len(labels)))
+        rows = order[: run.outputs.count]
         if run.failure is None:
             return score_run(limit, labels, rows, run.outputs, f"host ({form})", sum(run.latency_ms))
     return None

@@ -243,10 +243,10 @@ def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chro
 
 
 def test_samples_are_those_that_ran() -> None:
-    """A run of 8 samples, spread over 16, that ended after 3: its third sample is the fifth of all."""
-    stopped = replace(GOOD, samples=3, planned_samples=8)
-    assert stopped.find_places(16) == (0, 2, 4)
-    assert replace(GOOD, samples=4).find_places(16) == (0, 4, 8, 12)
+    """Of 16 samples, spread over 32: a run that ended after 3 of them had the first, the middle and one between."""
+    stopped = replace(GOOD, samples=3, planned_samples=16)
+    assert stopped.find_places(32) == (0, 16, 8)
+    assert replace(GOOD, samples=4).find_places(16) == (0, 8, 4, 12)
 
 
 def test_shares_add_up_to_a_hundred() -> None:

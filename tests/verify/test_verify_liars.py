@@ -17,7 +17,7 @@ from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, Bundle, open_bundle
 from edgekit.bundle.golden import Golden, make_golden, read_inputs, read_outputs
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, order_for_runs, select_samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
@@ -144,7 +144,7 @@ def retelling(retell: Retell) -> Callable[[Case], InProcess]:
 def replay_float(noise: float) -> Callable[[Case], InProcess]:
     def make(case: Case) -> InProcess:
         rng = np.random.default_rng(0)
-        rows = list(read_outputs(case.bundle.golden))
+        rows = list(in_order_of_runs(read_outputs(case.bundle.golden)))
         return InProcess(lie=lambda _: change(lambda y: (y + noise * rng.normal(size=y.shape)).astype(y.dtype))(rows))
 
     return make
@@ -163,7 +163,7 @@ def recorded(case: Case) -> InProcess:
 
 
 def other_model(case: Case) -> InProcess:
-    return InProcess(lie=lambda _: run_model(case.other, read_golden(case)))
+    return InProcess(lie=lambda _: run_model(case.other, in_order_of_runs(read_inputs(case.bundle.golden))))
 
 
 def exchange(rows: list[Tensors]) -> list[Tensors]:
@@ -258,8 +258,8 @@ TOLD: dict[str, tuple[Callable[[Case], InProcess], str]] = {
 }  # fmt: skip
 
 
-def read_golden(case: Case) -> Samples:
-    return read_inputs(case.bundle.golden)
+def in_order_of_runs(samples: Samples) -> Samples:
+    return select_samples(samples, order_for_runs(samples.count, samples.count, 1))
 
 
 def ask(case: Case, make: Callable[[Case], InProcess], golden: Golden | None = None) -> tuple[str, str]:

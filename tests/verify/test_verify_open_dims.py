@@ -54,7 +54,7 @@ def test_small_middle_and_large_samples_are_judged_apart(bundle: Bundle) -> None
     assert run.passed, (run.failures, run.unproven)
     assert run.sizes is not None
     assert run.sizes.dim == "sequence"
-    assert [size.lengths for size in run.sizes.sizes] == [(3, 4, 2, 1), (5, 7, 8, 6), (10, 11, 12, 9)]
+    assert [size.lengths for size in run.sizes.sizes] == [(3, 4, 1, 2), (8, 5, 6, 7), (12, 10, 9, 11)]
 
 
 def test_a_device_that_is_wrong_at_large_sizes_alone_fails_there(bundle: Bundle) -> None:

@@ -10,7 +10,7 @@ from verify_devices import InProcess, Lie, from_list, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, order_for_runs
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import Reading
@@ -65,10 +65,11 @@ def test_what_the_own_model_clips_is_no_accusation(bundle: Bundle, beyond: Golde
 def test_an_app_s_self_test_fails_where_verify_does(bundle: Bundle) -> None:
     """The loader's own rule: no number farther from what the bundle expects than the manifest's tolerance."""
     limit = bundle.manifest.golden.tolerance["y"]
-    row = bundle.manifest.golden.chosen[0].row
+    count = bundle.golden.samples
+    chosen = order_for_runs(count, count, 1).index(bundle.manifest.golden.chosen[0].row)
 
     def move(by: float) -> Lie:
-        return lambda rows: [{"y": each["y"] + np.float32(by * (place == row))} for place, each in enumerate(rows)]
+        return lambda rows: [{"y": each["y"] + np.float32(by * (place == chosen))} for place, each in enumerate(rows)]
 
     assert ask(bundle, None, move(0.9 * limit))[0] == ""
     assert "an app's self-test fails there: output 'y' is farther than" in ask(bundle, None, move(1.1 * limit))[0]

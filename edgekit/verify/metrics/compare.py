@@ -28,15 +28,16 @@ that memory does not grow with their number."""
 
 
 _Row = tuple[int, Tensors, Tensors | None]
-"""The index of a sample, its reference, and its outputs, None if none came back."""
+"""The number of a sample, its reference, and its outputs, None if none came back."""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one sample: its errors, or why there are none; and the answers of both sides.
+    """One output of one sample, by its number: its errors, or why there are none; and the answers of both sides.
 
     `shapes` are those of both sides, the second None if nothing came back.
     """
 
+    sample: int
     errors: SampleErrors | None = None
     mismatch: str | None = None
     shapes: tuple[tuple[int, ...], tuple[int, ...] | None]
@@ -44,19 +45,23 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_outputs(
-    reference: Samples, got: Samples, readings: Mapping[str, Reading] | None = None
+    reference: Samples,
+    got: Samples,
+    readings: Mapping[str, Reading] | None = None,
+    *,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[OutputReport, ...]:
     """Returns how far every output of `got` is from that of `reference`, over all samples.
 
     `readings` say what outputs are for. If given, each output also gets its agreement, and only outputs that rank
-    classes get ranks.
+    classes get ranks. `numbers` are those by which the reports name the samples, else they are counted from 0.
 
     If an output cannot be compared (it is missing, has another shape or dtype, too few samples, or its file is cut
     off), `OutputReport.mismatch` says so and the output fails; it is never left out.
     """
     measured: dict[str, list[_Measured]] = {}
     troubles: list[str] = []
-    for block in _stack_blocks(_pair(reference, got, troubles)):
+    for block in _stack_blocks(_pair(reference, got, troubles, numbers or range(reference.count))):
         for name in dict.fromkeys(name for _, wanted, _ in block for name in wanted):
             measured.setdefault(name, []).extend(_measure(name, block))
     trouble = troubles[0] if troubles else None
@@ -107,12 +112,12 @@ def mark_reordered(
     )
 
 
-def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Row]:
+def _pair(reference: Samples, got: Samples, troubles: list[str], numbers: Sequence[int]) -> Iterator[_Row]:
     """Yields each reference with its outputs, up to the first sample without any; `troubles` gets the reason."""
     others = iter(got)
     for index, wanted in enumerate(reference):
         found = _take(others, troubles)
-        yield index, wanted, found
+        yield numbers[index], wanted, found
         if found is None:
             troubles.append(f"came back for {index} of {reference.count} samples")
             return
@@ -148,23 +153,24 @@ def _measure(name: str, block: Sequence[_Row]) -> Iterator[_Measured]:
     for form, group in itertools.groupby(came, lambda row: _find_mismatch(*row) or (row[0].shape, row[0].dtype.str)):
         sides = list(group)
         if isinstance(form, str):
-            for one, two, _ in sides:
-                yield _Measured(mismatch=form, shapes=(one.shape, None if two is None else two.shape))
+            for one, two, sample in sides:
+                yield _Measured(sample=sample, mismatch=form, shapes=(one.shape, None if two is None else two.shape))
             continue
         wanted = np.stack([one for one, _, _ in sides])
         found = np.stack([two for _, two, _ in sides if two is not None])
         errors = metrics.measure_samples(wanted, found)
-        for sample, answers in zip(errors, find_answers(wanted, found, errors), strict=True):
-            yield _Measured(errors=sample, shapes=(form[0], form[0]), answers=answers)
+        answered = find_answers(wanted, found, errors)
+        for (_, _, sample), error, answers in zip(sides, errors, answered, strict=True):
+            yield _Measured(sample=sample, errors=error, shapes=(form[0], form[0]), answers=answers)
 
 
-def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None:
+def _find_mismatch(wanted: Array, found: Array | None, sample: int) -> str | None:
     if found is None:
-        return f"is missing in sample {index}"
+        return f"is missing in sample {sample}"
     if wanted.shape != found.shape:
-        return f"has shape {list(found.shape)} in sample {index}, the reference {list(wanted.shape)}"
+        return f"has shape {list(found.shape)} in sample {sample}, the reference {list(wanted.shape)}"
     if wanted.dtype.kind != found.dtype.kind or (wanted.dtype.kind not in "UO" and wanted.dtype != found.dtype):
-        return f"has dtype {found.dtype} in sample {index}, the reference {wanted.dtype}"
+        return f"has dtype {found.dtype} in sample {sample}, the reference {wanted.dtype}"
     return None
 
 
@@ -223,8 +229,10 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
 
 def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
     """Returns the figures over all samples that could be measured, with the worst sample."""
-    index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
-    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
+    row, errors = [(row, row.errors) for row in rows if row.errors is not None][worst]
+    return msgspec.structs.replace(
+        facts, worst_sample=row.sample, worst_position=errors.position, worst_answers=row.answers
+    )
 
 
 # As in planning: this many samples show how a list is read.
@@ -277,9 +285,12 @@ def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
             )
 
 
-def compare_bundled(bundle: Bundle, reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
+def compare_bundled(
+    bundle: Bundle, reference: Samples, got: Samples, numbers: Sequence[int] | None = None
+) -> tuple[OutputReport, ...]:
     """Returns how far outputs are from the float model's, each read as the bundle states, lists by their detections."""
-    outputs, listed = compare_outputs(reference, got, bundle.manifest.readings or {}), find_listed(bundle)
+    outputs = compare_outputs(reference, got, bundle.manifest.readings or {}, numbers=numbers)
+    listed = find_listed(bundle)
     # An output that is missing or has another shape has failed already.
     if listed is None or [each.samples for each in outputs if each.name in listed.outputs] != [reference.count] * len(
         listed.outputs

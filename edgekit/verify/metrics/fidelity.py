@@ -179,7 +179,7 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
     moved = _find_moved(own, got, _energy(_centre(own)) / count, weigh)
     if moved is None:
         return None
-    return f"came back for other samples: that of sample {moved[0]} belongs to sample {moved[1]}"
+    return f"came back for other samples: that of the device's run {moved[0]} belongs to its run {moved[1]}"
 
 
 def find_swapped(own: Floats, got: Floats) -> str | None:
