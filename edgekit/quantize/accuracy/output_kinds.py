@@ -252,9 +252,7 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         return
     for axis in range(first.ndim):
         if 1 < first.shape[axis] < first.size:
-            rows = [np.moveaxis(value, axis, 0).astype(np.float64) for value in values]
-            # A log-softmax adds up to one too, once its exponential is taken.
-            if all(_is_distribution(row) or _is_distribution(np.exp(np.minimum(row, 1))) for row in rows):
+            if all(_is_distribution(np.moveaxis(value, axis, 0)) for value in values):
                 yield Reading(kind="map", axis=axis)
     if kept and first.ndim >= 3 and 1 in first.shape[1:]:
         yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
@@ -326,8 +324,10 @@ def _confidence(values: Sequence[Array], reading: Reading) -> float:
 
 
 def _is_distribution(rows: Array) -> bool:
+    """Returns True if the rows, or their exponentials (of a log-softmax), add up to one."""
+    shares = rows if rows.min() >= 0 else np.exp(np.minimum(rows, 1))
     # In 8 bits or float16 a sum of one is off by up to 1e-2.
-    return bool(rows.min() >= 0 and np.abs(rows.sum(axis=0) - 1).max() < 1e-2)
+    return bool(np.abs(shares.sum(axis=0, dtype=np.float64) - 1).max() < 1e-2)
 
 
 def _find_squash(graph: Graph, name: str) -> str:
