@@ -15,7 +15,7 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
@@ -360,6 +360,13 @@ def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Sampl
     lost = true_drop(good, bad, samples, [0] * 100)
     assert (lost.measure, lost.source, lost.drop_estimate, lost.drop_interval) == ("top1", "labels", 1.0, (1.0, 1.0))
     assert not lost.meets(0.99)
+
+
+def test_logarithms_of_probabilities_are_read_as_what_they_stand_for() -> None:
+    shares = np.array([[0.7, 0.2, 0.1]])
+    reading = Reading(kind="classes", axis=1)
+    assert np.allclose(read_probabilities(np.log(shares), reading), shares.T)
+    assert np.allclose(read_probabilities(shares, reading), shares.T)
 
 
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:

@@ -251,9 +251,8 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
             yield msgspec.structs.replace(reading, other="embedding") if is_either else reading
         return
     for axis in range(first.ndim):
-        if 1 < first.shape[axis] < first.size:
-            if all(_is_distribution(np.moveaxis(value, axis, 0)) for value in values):
-                yield Reading(kind="map", axis=axis)
+        if 1 < first.shape[axis] < first.size and all(_is_share(np.moveaxis(value, axis, 0)) for value in values):
+            yield Reading(kind="map", axis=axis)
     if kept and first.ndim >= 3 and 1 in first.shape[1:]:
         yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
     elif not squash and (readout := find_readout(graph, name)) != "shaped":
@@ -323,11 +322,14 @@ def _confidence(values: Sequence[Array], reading: Reading) -> float:
     return float(np.mean([read_probabilities(value, reading).max(axis=0).mean() for value in values]))
 
 
-def _is_distribution(rows: Array) -> bool:
+def _is_share(rows: Array) -> bool:
     """Returns True if the rows, or their exponentials (of a log-softmax), add up to one."""
-    shares = rows if rows.min() >= 0 else np.exp(np.minimum(rows, 1))
+    return _is_distribution(rows if rows.min() >= 0 else np.exp(np.minimum(rows, 1)))
+
+
+def _is_distribution(rows: Array) -> bool:
     # In 8 bits or float16 a sum of one is off by up to 1e-2.
-    return bool(np.abs(shares.sum(axis=0, dtype=np.float64) - 1).max() < 1e-2)
+    return bool(rows.min() >= 0 and np.abs(rows.sum(axis=0, dtype=np.float64) - 1).max() < 1e-2)
 
 
 def _find_squash(graph: Graph, name: str) -> str:
