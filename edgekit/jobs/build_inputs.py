@@ -264,7 +264,7 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.is_quantized or inputs.calibration is not None:
         return inputs
     job.watch.begin("calibrate")
-    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, inputs.folder / "calibration")
+    calibration = _calibrate(inputs, job, inputs.folder / "calibration")
     inputs = msgspec.structs.replace(inputs, calibration=calibration)
     if inputs.folder.name in job.kept.inputs:
         job.kept.inputs[inputs.folder.name] = inputs
@@ -361,16 +361,15 @@ def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
     return metric
 
 
-def _calibrate(
-    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, work: Path
-) -> Calibration | ModelError:
-    cache = None
+def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | ModelError:
+    cache, samples = None, inputs.samples
     if job.kept.folder is not None:
         cache = CacheSettings(folder=job.kept.folder, digests=samples.facts.digests)
     try:
         return calibrate_model(
-            prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
-        )
+            inputs.prepared, samples.calibration, work=work, cache=cache, outputs=inputs.outputs,
+            progress=job.progress, keep=inputs.reference.keep,
+        )  # fmt: skip
     except ModelError as error:
         return error
 
@@ -390,15 +389,13 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path,
     if found is None:
         return inputs
     better, gain = found
-    calibration = inputs.calibration
-    if not stays_float:
-        calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, folder / "calibration")
-    reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs, work=folder)
-    return msgspec.structs.replace(
+    inputs = msgspec.structs.replace(
         inputs,
         prepared=better.model,
         fixes=(*inputs.fixes, *better.fixes),
-        calibration=calibration,
-        reference=reference,
+        reference=FloatReference(better.model, inputs.samples.calibration, inputs.outputs, work=folder),
         gain=gain,
     )
+    if stays_float:
+        return inputs
+    return msgspec.structs.replace(inputs, calibration=_calibrate(inputs, job, folder / "calibration"))

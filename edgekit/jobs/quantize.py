@@ -31,7 +31,7 @@ from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.predict import Difference, FloatReference, Prediction
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -74,7 +74,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
     """A model prepared for one target, with its samples and all else that is known before the calibration.
 
-    `given` is a plan that was read from a file. The loss of a plan is measured on `measured` samples.
+    `given` is a plan that was read from a file. `reference` runs the prepared model once for all plans.
     """
 
     source: Model
@@ -90,9 +90,8 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     narrow: bool
     measure: Callable[[Model], Prediction]
-    compare: Callable[[Model, Model], Difference]
+    reference: FloatReference
     race: Callable[[Model, Model], Prediction | None]
-    measured: int
     work: Path
     budget: Budget
 
@@ -229,10 +228,9 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         max_drop=recipe.max_drop,
         narrow=recipe.float_constants == "auto",
         measure=measure,
-        compare=reference.compare,
+        reference=reference,
         # What labels say of a part of the samples is not known.
         race=reference.race if labels is None else lambda _first, _second: None,
-        measured=len(reference.indices),
         work=work,
         budget=budget,
     )
@@ -298,16 +296,17 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
         cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
         outputs=job.outputs,
         progress=job.budget.progress,
+        keep=job.reference.keep,
     )
-    # What was planned is written and measured: running both models over a sample takes about as long as calibrating it.
-    budget = job.budget.keep_back((time.monotonic() - began) * job.measured / job.samples.count)
+    # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
+    budget = job.budget.keep_back((time.monotonic() - began) * len(job.reference.indices) / job.samples.count)
     return Search(
         model=job.prepared,
         calibration=calibration,
         target=job.target,
         precision=job.precision,
         measure=job.measure,
-        compare=job.compare,
+        compare=job.reference.compare,
         race=job.race,
         work=job.work,
         memo=Memo(budget=budget),

@@ -143,6 +143,11 @@ class FloatReference:
         self._kept = KeptOutputs(work)
         self._likenesses: dict[str, Likeness] = {}
 
+    def keep(self, index: int, outputs: Tensors) -> None:
+        """Keeps what the model gave for a sample, if that counts: the model does not run for it again."""
+        if index in self.indices:
+            self._kept.keep(index, {spec.name: outputs[spec.name] for spec in self._model.outputs})
+
     @cached_property
     def indices(self) -> Sequence[int]:
         """The samples that count."""

@@ -120,9 +120,10 @@ def augment_graph(
     scores = [each for each in find_attention_scores(graph) if each.tensor in measured]
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*kept} - graph.outputs))
+    lowest = [builder.lowest_score(each) for each in scores]
     builder.extremes(LOWS, "ReduceMin", lows)
     builder.extremes(HIGHS, "ReduceMax", highs)
-    builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
+    builder.concat(SCORES, lowest)
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = {name: min(picked, _count_pickable(graph, name)) for name in names}
     picks = {name: count for name, count in picks.items() if count}
@@ -218,6 +219,7 @@ class _Builder:
         self._graph = graph
         self._count = 0
         self._stored: set[str] = set()
+        self._rows: dict[tuple[str, str], str] = {}
         self._constant("edgekit.flat", np.array([-1]))
 
     def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
@@ -239,17 +241,24 @@ class _Builder:
         rank = len(self._graph.dims(name))
         source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
         others = None if axis is None else [at for at in range(rank) if at != axis]
+        source = source if others else self._rows.get((op, source), source)
         reduced = self._reduce_axes(op, source, others, keepdims=0)
         return self._flatten(reduced) if axis is None else reduced
 
     def lowest_score(self, scores: AttentionScores) -> str:
-        """Adds the lowest value before a Softmax that is not masked; fully masked rows are ignored."""
-        rank = len(self._graph.dims(scores.tensor))
-        highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
+        """Adds the lowest value before a Softmax that is not masked; fully masked rows are ignored.
+
+        The extremes of rows are kept: those of the whole tensor follow from them, without another look at all scores.
+        """
+        last = [len(self._graph.dims(scores.tensor)) - 1]
+        lowest, highest = (
+            self._rows.setdefault((op, scores.tensor), self._reduce_axes(op, scores.tensor, last, keepdims=1))
+            for op in ("ReduceMin", "ReduceMax")
+        )
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.margin)])
         least = self._node("Where", [seen, least, self._number(0.0)])
-        return self._flatten(self._node("ReduceMin", [self._node("Max", [scores.tensor, least])], keepdims=0))
+        return self._flatten(self._node("ReduceMin", [self._node("Max", [lowest, least])], keepdims=0))
 
     def pick(self, name: str, count: int) -> str:
         """Adds values of a tensor at fixed positions."""
@@ -306,6 +315,7 @@ class _Builder:
     def _reduce_planes(self, op: str, name: str) -> str:
         # A pool runs in ONNX Runtime's blocked layout, while a reduction would first convert the whole tensor to NCHW.
         # There is no pooling operator for minima.
+        name = self._rows.get((op, name), name)
         if op == "ReduceMax":
             return self._node("GlobalMaxPool", [name])
         return self._reduce_axes(op, name, [2, 3], keepdims=1)

@@ -12,6 +12,7 @@ from edgekit.graph.graph import Graph
 from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
+from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.held_out import save_fitted, save_held_out
@@ -93,6 +94,7 @@ def calibrate_model(
     cache: CacheSettings | None = None,
     outputs: Mapping[str, StatedOutput] | None = None,
     progress: Progress | None = None,
+    keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None,
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
 
@@ -100,7 +102,8 @@ def calibrate_model(
     `fitting`, the moments for rounding come from MEASURED_SAMPLES evenly spread samples, in a separate pass. Memory
     does not grow with the number of samples. `work` is a folder for the statistics and intermediate files. With a
     `cache` an interrupted calibration continues, and a complete one is read: the result is the same to the last bit.
-    `outputs` states the kinds of the outputs.
+    `outputs` states the kinds of the outputs. `keep` gets the outputs of each sample that is not read from the cache, by
+    its index; what it wants of them it must copy.
 
     Raises:
         UsageError: there is no such range method.
@@ -117,7 +120,7 @@ def calibrate_model(
     graph = set_weights_aside(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
+    task = _make_task(model, graph, samples, methods, cache, work, keep, fitting=fitting)
     with single_blas_thread():
         found = measure_samples(task, progress or say_nothing)
     judges: tuple[str, ...] = ()
@@ -160,6 +163,7 @@ def _make_task(
     methods: Sequence[str],
     cache: CacheSettings | None,
     work: Path,
+    keep: Callable[[int, Tensors], None],
     *,
     fitting: bool,
 ) -> CalibrationTask:
@@ -176,6 +180,7 @@ def _make_task(
         compared=tuple(sorted(compared)),
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
+        keep=keep,
     )
 
 

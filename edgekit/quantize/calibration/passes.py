@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +42,7 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure: histograms, moments and extremes of the samples at `indices`, only extremes of `others`.
 
     For held-out samples the tensors `compared` are stored. `picked` and `patch_samples` are those of `augment_graph`.
+    `keep` gets the outputs of the model for each sample that runs, by its index.
     """
 
     model: Model
@@ -53,6 +54,7 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     compared: tuple[str, ...]
     picked: int
     patch_samples: int
+    keep: Callable[[int, Tensors], None]
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -246,6 +248,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
                 f"sample {index} of '{task.samples.source}' gives a tensor another shape than '{task.model.path.name}'",
                 hint="give samples with the axes and sizes that the model's shapes were declared for",
             )
+        task.keep(index, values)
         run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
         del values
