@@ -87,15 +87,19 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
         raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
     # Unpacked only after the digest was checked; files are extracted one by one, under names that edgekit chooses.
-    with tarfile.open(packages[0]) as package:
-        taken = tuple(folder / Path(name).name for name in digests)
-        for name, path in zip(digests, taken, strict=True):
-            write_member(package.extractfile(name), path)
+    taken = {name: folder / Path(name).name for name in digests}
+    # As a stream: to look a name up, tarfile would inflate all of the package first.
+    with tarfile.open(packages[0], "r|gz") as package:
+        for member in package:
+            if path := taken.get(member.name):
+                write_member(package.extractfile(member), path)
+            if all(path.exists() for path in taken.values()):
+                break
     packages[0].unlink()
-    for (name, expected), path in zip(digests.items(), taken, strict=True):
-        if digest_file(path) != expected:
+    for name, expected in digests.items():
+        if digest_file(taken[name]) != expected:
             raise DeviceError(f"'{name}' is not as published", hint="check the npm registry")
-    return taken
+    return tuple(taken.values())
 
 
 def write_member(member: IO[bytes] | None, path: Path) -> None:

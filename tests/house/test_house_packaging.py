@@ -1,6 +1,9 @@
 """What an installed edgekit holds: the code, the targets, the far-side programs, the demo; and nothing else."""
 
+import os
 import re
+import subprocess
+import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +36,22 @@ def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
     heads = {name.split("/")[0] for name in wheel}
     assert all(head == "edgekit" or head.endswith(".dist-info") for head in heads)
     assert not any("node_modules" in name or "__pycache__" in name for name in wheel)
+
+
+def test_the_wheel_alone_checks_its_own_model(built_wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(built_wheel) as archive:
+        archive.extractall(tmp_path)
+    model = tmp_path / "edgekit/demo/digits_mobilenet.onnx"
+    program = (
+        "import sys, edgekit\nfrom edgekit.cli.main import run_command\n"
+        "print(edgekit.__file__)\nsys.exit(run_command(['check', sys.argv[1], '--target', 'qnn']))"
+    )
+    # The path comes before the checkout, an editable install.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", program, str(model)]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(str(tmp_path))
 
 
 def test_every_locked_package_is_hashed() -> None:

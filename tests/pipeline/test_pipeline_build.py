@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from tiny_models import parse_model, write_small_net
 
 from edgekit.bundle.folder import open_bundle
+from edgekit.cli.main import run_command
 from edgekit.devices.device import LEAST_SAMPLES
 from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
@@ -39,56 +40,23 @@ TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
 DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LABELS)
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """How `edgekit demo` ended, from the wheel in an environment of its own, and where that has edgekit from."""
-
-    status: int
-    stdout: str
-    stderr: str
-    place: str
-    source: str
-
-
 @pytest.fixture(scope="module")
-def made(built_wheel: Path, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def demo(make_once: Callable[[str, Callable[[Path], None]], Path]) -> BuildReport:
+    """What `edgekit demo` makes."""
     for name, target in (("qnn-htp-sim", "qnn"), ("android", "xnnpack"), ("android:x86_64", "nnapi")):
         present(name, target)
 
     def fill(folder: Path) -> None:
-        place = folder / "env"
-        venv.create(place, symlinks=True)
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
-        subprocess.run([*uv, str(place / "bin/python"), str(built_wheel)], check=True, capture_output=True)
-        # What edgekit depends on is that of this environment; the checkout itself, an editable install, stays hidden.
-        (site,) = place.glob("lib/python*/site-packages")
-        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-        asked = "import edgekit; print(edgekit.__file__)"
-        where = subprocess.run([place / "bin/python", "-c", asked], cwd=folder, capture_output=True, check=True)
-        command = [str(place / "bin/edgekit"), "demo", "-q", "--json", "--out", "out"]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        told = Made(
-            status=run.returncode,
-            stdout=run.stdout,
-            stderr=run.stderr,
-            place=str(place),
-            source=where.stdout.decode().strip(),
-        )
-        (folder / "made.json").write_bytes(msgspec.json.encode(told))
+        assert run_command(["demo", "-q", "--json", "--out", str(folder / "out")]) == 0
 
-    return make_once("demo-on-targets", fill)
-
-
-@pytest.fixture(scope="module")
-def demo(made: Path) -> BuildReport:
-    """The demo as the wheel built it."""
-    text = (made / "out" / "report.json").read_bytes()
+    out = make_once("demo-on-targets", fill) / "out"
+    text = (out / "report.json").read_bytes()
     report = msgspec.json.decode(text, type=BuildReport, dec_hook=lambda kind, value: kind(value))
     # The folder was moved to its place when it was whole.
     bundles = tuple(
-        msgspec.structs.replace(bundle, path=bundle.path and made / "out" / bundle.path.name)
-        for bundle in report.bundles
+        msgspec.structs.replace(bundle, path=bundle.path and out / bundle.path.name) for bundle in report.bundles
     )
-    return msgspec.structs.replace(report, bundles=bundles, report=made / "out" / report.report.name)
+    return msgspec.structs.replace(report, bundles=bundles, report=out / report.report.name)
 
 
 def verdict_of_coreml() -> Verdict:
@@ -216,14 +184,25 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
 
 @pytest.mark.long
 def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same_bytes(
-    made: Path, demo: BuildReport, tmp_path: Path
+    built_wheel: Path, demo: BuildReport, tmp_path: Path
 ) -> None:
-    told = msgspec.json.decode((made / "made.json").read_bytes(), type=Made)
-    assert told.status == 0, told.stderr
-    assert Path(told.source).is_relative_to(told.place)
-    assert json.loads(told.stdout) == json.loads(demo.report.with_suffix(".json").read_text())
-    here = build(MODEL, DEMO_DATA, tmp_path / "here", Recipe(targets=TARGETS), verify=False)
-    assert [bundle.files for bundle in here.bundles] == [bundle.files for bundle in demo.bundles]
+    place = tmp_path / "env"
+    venv.create(place, symlinks=True)
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
+    subprocess.run([*uv, str(place / "bin/python"), str(built_wheel)], check=True, capture_output=True)
+    # What edgekit depends on is that of this environment; the checkout itself, an editable install, stays hidden.
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    asked = "import edgekit; print(edgekit.__file__)"
+    where = subprocess.run([place / "bin/python", "-c", asked], cwd=tmp_path, capture_output=True, check=True)
+    assert Path(where.stdout.decode().strip()).is_relative_to(place)
+    command = [str(place / "bin/edgekit"), "demo", "-q", "--json", "--out", "out"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert json.loads(run.stdout) == written
+    files = [[msgspec.to_builtins(file) for file in bundle.files] for bundle in demo.bundles]
+    assert [bundle["files"] for bundle in written["bundles"]] == files
 
 
 @pytest.mark.long
