@@ -34,8 +34,9 @@ from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
-from edgekit.quantize import Calibration, calibrate_model
+from edgekit.quantize import Calibration
 from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
@@ -366,10 +367,10 @@ def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | 
     if job.kept.folder is not None:
         cache = CacheSettings(folder=job.kept.folder, digests=samples.facts.digests)
     try:
-        return calibrate_model(
-            inputs.prepared, samples.calibration, work=work, cache=cache, outputs=inputs.outputs,
-            progress=job.progress, keep=inputs.reference.keep,
-        )  # fmt: skip
+        options = CalibrationOptions(
+            work=work, cache=cache, outputs=inputs.outputs, progress=job.progress, keep=inputs.reference.keep
+        )
+        return calibrate_for(inputs.prepared, samples.calibration, options)
     except ModelError as error:
         return error
 

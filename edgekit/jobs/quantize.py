@@ -30,9 +30,10 @@ from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
-from edgekit.quantize import QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize import QuantPlan, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
+from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
@@ -287,17 +288,16 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
     else:
         # A plan holds its ranges: only what fits weights to statistics has to measure more.
         methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
-    calibration = calibrate_model(
-        job.prepared,
-        job.samples,
+    options = CalibrationOptions(
         work=job.work / "calibration",
-        methods=methods,
+        methods=tuple(methods),
         fitting=fitting or how.layers,
         cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
         outputs=job.outputs,
         progress=job.budget.progress,
         keep=job.reference.keep,
     )
+    calibration = calibrate_for(job.prepared, job.samples, options)
     # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
     budget = job.budget.keep_back((time.monotonic() - began) * len(job.reference.indices) / job.samples.count)
     return Search(

@@ -408,10 +408,11 @@ def _correct_layer(
     errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
     # The mean error E[W x] - E[Wq x] of each output channel, in parts: in double precision each step over a whole large
     # layer would take twice its memory.
+    mean = moments.mean[:, :, None].astype(np.float64)
     for start in range(0, matrix.shape[1], rows):
         span = slice(start, start + rows)
         values = Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
-        errors[:, span] = ((matrix[:, span].astype(np.float64) - values) * moments.mean[:, None]).sum(axis=2)
+        errors[:, span] = ((matrix[:, span].astype(np.float64) - values) @ mean)[:, :, 0]
     corrected = {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
         "scale": rounded.scale.reshape(-1),

@@ -12,9 +12,10 @@ from stranger_models import STRANGERS, write_stranger
 
 from edgekit.data.samples import load_samples
 from edgekit.data.wilson import Z95
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model, quantize_model
+from edgekit.quantize.accuracy.likeness import Likeness
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, find_plan, write_chosen
@@ -42,6 +43,17 @@ def test_a_verdict_is_what_the_oracle_says(name: str, tmp_path: Path, without_ar
     assert (finding.verdict, finding.state) == ("pass", "right"), finding
 
 
+def find_chance(reference: FloatReference, one: Model, two: Model) -> float:
+    """Returns the standard error of the difference of two estimated drops, by leaving out an eighth of the samples."""
+    kept = [reference._find_compared(each) for each in (one, two)]
+    gaps = list[float]()
+    for group in range(8):
+        indices = [index for place, index in enumerate(reference.indices) if place % 8 != group]
+        judged = [Likeness(reference.parts, [own[index] for index in indices]).judge() for own in kept]
+        gaps.append(float(np.diff([max((loss.estimate for _, loss in each), default=0.0) for each in judged])[0]))
+    return 7**0.5 * float(np.std(gaps))
+
+
 @pytest.mark.parametrize("name", STRANGERS)
 def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> None:
     stranger = STRANGERS[name]
@@ -60,13 +72,12 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
     stock = plan_minmax(model, calibration, target, plan)
     plain = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
     lost, least = (reference.predict_drop(each) for each in (written, plain))
-    found = reference.compare(written, plain)
-    gap, reach = (lost.drop_estimate or 0) - (least.drop_estimate or 0), Z95 * found.chance
+    gap, reach = (lost.drop_estimate or 0) - (least.drop_estimate or 0), Z95 * find_chance(reference, written, plain)
     assert gap <= reach
-    # Where the drops are not told apart, minmax moves decisions more, or none of the plan's changed, or minmax misses
-    # the goal.
-    no_less = found.moved <= 0 or lost.top1_agreement in {None, 1.0} or not least.meets(PLAIN_DROP)
-    assert gap < -reach or no_less
+    assert lost.meets(PLAIN_DROP) or not least.meets(PLAIN_DROP)
+    # Minmax moves decisions more, or none of the plan's changed, or minmax misses the goal that the plan meets.
+    is_better = lost.meets(PLAIN_DROP) and not least.meets(PLAIN_DROP)
+    assert is_better or reference.compare(written, plain) <= 0 or lost.top1_agreement in {None, 1.0}
 
 
 @pytest.mark.parametrize("answers", MEASURES)

@@ -10,7 +10,8 @@ from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.predict import AP, predict_drop
+from edgekit.quantize.accuracy.likeness import AP
+from edgekit.quantize.accuracy.predict import predict_drop
 
 SIDE, KINDS = 64, 3
 

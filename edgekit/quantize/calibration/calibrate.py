@@ -94,7 +94,6 @@ def calibrate_model(
     cache: CacheSettings | None = None,
     outputs: Mapping[str, StatedOutput] | None = None,
     progress: Progress | None = None,
-    keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None,
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
 
@@ -102,8 +101,7 @@ def calibrate_model(
     `fitting`, the moments for rounding come from MEASURED_SAMPLES evenly spread samples, in a separate pass. Memory
     does not grow with the number of samples. `work` is a folder for the statistics and intermediate files. With a
     `cache` an interrupted calibration continues, and a complete one is read: the result is the same to the last bit.
-    `outputs` states the kinds of the outputs. `keep` gets the outputs of each sample that is not read from the cache, by
-    its index; what it wants of them it must copy.
+    `outputs` states the kinds of the outputs.
 
     Raises:
         UsageError: there is no such range method.
@@ -111,18 +109,46 @@ def calibrate_model(
         ModelError: the model is quantized already, is older than opset 13, or has no float activation.
         OutputError: the cache cannot be written.
     """
-    work = as_path(work)
-    for method in methods:
+    how = CalibrationOptions(
+        work=as_path(work), methods=tuple(methods), fitting=fitting, cache=cache, outputs=dict(outputs or {}),
+        progress=progress or say_nothing,
+    )  # fmt: skip
+    return calibrate_for(model, samples, how)
+
+
+class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `calibrate_model`, and `keep`.
+
+    `keep` gets the outputs of each sample that is not read from the cache, by its index; what it wants it must copy.
+    """
+
+    work: Path
+    methods: tuple[str, ...] = AUTO_METHODS
+    fitting: bool = True
+    cache: CacheSettings | None = None
+    outputs: dict[str, StatedOutput] = {}
+    progress: Progress = say_nothing
+    keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None
+
+
+def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Calibration:
+    """Does what `calibrate_model` does, and hands the outputs of the model to `how.keep`.
+
+    Raises:
+        EdgekitError: as for `calibrate_model`.
+    """
+    work, fitting = how.work, how.fitting
+    for method in how.methods:
         if method not in RANGE_METHODS:
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
-    methods = tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
+    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *PLAIN_METHODS})
     work.mkdir(parents=True, exist_ok=True)
     graph = set_weights_aside(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    task = _make_task(model, graph, samples, methods, cache, work, keep, fitting=fitting)
+    task = _make_task(model, graph, samples, methods, how)
     with single_blas_thread():
-        found = measure_samples(task, progress or say_nothing)
+        found = measure_samples(task, how.progress)
     judges: tuple[str, ...] = ()
     if fitting:
         save_held_out(work, found.held_out)
@@ -142,7 +168,7 @@ def calibrate_model(
         notes=(*found.cache.notes, *judges),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
-        outputs=dict(outputs or {}),
+        outputs=how.outputs,
     )
 
 
@@ -157,16 +183,9 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
 
 
 def _make_task(
-    model: Model,
-    graph: Graph,
-    samples: Samples,
-    methods: Sequence[str],
-    cache: CacheSettings | None,
-    work: Path,
-    keep: Callable[[int, Tensors], None],
-    *,
-    fitting: bool,
+    model: Model, graph: Graph, samples: Samples, methods: Sequence[str], how: CalibrationOptions
 ) -> CalibrationTask:
+    fitting = how.fitting
     with_histograms = methods != PLAIN_METHODS
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
     compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
@@ -174,13 +193,13 @@ def _make_task(
         model=model,
         graph=graph,
         samples=samples,
-        work=work,
-        cache=cache,
+        work=how.work,
+        cache=how.cache,
         indices=indices,
         compared=tuple(sorted(compared)),
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
-        keep=keep,
+        keep=how.keep,
     )
 
 

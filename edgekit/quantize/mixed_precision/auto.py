@@ -221,7 +221,9 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
 
 def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
-    if found.ratio_db >= GOOD_DB:
+    # A search that takes tensors out of 8 bits fits inputs again, and before it does, a collapsed plan shows nothing.
+    waits = not subject.relieve and found.ratio_db < COLLAPSED_DB and is_relievable(found.plan)
+    if waits or found.ratio_db >= GOOD_DB:
         return found
     draft = msgspec.structs.replace(draft, plan=found.plan)
     plan = attempt("ranges of inputs", partial(fit_inputs, draft))

@@ -11,11 +11,10 @@ import msgspec
 from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
-from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES
-from edgekit.quantize.accuracy.predict import Difference, Prediction
+from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
@@ -62,8 +61,9 @@ _MORE = "plans with more tensors out of 8 bits"
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
 
-    `compare` returns how two quantized models differ, over the same samples. `race` returns what the second of two
-    loses, if a part of the samples shows that it is clearly worse than the first.
+    `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
+    and 0 where none are known. `race` returns what the second of two loses, if a part of the samples shows that it is
+    clearly worse than the first.
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
     may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
     not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used.
@@ -74,7 +74,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     precision: Precision
     measure: Callable[[Model], Prediction]
-    compare: Callable[[Model, Model], Difference]
+    compare: Callable[[Model, Model], float]
     race: Callable[[Model, Model], Prediction | None] = lambda _first, _second: None
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
@@ -162,13 +162,10 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
     The others are plain minmax, and where more than two points are lost, the plan with other range methods: the method
     was chosen by 16 samples, before tensors left 8 bits.
 
-    Two plans are compared over all samples, sample by sample. With d the difference of their estimated drops and s its
-    standard error, d decides if |d| > 1.96 s, since it then differs from 0 with 95 % confidence. Else the few decisions
-    that changed do not tell the plans apart. Then the better plan is the one that moves all decisions less: the mean
-    Hellinger distance of a decision (`Measure.soften`), which every sample contributes to. Its ratio to the signal is
-    not used, because it counts errors of logits that decide nothing.
-
-    A plan that meets the goal is kept beside one that does not, unless the difference is more than chance.
+    Of two plans the better is the one that meets the goal. If both do, or neither, it is the one that moves the
+    decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.soften`), to which every
+    sample contributes. The few decisions that changed would tell less, and the ratio to the signal counts errors of
+    logits that decide nothing.
     """
     first, found = searched.chosen, searched.chosen.prediction
     # No decision changed, so none can be saved.
@@ -193,10 +190,12 @@ def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) ->
     # It was clearly worse after some of the samples.
     if other.prediction.samples < chosen.prediction.samples:
         return False
-    difference = search.compare(*(_quantize(search, each.step, each.plan).model for each in (chosen, other)))
-    gain, reach = _drop(chosen) - _drop(other), Z95 * difference.chance
-    is_lost = chosen.prediction.meets(max_drop) and not other.prediction.meets(max_drop)
-    return gain > reach or (gain >= -reach and not is_lost and difference.moved > 0)
+    is_met, meets = (each.prediction.meets(max_drop) for each in (chosen, other))
+    if is_met != meets:
+        return meets
+    # Where no decisions are known, the ratio to the signal is all there is.
+    farther = search.compare(*(_quantize(search, each.step, each.plan).model for each in (chosen, other)))
+    return (farther or _drop(chosen) - _drop(other)) > 0
 
 
 def _add_trial(
