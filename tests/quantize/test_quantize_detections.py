@@ -106,6 +106,20 @@ def test_a_head_is_decoded_to_the_boxes_that_it_codes(code: str) -> None:
     assert (chances.max(axis=1) > 0.4).tolist() == (shown.max(axis=1) > 0.4).tolist()
 
 
+@pytest.mark.parametrize("code", ["offsets", "yolox"])
+def test_levels_in_outputs_of_their_own_are_one_head(code: str) -> None:
+    joined, levels = make_outputs(code), list[Tensors]()
+    for row in joined:
+        parts = row if code == "offsets" else {"b": row["y"][..., :4], "o": row["y"][..., 4:5], "c": row["y"][..., 5:]}
+        levels.append(
+            {f"{name}_{at}": each[:, a:z] for at, a, z in ((8, 0, 64), (16, 64, 80)) for name, each in parts.items()}
+        )
+    head, whole = read(find_head(levels, (SIDE, SIDE))), read(find_head(joined, (SIDE, SIDE)))
+    assert (head.code, head.grid, head.objectness is None) == (code, whole.grid, whole.objectness is None)
+    for found, wanted in zip(head.decode(levels[0]), whole.decode(joined[0]), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("code", heads.CODES)
 def test_what_shows_nothing_has_no_boxes(code: str) -> None:
     grid = heads.Grid(levels=(heads.Level(anchors=3, height=2, width=2),) * 3, image=(SIDE, SIDE))

@@ -35,6 +35,7 @@ _MOST_OUTPUTS = 20
 # More rows, or smaller cells, are pixels.
 _MOST_ROWS, _LEAST_CELL = 1 << 17, 4
 _BOX = 4
+_BOX_WIDTHS = (_BOX, *(_BOX * bins for bins in BINS))
 # Where all scores are lower nothing is detected; detectors for COCO reach 0.3 and more.
 _LEAST_SCORE = 0.1
 # At most this share of rows has a high score: most of an image is background.
@@ -80,7 +81,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
 
     `outputs` are those of a float model for a few samples, `image` is the height and width of its input.
     """
-    best, reached = None, (0, 0.0)
+    best, reached = None, (0, False, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
         sides, rows = _sides(outputs[0], boxes[0]), 0
         for name in boxes[0].outputs:
@@ -92,10 +93,13 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
             sure = _find_high_scores(head, outputs)
             columns = tuple(each.count for each in boxes)
             for code, grid in lay_grids(columns, rows, sides, image) if sure else ():
+                if grid is None and len(boxes[0].outputs) > 1:
+                    continue
                 peaks = sides[0][1:] if code in CENTRED else None
                 coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
                 near, mixed = _agreement(coded, outputs, sure, image)
-                rank = (_PREFERRED.get(code, 0), round(near, 2))
+                # An objectness beside scores is told by them; the boxes agree without it as well.
+                rank = (_PREFERRED.get(code, 0), head.objectness is not None, round(near, 2))
                 if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
                     best, reached = coded, rank
     return best
@@ -119,63 +123,57 @@ def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
     """Yields where boxes may lie, and where the objectness, if there is one, and the scores."""
     if sum(value.dtype.kind == "f" and value.ndim > 1 for value in outputs.values()) > _MOST_OUTPUTS:
         return
-    for table in _find_tables(outputs):
-        for boxes, scores in _split_table(table):
-            yield (boxes,), scores
-    yield from _pair_maps(outputs)
-    named = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim >= 2}
-    for name, shape in named.items():
-        for other, beside in named.items():
-            pair = name != other and len(shape) == len(beside) == 3 and shape[:2] == beside[:2]
-            if pair and shape[1] >= _LEAST_ROWS and shape[2] >= _BOX and (shape[2] == _BOX or beside[2] == 1):
-                boxes = Columns(outputs=(name,), axis=-1, start=0, stop=_BOX)
-                yield (boxes,), (Columns(outputs=(other,), axis=-1, start=0, stop=beside[2]),)
+    for group in _join_levels(outputs):
+        rank, is_one_level = outputs[group[0].outputs[0]].ndim, len(group[0].outputs) == 1
+        # A graph that joins boxes and scores of a table joins its levels too; maps of a level have them side by side.
+        # Scores alone resemble boxes, because neighbouring rows show the same object.
+        for table in group if (is_one_level if rank < 4 else len(group) == 1) else ():
+            for anchors in (1, 3) if rank == 4 else (1,):
+                columns = msgspec.structs.replace(table, stop=table.count // anchors, anchors=anchors)
+                for part, rest in _split_table(columns) if table.count % anchors == 0 else ():
+                    yield (part,), rest
+        for boxes, others in _pick_boxes(group, is_map=rank == 4 and is_one_level):
+            for scores in others:
+                yield boxes, (scores,)
+                yield from ((boxes, (there, scores)) for there in others if there.count == 1 and there is not scores)
 
 
-def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
-    """Yields maps of shifts and of sizes, with two channels each, beside one of scores with the same sides."""
-    shapes = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim == 4}
-    for axis in (-3, -1):
-        places = {
-            name: tuple(size for place, size in enumerate(shape) if place != 4 + axis) for name, shape in shapes.items()
-        }
-        whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
-        # Those of two channels first, since every output of a language model's cache has four dimensions.
-        halves = [
-            name
-            for name, shape in shapes.items()
-            if shape[axis] == _BOX // 2 and math.prod(places[name]) >= _LEAST_ROWS
-        ]
-        for shifts, sizes in permutations(halves, 2):
-            for scores in shapes if places[shifts] == places[sizes] else ():
-                if scores not in {shifts, sizes} and places[scores] == places[shifts]:
-                    yield (whole[shifts], whole[sizes]), (whole[scores],)
+def _join_levels(outputs: Tensors) -> Iterator[list[Columns]]:
+    """Yields what tells something of the same rows, such as boxes and scores.
+
+    Each is one output, or one for each level, such as cls_8, cls_16 and cls_32 beside box_8, box_16 and box_32: outputs
+    with as many columns and other numbers of rows are levels, if there are as many for each number of rows.
+    """
+    for rank, axis in ((3, -1), (3, -2), (4, -3), (4, -1), (5, -1), (2, -1)):
+        counts: dict[int, dict[tuple[int, ...], list[str]]] = {}
+        for name, value in outputs.items():
+            if value.dtype.kind == "f" and value.ndim == rank and (rank == 2 or value.shape[0] == 1):
+                places = tuple(np.delete(value.shape, axis).tolist())
+                counts.setdefault(value.shape[axis], {}).setdefault(places, []).append(name)
+        groups: dict[tuple[tuple[int, ...], ...], list[Columns]] = {}
+        for count, names in counts.items():
+            largest_first = sorted(names, key=math.prod, reverse=True)
+            are_levels = len({len(each) for each in names.values()}) == 1
+            for levels in [tuple(largest_first)] if are_levels else [(each,) for each in largest_first]:
+                for level_names in zip(*(names[each] for each in levels), strict=True):
+                    groups.setdefault(levels, []).append(Columns(outputs=level_names, axis=axis, start=0, stop=count))
+        yield from (group for levels, group in groups.items() if sum(map(math.prod, levels)) >= _LEAST_ROWS)
 
 
-def _find_tables(outputs: Tensors) -> Iterator[Columns]:
-    """Yields what may be a table of boxes and scores: one output, or maps of several levels with equal channels."""
-    shapes = {
-        name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.shape[:1] == (1,)
-    }
-    tables = {name: shape for name, shape in shapes.items() if len(shape) == 3}
-    for name, shape in tables.items():
-        for axis in (-1, -2):
-            # Tables with as many columns and other numbers of rows are levels of a raw head that has the boxes in
-            # outputs of their own: a graph that joins boxes and scores joins its levels too. Scores of classes alone
-            # resemble boxes, because neighbouring rows show the same object.
-            is_level = any(each[axis] == shape[axis] and each != shape for each in tables.values())
-            if not is_level and shape[axis] > _BOX and math.prod(shape) // shape[axis] >= _LEAST_ROWS:
-                yield Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis])
-    for rank, axis in ((4, -3), (4, -1), (5, -1)):
-        levels = tuple(name for name, shape in shapes.items() if len(shape) == rank)
-        channels = {shapes[name][axis] for name in levels}
-        if len(channels) != 1:
-            continue
-        (count,) = channels
-        for anchors in (1, 3) if rank == 4 else (1,):
-            if count % anchors == 0 and count // anchors > _BOX:
-                ordered = tuple(sorted(levels, key=lambda name: -math.prod(shapes[name])))
-                yield Columns(outputs=ordered, axis=axis, start=0, stop=count // anchors, anchors=anchors)
+def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tuple[Columns, ...], Sequence[Columns]]]:
+    """Yields what may code boxes, and what may be scores beside it; of a map also shifts and sizes, two columns each.
+
+    Boxes are alone in their columns, or before other numbers, such as points of a face, of which there is one score.
+    """
+    for each in group:
+        others = [other for other in group if other is not each]
+        if each.count in _BOX_WIDTHS:
+            yield (each,), others
+        if each.count > _BOX:
+            start = msgspec.structs.replace(each, stop=_BOX)
+            yield (start,), [other for other in others if other.count == 1]
+    for pair in permutations([each for each in group if is_map and each.count == _BOX // 2], 2):
+        yield pair, [other for other in group if other not in pair]
 
 
 def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
@@ -185,7 +183,7 @@ def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]
     def part(start: int, stop: int) -> Columns:
         return msgspec.structs.replace(table, start=start, stop=stop)
 
-    for width in (_BOX, *(_BOX * bins for bins in BINS)):
+    for width in _BOX_WIDTHS:
         if width + 1 > count:
             continue
         yield part(0, width), (part(width, count),)
@@ -225,7 +223,9 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
             np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64), squash
         )
         # Where an object is, one class scores high too; beside the column of a class no other would.
-        if both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12):
+        is_told = both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12)
+        # Both are probabilities, or both come before a sigmoid; other numbers, such as points of a face, do neither.
+        if is_told and squash == whether:
             yield Head(
                 boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, squash_objectness=whether, code=""
             )
