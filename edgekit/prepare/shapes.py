@@ -311,22 +311,26 @@ def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[s
 
 
 def infer_outputs(proto: onnx.ModelProto) -> None:
-    """Gives the graph's outputs the shapes that follow from the inputs', where they are known, in place."""
-    unknown = [
-        value
-        for value in proto.graph.output
-        if value.type.HasField("tensor_type")
-        and not (
-            value.type.tensor_type.HasField("shape")
-            and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
-        )
+    """Gives the graph's outputs the shapes that follow from the inputs', in place; others keep what was declared.
+
+    A declared shape may be wrong: an exporter may call the sides of an enlarged image `height` and `width`, as the
+    input's, and ONNX Runtime only warns.
+    """
+    outputs = [value.type.tensor_type for value in proto.graph.output if value.type.HasField("tensor_type")]
+    declared = [onnx.TypeProto.Tensor.FromString(each.SerializeToString()) for each in outputs]
+    for output in outputs:
+        output.ClearField("shape")
+    inferred = [
+        value.type.tensor_type for value in infer_model(proto).graph.output if value.type.HasField("tensor_type")
     ]
-    for value in unknown:
-        value.type.tensor_type.ClearField("shape")
-    shapes = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output} if unknown else {}
-    for value in unknown:
-        if shapes[value.name].HasField("shape"):
-            value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
+    for output, stated, found in zip(outputs, declared, inferred, strict=True):
+        output.CopyFrom(stated)
+        fits = not stated.HasField("shape") or len(found.shape.dim) == len(stated.shape.dim)
+        if found.HasField("shape") and fits:
+            output.shape.CopyFrom(found.shape)
+            for dim, known in zip(output.shape.dim, stated.shape.dim, strict=False):
+                if not _is_known(dim):
+                    dim.CopyFrom(known)
 
 
 _UNSET_DIM = 1

@@ -54,6 +54,15 @@ def test_constants_are_folded(tmp_path: Path) -> None:
     assert prepared.outputs[0].shape == (6, 2)
 
 
+def test_an_output_whose_axes_are_named_as_the_inputs_has_the_sizes_that_follow(tmp_path: Path) -> None:
+    text = (
+        "g (float[1,1,h,w] x) => (float[1,1,h,w] y) <float[1,1,4,4] k = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6}>"
+        "{ y = ConvTranspose<strides = [2, 2], pads = [3, 3, 3, 3]>(x, k) }"
+    )
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"h": 6, "w": 8})
+    assert prepared.outputs[0].shape == (1, 1, 8, 12)
+
+
 @pytest.mark.parametrize(
     ("text", "ops"),
     [
