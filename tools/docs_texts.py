@@ -90,9 +90,13 @@ def find_raises(tree: ast.AST) -> Iterator[Raised]:
 
 
 def _list_errors(module: "_Module", room: str) -> Iterator[Message]:
+    calls = (node for node in module.nodes if isinstance(node, ast.Call))
+    hinted = [call.lineno for call in calls if any(given.arg == "hint" for given in call.keywords)]
     for function in module.all_functions:
+        if not any(function.lineno <= line <= (function.end_lineno or 0) for line in hinted):
+            continue
         made = sorted(find_raises(function), key=lambda raised: raised.hint.lineno)
-        scope = _Scope(module, function if made else None)
+        scope = _Scope(module, function)
         for raised in made:
             hint = " / ".join(text for text in scope.spell(raised.hint) if re.search(r"\w", text))
             for text in scope.spell(raised.message):

@@ -38,24 +38,17 @@ def _list_texts(file: Path) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def texts() -> set[str]:
-    written = {text for file in (ROOT / "edgekit").rglob("*.py") for text in _list_texts(file)}
-    return written | {message.text for message in list_messages()}
-
-
 def test_the_page_quotes_messages() -> None:
     assert len(_QUOTED) > 50
     assert len(set(_QUOTED)) == len(_QUOTED)
 
 
-@pytest.mark.parametrize("message", _QUOTED)
-def test_a_quoted_message_is_one_of_the_code(message: str, texts: set[str]) -> None:
-    assert any(message in text for text in texts)
-
-
-def test_a_message_that_was_reworded_is_found(texts: set[str]) -> None:
-    assert not any("there is no such model file '…'" in text for text in texts)
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """In one test: to read the code takes seconds, and each worker would do it."""
+    texts = {text for file in (ROOT / "edgekit").rglob("*.py") for text in _list_texts(file)}
+    texts |= {message.text for message in list_messages()}
+    reworded = "there is no such model file '…'"
+    assert [quoted for quoted in (*_QUOTED, reworded) if not any(quoted in text for text in texts)] == [reworded]
 
 
 def _list_ids(file: Path) -> Iterator[str]:
@@ -76,11 +69,6 @@ def test_every_id_of_advice_and_of_a_cause_has_a_row() -> None:
     assert [name for name in REWRITES if f"`{name}`" not in rewrites] == []
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    return render_messages()
-
-
 def _list_literals(file: Path) -> Iterator[str]:
     """Yields the parts of messages that a module writes out where it makes an error, which is what has a hint."""
     for node in _walk(file):
@@ -93,18 +81,21 @@ def _list_literals(file: Path) -> Iterator[str]:
             )
 
 
-@pytest.mark.parametrize("room", sorted(path for path in (ROOT / "edgekit").iterdir() if path.suffix in {"", ".py"}))
-def test_every_error_of_a_room_has_a_row(room: Path, page: str) -> None:
-    files = room.rglob("*.py") if room.is_dir() else [room]
+def test_every_error_has_a_row() -> None:
+    page, files = render_messages(), (ROOT / "edgekit").rglob("*.py")
     written = {
         " ".join(text.split()) for file in files if "standalone" not in file.parts for text in _list_literals(file)
     }
     assert {text for text in written if text.replace("|", "\\|") not in page} == set()
+    assert {message.room for message in list_messages()} <= set(ROOMS)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_a_command_prints_has_a_row_with_its_next_step(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(work)
+    rows = [re.compile(f"{_as_pattern(each.text)} \\(.*") for each in list_messages() if each.kind]
+    for line in (
         "check missing.onnx",
         "build model.onnx --data missing.npz --target nnapi --out out",
         "build model.onnx --data samples.npz --target qnnn --out out",
@@ -116,15 +107,10 @@ def test_every_error_of_a_room_has_a_row(room: Path, page: str) -> None:
         "package bundles --as aar --name 3 --out out",
         "quantize bundles/model-nnapi/model.onnx --data samples.npz --target nnapi --out out.onnx",
         "run missing.toml",
-    ],
-)
-def test_what_a_command_prints_has_a_row_with_its_next_step(
-    line: str, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(work)
-    assert run_command(line.split()) == 2
-    printed = capsys.readouterr().err.splitlines()[-1].removeprefix("edgekit: error: ")
-    assert any(re.fullmatch(f"{_as_pattern(each.text)} \\(.*", printed) for each in list_messages() if each.kind)
+    ):
+        assert run_command(line.split()) == 2, line
+        printed = capsys.readouterr().err.splitlines()[-1].removeprefix("edgekit: error: ")
+        assert any(row.fullmatch(printed) for row in rows), line
 
 
 def _as_pattern(text: str) -> str:
@@ -156,7 +142,3 @@ def read(path, kind):
 def test_no_error_ends_without_a_next_step() -> None:
     texts = (path.read_text() for path in (ROOT / "edgekit").rglob("*.py"))
     assert [text for text in texts if re.search(r"hint=(\"\"|''|None)\W", text)] == []
-
-
-def test_every_room_has_its_place_on_the_page() -> None:
-    assert {message.room for message in list_messages()} <= set(ROOMS)
