@@ -1,16 +1,20 @@
-"""Models: the facts read, and one tiny file per way to be wrong."""
+"""Models: the facts read, where their weights lie, and one tiny file per way to be wrong."""
 
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from demo_paths import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from onnx.backend.test import loader
 from tiny_models import parse_model
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
+from edgekit.model.external import DataPlace, count_bytes, list_files, point_into, point_to, read_place, skim_model
 from edgekit.model.model import load_model, order_nodes, read_proto, save_proto
 
 
@@ -154,3 +158,78 @@ def test_a_large_file_is_read_weight_by_weight_and_is_the_same(tmp_path: Path, m
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
     monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     assert read_proto(load_model(path)) == onnx.load(str(path))
+
+
+def test_a_place_is_read_as_it_was_written() -> None:
+    tensor = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
+    assert read_place(tensor) is None
+    point_to(tensor, DataPlace("w.data", 4096, 24))
+    assert not tensor.raw_data
+    point_to(tensor, DataPlace("v.data", 0, 24))
+    assert read_place(tensor) == DataPlace("v.data", 0, 24)
+    assert list(list_files([tensor])) == ["v.data"]
+
+
+def test_without_a_length_all_of_the_tensor_lies_there() -> None:
+    tensor = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, dims=[3, 5], data_location=onnx.TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="w.data")
+    assert read_place(tensor) == DataPlace("w.data", 0, 60)
+
+
+_BYTES = {"FLOAT": 28, "FLOAT16": 14, "BOOL": 7, "INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "STRING": None}
+
+
+@pytest.mark.parametrize(("kind", "wanted"), _BYTES.items())
+def test_bytes_are_counted_as_they_are_stored(kind: str, wanted: int | None) -> None:
+    number = onnx.TensorProto.DataType.Value(kind)
+    assert count_bytes(onnx.TensorProto(data_type=number, dims=[7])) == wanted
+    if wanted is not None:
+        values = np.asarray([1, 0, 1, 0, 1, 0, 1]).astype(onnx.helper.tensor_dtype_to_np_dtype(number))
+        assert len(numpy_helper.from_array(values, "w").raw_data) == wanted
+
+
+LIGHT = Path(loader.DATA_DIR) / "light"
+
+
+@pytest.mark.parametrize("path", [LIGHT / "light_squeezenet.onnx", MODEL], ids=lambda path: path.stem)
+def test_a_model_of_small_tensors_stays_as_it_is(path: Path) -> None:
+    assert skim_model(path) == onnx.load(str(path))
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
+def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> None:
+    array = np.ones((300, 400), np.float32)
+    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
+    node = helper.make_node("Add", ["w", "c"], ["y"])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(helper.make_graph([constant, node], "g", [], [out], [tensor])), str(path))
+    skimmed = skim_model(path)
+    assert skimmed.ByteSize() < 400
+    assert list(skimmed.graph.initializer[0].dims) == [300, 400]
+    assert list(skimmed.graph.node[0].attribute[0].t.dims) == [300, 400]
+
+
+# Of external data that were loaded the tensor says so: behind the data, where it hid that these lie outside again.
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(True, False), (True, True), (False, True)],
+    ids=["raw_data", "raw_data_once_outside", "float_data"],
+)
+def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool, said: bool) -> None:
+    array = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
+    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    if said:
+        tensor.data_location = TensorProto.DEFAULT
+    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
+    node = helper.make_node("Add", ["w", "c"], ["y"])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [300, 400])
+    path = tmp_path / "m.onnx"
+    graph = helper.make_graph([constant, node], "g", [], [out], [tensor])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    pointing = point_into(path)
+    assert (pointing.graph.initializer[0].data_location == TensorProto.EXTERNAL) is raw
+    config = {"session.model_external_initializers_file_folder_path": str(tmp_path)}
+    got = CpuSession(pointing.SerializeToString(), SessionSettings(config=config)).run({})["y"]
+    assert np.array_equal(got, array + array)

@@ -1,3 +1,5 @@
+"""The folder of a bundle: written, opened, refused where it was altered, and copied before it runs."""
+
 import contextlib
 import os
 import shutil
@@ -11,7 +13,8 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.checks import check_files, find_fault
-from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, write_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, snapshot_bundle, write_bundle
+from edgekit.bundle.golden import read_inputs
 from edgekit.bundle.manifest import BundledFile
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import load_target
@@ -168,3 +171,58 @@ def test_names_that_not_every_system_takes_are_refused(tmp_path: Path, names: li
 def test_a_name_has_sixteen_folders_at_most() -> None:
     assert find_fault("/".join(["a"] * 16)) is None
     assert find_fault("/".join(["a"] * 17)) == "is too long"
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+ALTERATIONS: dict[str, Callable[[Path], object]] = {
+    "a byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "emptied": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+    "a link": replace_by_link,
+    "a pipe": replace_by_pipe,
+    "a folder": replace_by_folder,
+}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return open_bundle(make_bundle(tmp_path).folder)
+
+
+def test_a_snapshot_holds_what_a_run_needs(bundle: Bundle, tmp_path: Path) -> None:
+    private = snapshot_bundle(bundle, ["onnx", "onnx"], tmp_path / "private")
+    assert private.find_model("onnx").read_bytes() == bundle.find_model("onnx").read_bytes()
+    assert private.find_model("onnx").parent == tmp_path / "private"
+    assert read_target(private) == read_target(bundle)
+    assert read_inputs(private.golden).count == bundle.manifest.golden.samples
+
+
+@pytest.mark.parametrize("name", ["tiny.onnx", "target.json", "golden/inputs.npz"])
+@pytest.mark.parametrize("alteration", ALTERATIONS)
+def test_a_bundle_altered_after_it_was_opened_is_refused(
+    bundle: Bundle, tmp_path: Path, name: str, alteration: str
+) -> None:
+    ALTERATIONS[alteration](bundle.folder / name)
+    with pytest.raises(BundleError, match=r"altered after|cannot read|leads out"):
+        snapshot_bundle(bundle, ["onnx"], tmp_path / "private")
+    assert not (tmp_path / "private" / name).exists()
+
+
+def test_a_form_that_the_bundle_lacks_is_an_error(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no model in the form 'context'"):
+        snapshot_bundle(bundle, ["context"], tmp_path / "private")

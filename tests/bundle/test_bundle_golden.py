@@ -1,16 +1,26 @@
+"""Golden samples: what they hold, which outputs a bundle expects for them, and those of an earlier build."""
+
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from bundle_models import make_samples, make_scenes, save_classifier, save_detector
+from bundle_models import make_bundle, make_contents, make_samples, make_scenes, save_classifier, save_detector
+from onnx import load, numpy_helper, save
 from tiny_models import parse_model
 
+from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.describe import Contents
+from edgekit.bundle.expected import Recorded, adopt_reference, write_expected
+from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs, write_rows
+from edgekit.bundle.manifest import BundledFile, encode_json
+from edgekit.bundle.multi import open_recorded
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
-from edgekit.errors import DataError, ModelError
+from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model, load_model
 
 
@@ -19,22 +29,6 @@ def save_text(graph: str, folder: Path) -> Model:
     return load_model(
         parse_model(f'<ir_version: 9, opset_import: ["" : 17, "ai.onnx.ml" : 1]> g {graph}', folder / "m.onnx")
     )
-
-
-def test_outputs_are_those_of_the_source_model(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m.onnx")
-    golden = make_golden(model, make_samples(), tmp_path / "golden")
-    session = CpuSession(model.path, SessionSettings())
-    for sample, expected in zip(read_inputs(golden), read_outputs(golden), strict=True):
-        np.testing.assert_allclose(session.run(sample)["y"], expected["y"], rtol=1e-5)
-    with np.load(golden.folder / "inputs.npz") as archive:
-        assert archive["x"].shape == (6, 1, 8)
-
-
-def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m.onnx")
-    first, second = (make_golden(model, make_samples(), tmp_path / name) for name in ("a", "b"))
-    assert [file.read_bytes() for file in first.files] == [file.read_bytes() for file in second.files]
 
 
 def test_samples_that_run_at_a_time_keep_their_order(tmp_path: Path) -> None:
@@ -158,3 +152,118 @@ def test_an_optional_output_is_refused(tmp_path: Path) -> None:
     model = save_text("(float[1,8] x) => (optional(float[1,8]) maybe) { maybe = Optional(x) }", tmp_path)
     with pytest.raises(ModelError, match=r"output 'maybe' .* cannot be compared"):
         make_golden(model, make_samples(), tmp_path)
+
+
+def read(bundle: Bundle, name: str) -> np.ndarray:
+    with np.load(bundle.folder / "golden" / name) as archive:
+        rows: np.ndarray = archive[archive.files[0]]
+        return rows
+
+
+def test_each_chosen_sample_has_a_reason_and_an_expected_output(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    chosen = bundle.manifest.golden.chosen
+    rows = [sample.row for sample in chosen]
+    assert rows == sorted(set(rows))
+    assert {sample.reason for sample in chosen} == {"typical", "extreme", "worst-error"}
+    np.testing.assert_array_equal(read(bundle, "expected.npz"), read(bundle, "outputs.npz")[rows])
+
+
+def test_the_tolerance_tells_a_device_that_answers_for_another_sample(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    expected, tolerance = read(bundle, "expected.npz"), bundle.manifest.golden.tolerance["y"]
+    right = read(bundle, "outputs.npz")[[sample.row for sample in bundle.manifest.golden.chosen]]
+    assert np.abs(right - expected).max() <= tolerance
+    assert all(np.abs(right[index - 1] - expected[index]).max() > tolerance for index in range(len(expected)))
+
+
+def test_the_tolerance_grows_with_the_error_of_the_built_model(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    exact = write_bundle(contents, tmp_path / "exact").manifest.golden.tolerance["y"]
+    proto = load(contents.source.path)
+    weight = numpy_helper.to_array(proto.graph.initializer[0])
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.round(weight * 4) / 4, "w"))
+    save(proto, tmp_path / "coarse.onnx")
+    files = {"onnx": (load_model(tmp_path / "coarse.onnx").path,)}
+    bundle = write_bundle(msgspec.structs.replace(contents, files=files), tmp_path / "coarse")
+    facts = bundle.manifest.golden
+    worst = np.abs(read(bundle, "outputs.npz")[[s.row for s in facts.chosen]] - read(bundle, "expected.npz")).max()
+    assert facts.tolerance["y"] > max(exact, worst)
+    assert "worst-error" in {sample.reason for sample in facts.chosen}
+
+
+def test_a_model_that_no_cpu_runs_has_no_self_test_and_says_so(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    proto = load(contents.source.path)
+    proto.graph.node[0].domain = "com.example"
+    proto.opset_import.add(domain="com.example", version=1)
+    save(proto, tmp_path / "alien.onnx")
+    facts = write_expected(contents.golden, {"onnx": [tmp_path / "alien.onnx"]}, "fp32", tmp_path / "out")
+    assert (facts.chosen, facts.tolerance) == ((), {})
+    assert facts.expected_from.startswith("nothing: ONNX Runtime refuses")
+    assert write_expected(contents.golden, {}, "fp32", tmp_path).expected_from.startswith("nothing")
+
+
+def record_elsewhere(bundle: Bundle, change: Callable[[np.ndarray], np.ndarray]) -> Bundle:
+    """What a machine whose kernels add in another order would have made."""
+    rows = [{name: change(value) for name, value in sample.items()} for sample in read_outputs(bundle.golden)]
+    file = bundle.folder / "golden" / "outputs.npz"
+    write_rows(file, rows)
+    entry = BundledFile(sha256=digest_file(file), size_bytes=file.stat().st_size)
+    low = min(float(np.nan_to_num(value).min()) for row in rows for value in row.values())
+    high = max(float(np.nan_to_num(value).max()) for row in rows for value in row.values())
+    outputs = (msgspec.structs.replace(bundle.manifest.outputs[0], value_range=(low, high)),)
+    files = {**bundle.manifest.files, "golden/outputs.npz": entry}
+    manifest = msgspec.structs.replace(bundle.manifest, files=files, outputs=outputs)
+    (bundle.folder / "manifest.json").write_bytes(encode_json(manifest))
+    return open_bundle(bundle.folder)
+
+
+@pytest.fixture
+def contents(tmp_path: Path) -> Contents:
+    (tmp_path / "here").mkdir()
+    return make_contents(tmp_path / "here")
+
+
+def test_a_build_elsewhere_is_repeated_to_the_byte(tmp_path: Path, contents: Contents) -> None:
+    (tmp_path / "there").mkdir()
+    there = record_elsewhere(make_bundle(tmp_path / "there"), lambda value: value * np.float32(1 + 1e-6))
+    assert write_bundle(contents, tmp_path / "plain").sha256 != there.sha256
+    recorded = open_recorded(tmp_path / "there", "tiny", ["nnapi", "qnn"])
+    assert list(recorded) == ["nnapi"]
+    adopt_reference(contents.golden, recorded["nnapi"])
+    again = write_bundle(msgspec.structs.replace(contents, recorded=recorded["nnapi"]), tmp_path / "again")
+    assert again.sha256 == there.sha256
+
+
+def test_what_this_model_does_not_give_is_refused(tmp_path: Path, contents: Contents) -> None:
+    (tmp_path / "there").mkdir()
+    bundle = make_bundle(tmp_path / "there")
+    for change in (lambda value: value * np.float32(1.1), lambda value: value * np.float32("nan")):
+        wrong = record_elsewhere(bundle, change)
+        with pytest.raises(UsageError, match="is not what the model gives here"):
+            adopt_reference(contents.golden, Recorded(folder=wrong.folder, manifest=wrong.manifest))
+
+
+def test_other_samples_and_other_builds_are_refused(tmp_path: Path, contents: Contents) -> None:
+    (tmp_path / "there").mkdir()
+    bundle = make_bundle(tmp_path / "there")
+    entry = msgspec.structs.replace(bundle.manifest.files["golden/inputs.npz"], sha256="0" * 64)
+    files = {**bundle.manifest.files, "golden/inputs.npz": entry}
+    with pytest.raises(UsageError, match="other golden samples"):
+        adopt_reference(
+            contents.golden,
+            Recorded(folder=bundle.folder, manifest=msgspec.structs.replace(bundle.manifest, files=files)),
+        )
+    with pytest.raises(UsageError, match=r"holds no bundle .* tiny-nnapi or tiny-cpu"):
+        open_recorded(tmp_path, "tiny", ["nnapi", "cpu"])
+
+
+def test_a_self_test_of_other_model_files_is_made_anew(tmp_path: Path, contents: Contents) -> None:
+    bundle = write_bundle(contents, tmp_path / "first")
+    (tmp_path / "other").mkdir()
+    other = save_classifier(tmp_path / "other" / "tiny.onnx", classes=7)
+    changed = msgspec.structs.replace(
+        contents, files={"onnx": (other.path,)}, recorded=Recorded(folder=bundle.folder, manifest=bundle.manifest)
+    )
+    assert write_bundle(changed, tmp_path / "second").manifest.golden.chosen

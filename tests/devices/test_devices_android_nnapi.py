@@ -14,12 +14,12 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.android.android import NNAPI, Android
 from edgekit.devices.android.installed import LOADER
 from edgekit.devices.android.nnapi.compute import Computer
-from edgekit.devices.android.nnapi.network import Driver, Network, Operand, OperandType, Operation, split_constants
+from edgekit.devices.android.nnapi.network import Driver, Network, Operand, OperandType, Operation
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.process.pipes import END, answer_questions
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import DeviceError
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Tensors
 from edgekit.target import Platform, load_target
 
 pytestmark = pytest.mark.slow
@@ -228,18 +228,6 @@ def test_questions_are_answered_until_the_last() -> None:
         Computer(), io.BytesIO(lines[0] + lines[1] + value.tobytes() + lines[2] + END + b"never read"), answer
     )
     assert answer.getvalue() == b"\n\n" + np.maximum(value, 0).tobytes() + b"9\n"
-
-
-def test_constants_lie_one_behind_the_other() -> None:
-    operands = (
-        tensor(OperandType.TENSOR_INT32, 2, size=8), tensor(OperandType.TENSOR_FLOAT32, 1),
-        tensor(OperandType.FLOAT32, size=4),
-    )  # fmt: skip
-    data = np.array([3, 4], np.int32).tobytes() + np.float32(1.5).tobytes()
-    constants = split_constants(network_of(0, operands), data)
-    value: Array = constants.values[0]
-    assert value.tolist() == [3, 4]
-    assert (constants.whole(0), constants.number(2)) == (3, 1.5)
 
 
 def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_missing(

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
-from devices_models import float_conv, make_job, noise_samples, present, qdq_conv
+from devices_models import Altering, float_conv, make_job, noise_samples, present, qdq_conv
+from onnx import numpy_helper
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb
 from other_machine.fixtures import Phone
@@ -25,6 +27,7 @@ from edgekit.devices.remote.remote import BASE, AdbDevice, SshDevice
 from edgekit.devices.remote.store import KEPT_SETS, push_set
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
+from edgekit.verify.layers.on_device import find_device_layer
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +174,19 @@ def _children(pid: int) -> list[int]:
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
+
+
+def negate_weights(proto: onnx.ModelProto) -> None:
+    weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "wq")
+    weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), "wq"))
+
+
+@pytest.mark.long
+def test_a_phone_and_a_board_give_their_layers(
+    phone: Phone, native_board: SshDevice, tmp_path: Path, work: Path
+) -> None:
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(3))
+    honest = find_device_layer(native_board, job, work / "honest")
+    assert [layer.name for layer in honest.layers] == ["x", "conv"]
+    altered = find_device_layer(Altering(device=phone.device, change=negate_weights), job, work / "altered")
+    assert [(found.layer, found.found_by) for found in (honest, altered)] == [(None, "tensors"), ("conv", "tensors")]

@@ -1,13 +1,18 @@
-"""ML Programs: what a package says is read, what is damaged is refused, each operation is what ONNX means by it."""
+"""ML Programs: what a package says is read, what is damaged is refused, each operation is what ONNX and Apple mean."""
 
 import io
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import coreml_values
 import msgspec
 import numpy as np
 import onnx
 import pytest
+from coreml_values import compare, compute, list_cases
 from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
@@ -233,3 +238,53 @@ def test_an_operation_is_what_onnx_means_by_it(case: int, tmp_path: Path) -> Non
     assert isinstance(found, np.ndarray)
     assert found.shape == wanted.shape
     assert np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_every_operation_is_held_against_coremltools_or_onnx() -> None:
+    held = {kind for kind, _ in list_cases()} | {case[0] for case in CASES}
+    assert OPERATIONS.keys() - held == {"silu"}
+
+
+def test_silu_is_x_times_its_sigmoid() -> None:
+    (found,) = compute("silu", {"x": coreml_values.ROWS}, (coreml_values.ROWS,))
+    assert np.allclose(found, coreml_values.ROWS / (1 + np.exp(-coreml_values.ROWS)), rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_one_opset_is_what_coremltools_infers() -> None:
+    if find_spec("coremltools") is None:
+        pytest.skip("coremltools is not installed")
+    finished = subprocess.run(
+        [sys.executable, coreml_values.__file__, "iOS17"], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stdout
+    assert "82 operations, 296 comparisons in iOS17; 0 too far apart" in finished.stdout
+    assert "coremltools infers nothing of: avg_pool, batch_norm, conv, " in finished.stdout
+
+
+def test_values_that_lie_apart_are_told() -> None:
+    row = compare("exp", "float32", (np.nextafter(coreml_values.ROWS, 9),), (coreml_values.ROWS,))
+    assert (row.problem, row.ulp) == ("", 1.0)
+    assert (
+        compare("exp", "float32", (coreml_values.ROWS + np.float32(1e-5),), (coreml_values.ROWS,)).problem
+        == "too far apart"
+    )
+    assert (
+        compare("exp", "float32", (coreml_values.ROWS * np.float32(np.nan),), (coreml_values.ROWS,)).problem
+        == "too far apart"
+    )
+    assert compare("shape", "float32", (np.array([1, 2]),), (np.array([1, 3]),)).problem == "too far apart"
+    wrong = compare("exp", "float16", (coreml_values.ROWS[0],), (coreml_values.ROWS,))
+    assert wrong.problem == "shape (8,), coremltools (3, 8)"
+
+
+def test_a_parameter_without_a_default_is_asked_for() -> None:
+    for kind in ("elu", "leaky_relu", "sigmoid_hard"):
+        with pytest.raises(ValueError, match=f"{kind} '{kind}': its parameter alpha is missing"):
+            compute(kind, {"x": coreml_values.ROWS}, (coreml_values.ROWS,))
+
+
+def test_sizes_are_left_to_an_input_of_the_same_rank_only() -> None:
+    with pytest.raises(ValueError, match=r"its shape \[0, 2, 4\] leaves sizes to an input of rank 2"):
+        compute("reshape", {"x": coreml_values.ROWS, "shape": [0, 2, 4]}, (coreml_values.ROWS,))

@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from devices_models import Stub, float_conv, make_job
+from tiny_models import parse_model
 
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit.check.check import check_model
+from edgekit.devices import observe
 from edgekit.devices.device import Job, Missing
 from edgekit.devices.find import default_target, device_names, find_device, list_devices, serve_device
 from edgekit.devices.local import provider
@@ -21,13 +25,16 @@ from edgekit.devices.local.provider import (
     LocalProvider,
     ask_provider,
     find_missing_provider,
+    find_swiftshader,
     list_offered,
 )
+from edgekit.devices.observe import match_nodes, observe_placement
 from edgekit.devices.process.run import STANDALONE, check_options, describe_job, run_python
 from edgekit.devices.register import choose_here, load_target_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.model.model import Model, load_model
 from edgekit.recipe import Recipe
 from edgekit.target import load_target
 
@@ -186,3 +193,59 @@ def test_the_cpu_of_this_machine_is_chosen_unless_another_is_named() -> None:
     named = Recipe(targets=("auto",), settings={"arch": "arm64"})
     assert choose_here(named).settings == {"arch": "arm64"}
     assert choose_here(Recipe(targets=("cpu",))) == Recipe(targets=("cpu",))
+
+
+needs_webgpu = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_ep_webgpu") is None or not find_swiftshader(),
+    reason="onnxruntime-ep-webgpu is not installed, or SwiftShader: pip install 'edgekit[webgpu]'",
+)
+NET = """<ir_version: 8, opset_import: ["" : 17]> net (float[1,2,4,4] x) => (float[1,2,4,4] y)
+  <float[2,2,1,1] w = {1, 2, 3, 4}, float s = {0.05}, uint8 z = {3}> {
+    [conv] c = Conv(x, w)
+    [q] q = QuantizeLinear(c, s, z)
+    [dq] d = DequantizeLinear(q, s, z)
+    [relu] y = Relu(d)
+  }"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return load_model(parse_model(NET, tmp_path / "net.onnx"))
+
+
+@needs_webgpu
+def test_the_plug_in_takes_what_the_rules_say_and_computes_what_the_cpu_does(model: Model, tmp_path: Path) -> None:
+    target = load_target("webgpu")
+    seen = observe_placement(model, target, find_device("webgpu", target), samples=0)
+    taken = {node.name: (node.taken, real) for node, real in match_nodes(check_model(model, target), seen.providers)}
+    assert taken == {"conv": (True, True), "q": (False, False), "dq": (True, True), "relu": (True, True)}
+    assert seen.failure is None
+    job = observe.describe_job(model, target, samples=1)
+    run = find_device("webgpu", target).run_job(job, tmp_path)
+    assert run.failure is None
+    assert any(node.provider != CPU_PROVIDER for node in run.placement)
+    (given,), (made,) = job.samples.read(), run.outputs.read()
+    # The Q between rounds: what lies near a half may go either way, a step of the scale.
+    assert np.abs(made["y"] - CpuSession(model.path, SessionSettings()).run(given)["y"]).max() <= 0.0501
+
+
+def test_without_a_driver_nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "_FOLDERS", (tmp_path,))
+    find_swiftshader.cache_clear()
+    try:
+        assert find_swiftshader() == {}
+        (tmp_path / "vk_swiftshader_icd.json").touch()
+        find_swiftshader.cache_clear()
+        found = find_swiftshader()
+        assert found in ({}, {**found, "VK_ICD_FILENAMES": str(tmp_path / "vk_swiftshader_icd.json")})
+    finally:
+        find_swiftshader.cache_clear()
+
+
+def test_looking_for_swiftshader_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    found = find_swiftshader.__wrapped__()
+    assert set(found) <= {"VK_ICD_FILENAMES", "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER", "LD_LIBRARY_PATH"}

@@ -247,18 +247,6 @@ def test_a_network_unlike_all_is_told_and_its_interval_is_wide(tmp_path: Path) -
     assert (row.high_ms or 0) / (row.low_ms or 1) > 2 * (near.high_ms or 0) / (near.low_ms or 1)
 
 
-def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> None:
-    body = "a = Exp(x) y = CumSum(a, k)"
-    path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,32,32] x) => (float[1,8,32,32] y)'
-        f" <int64 k = {{2}}> {{ {body} }}",
-        tmp_path / "a.onnx",
-    )
-    row = forecast(path, ["Galaxy S24"], ["float"]).rows[0]
-    assert row.placing is not None
-    assert row.placing.left == sum(row.placing.cpu_ops.values())
-
-
 def test_phones_are_found_by_what_people_call_them() -> None:
     names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
     assert {name: find_phone(name, load_phones()).soc_model for name in names} == names

@@ -1,6 +1,8 @@
-"""The pages in a real Chromium: they open offline without a word on the console, sort, filter, and print."""
+"""The pages in a real Chromium: they open offline without a word on the console, sort, filter, fold, zoom and print."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
@@ -18,16 +21,25 @@ from edgekit.app.config import Cell
 from edgekit.app.result import AppReport, CellResult, PackageResult, fail_cell, render_app
 from edgekit.check.check import check_model
 from edgekit.check.recommend import recommend_target
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.cli.main import run_command
 from edgekit.data.data_check import ALIKE
 from edgekit.data.samples import Samples
+from edgekit.evidence import Evidence
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
+from edgekit.profile.events import Execution, Step, Tensor
+from edgekit.profile.measure import Profiled
+from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, list_unasked
+from edgekit.profile.profile import ProfileRun
+from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
 from edgekit.report.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
-from edgekit.report.checked import CheckSummary, draw_strip, render_check
+from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
 from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
+from edgekit.report.profiles import MOST_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
-from edgekit.target import load_target
+from edgekit.target import find_group, load_target
 from edgekit.verify.attribute import share_loss
 from edgekit.verify.layers.comparison import LayerReport, Located
 from edgekit.verify.metrics.compare import compare_outputs
@@ -307,3 +319,169 @@ def test_the_waterfall_begins_where_the_step_before_ended() -> None:
     assert [bar.falls for bar in bars] == [False, False, True]
     assert bars[2].left + bars[2].width == pytest.approx(bars[1].left + bars[1].width)
     assert max(bar.left + bar.width for bar in bars) <= 100.1
+
+
+def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **fields: Any) -> CheckedNode:
+    return CheckedNode(
+        name=f"n{at}", op="Conv", domain="ai.onnx", taken=taken, reasons=reasons, macs=10, bytes=10,
+        partition=0 if taken else None, reads=(f"n{at - 1}",) if at else (), **fields,
+    )  # fmt: skip
+
+
+def _write_page(path: Path, *nodes: CheckedNode) -> Path:
+    report = CheckReport(
+        target="t", model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=()
+    )
+    recommended = recommend_target({"t": report}, {})
+    page = render_check(CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=recommended))
+    assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
+    path.write_text(page)
+    return path
+
+
+def _open(browser: webdriver.Chrome, page: Path) -> None:
+    browser.get(page.as_uri())
+    assert browser.get_log("browser") == []
+
+
+def _find(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
+    return list(browser.find_elements("css selector", selector))
+
+
+def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False, reasons=("too <odd>",)), _node(2))
+    _open(browser, page)
+    (chip,) = _find(browser, ".chip.left")
+    (tip,) = _find(browser, ".chip.left .tip")
+    assert not tip.is_displayed()
+    webdriver.ActionChains(browser).move_to_element(chip).perform()
+    assert tip.is_displayed()
+    assert "too <odd>" in tip.text
+    assert "Conv n1" in tip.text
+
+
+def test_a_block_folds(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = _write_page(tmp_path / "p.html", *(_node(at) for at in range(8)))
+    _open(browser, page)
+    assert [block.is_displayed() for block in _find(browser, ".chip")] == [True] * 8
+    _find(browser, ".block > summary")[0].click()
+    assert not any(chip.is_displayed() for chip in _find(browser, ".chip"))
+    _find(browser, ".block > summary")[0].click()
+    assert all(chip.is_displayed() for chip in _find(browser, ".chip"))
+
+
+def test_taken_left_and_fatal_have_colours_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        _open(browser, page)
+        colours = [chip.value_of_css_property("background-color") for chip in _find(browser, ".chip")]
+        assert len(set(colours)) == 3
+        ink = _find(browser, ".chip")[0].value_of_css_property("color")
+        assert ink != colours[0]
+
+
+def test_a_thousand_nodes_open_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = _write_page(tmp_path / "p.html", *(_node(at, taken=at % 50 != 49) for at in range(1000)))
+    start = time.monotonic()
+    _open(browser, page)
+    for block in _find(browser, ".block:not([open]) > summary"):
+        block.click()
+    assert len(_find(browser, ".chip")) == 1000
+    assert time.monotonic() - start < 10
+
+
+def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "edgekit/demo/digits_mobilenet.onnx"
+    page = tmp_path / "check.html"
+    assert run_command(["check", str(model), "--compare-ort", "--html", str(page)]) == 0
+    _open(browser, page)
+    assert "ONNX Runtime's own checker" in _find(browser, "body")[0].text
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert len(_find(browser, "details.graph")) == len(find_group("all"))
+
+
+def test_blocks_follow_the_places_and_rows_the_depth() -> None:
+    nodes = (_node(0), _node(1), _node(2, taken=False), _node(3))
+    report = CheckReport(
+        target="t", model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=()
+    )
+    blocks = list(draw_blocks(report))
+    assert [(block.place, len(block.chips)) for block in blocks] == [("taken", 2), ("left", 1), ("taken", 1)]
+    first, second = blocks[0].chips
+    assert first.x == second.x
+    assert first.y < second.y
+    assert blocks[0].edges.startswith("M")
+    assert "2 nodes, 50.0% of MACs (2 Conv)" in blocks[0].summary
+
+
+OPS = ("Conv", "Add", "Transpose", "</script><b>Evil", "Softmax")
+KERNELS = 200
+DATA = Tensor(dtype="float", shape=(1, 8, 8, 8))
+WEIGHT = Tensor(dtype="float", shape=(8, 8, 3, 3))
+
+
+def executions(runs: int) -> tuple[Execution, ...]:
+    steps = tuple(
+        Step(
+            name=f"{OPS[i % 5]}_{i}", op=OPS[i % 5], provider="CPUExecutionProvider", start_us=10 * i,
+            duration_us=9 - i % 5, self_us=9 - i % 5, thread=1, depth=0, inputs=(DATA, WEIGHT), outputs=(DATA,),
+            bytes=6400, spread=False,
+        )
+        for i in range(KERNELS)
+    )  # fmt: skip
+    return tuple(Execution(start_us=0, duration_us=10 * KERNELS, steps=steps) for _ in range(runs))
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    ran = executions(MOST_SPANS // KERNELS)
+    nodes = add_roof_shares(list_nodes(ran[:1], {}), Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
+    profile = DeviceProfile(
+        subject="net.onnx", device="host", evidence=Evidence.EMULATED, provider="CPUExecutionProvider", runs=len(ran),
+        run_ms=2.0, nodes_ms=1.4, nodes=nodes, operators=list_operators(nodes), unasked=list_unasked(nodes),
+        roof=Roof(float_gmacs=50, integer_gmacs=200, gbytes=10),
+    )  # fmt: skip
+    profiled = (Profiled(profile=profile, executions=ran),)
+    return render_profile(ProfileRun(report=ProfileReport(profiles=(profile,)), profiled=profiled))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(
+    width: int, page: str, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    assert open_page(browser, page, tmp_path / "p.html") == []
+    assert browser.execute_script(CUT_OFF) == []
+    counted, drawn_ms = browser.execute_script(
+        "const line = document.querySelector('.timeline');"
+        "return [JSON.parse(line.querySelector('script').textContent).spans.length / 4, Number(line.dataset.drawn)];"
+    )
+    assert counted == MOST_SPANS
+    assert drawn_ms < 3000
+
+
+@pytest.mark.slow
+def test_the_time_line_zooms_and_names_what_it_is_pointed_at(
+    page: str, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    assert open_page(browser, page, tmp_path / "p.html") == []
+    canvas = browser.find_element("css selector", ".timeline canvas")
+    pixels = "return document.querySelector('.timeline canvas').toDataURL()"
+    one_run = browser.execute_script(pixels)
+    canvas.send_keys("+++" + Keys.ARROW_LEFT * 60)
+    webdriver.ActionChains(browser).move_to_element_with_offset(
+        canvas, 3 - canvas.size["width"] // 2, 5 - canvas.size["height"] // 2
+    ).perform()
+    assert browser.find_element("css selector", ".timeline .note").text == "Conv Conv_0: 0.009 ms"
+    canvas.send_keys("0")
+    assert browser.execute_script(pixels) != one_run
+
+
+@pytest.mark.slow
+def test_a_stranger_s_names_stay_text(page: str) -> None:
+    assert "</script><b>Evil" not in page
+    assert page.count("</script>") == 2

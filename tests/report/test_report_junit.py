@@ -1,16 +1,21 @@
-"""A verification as JUnit XML and as a page: what they say, and that no name gets out of its place."""
+"""A verification as JUnit XML, as Markdown, as a page and in a notebook: no name gets out of its place."""
 
+import html
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from msgspec.structs import replace
 
+import edgekit as ek
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
-from edgekit.report.ci import render_junit
+from edgekit.report.ci import render_bench_markdown, render_junit, render_markdown
 from edgekit.report.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
@@ -217,12 +222,6 @@ def test_names_stay_in_their_place_in_xml() -> None:
     assert (suite.findtext("testcase/failure") or "").startswith(f"output '{CLEANED}' has cosine 0.1")
 
 
-def test_names_stay_in_their_place_on_the_page() -> None:
-    page = render_verify(_hostile())
-    assert page.count("<script") == 1
-    assert "&lt;script&gt;" in page
-
-
 def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
     page = render_verify(_report(GOOD, BAD, DEAD))
     assert (page.count('"pass"'), page.count('"fail"')) == (1, 3)
@@ -236,3 +235,78 @@ def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
 def test_a_report_that_says_little_of_its_machine_still_has_a_page() -> None:
     page = render_verify(replace(_report(GOOD), machine={"x": "y"}))
     assert "edgekit ran on ?, ? cores" in page
+
+
+def test_each_output_is_a_row_and_each_reason_a_line() -> None:
+    text = render_markdown((_report(GOOD, BAD, DEAD),))
+    assert text.startswith("### \N{CROSS MARK} m-t: fail\n")
+    assert "| emulated | emulated | y | 0.99900 | 30.0 | 100.0% | pass |" in text
+    assert "| arm64 | emulated | y | 0.99900 | 30.0 | 100.0% | **fail** |" in text
+    assert "- phone: the device failed: the cable fell out" in text
+    assert "- coreml skipped: no Mac; to run it: buy one" in text
+
+
+def test_several_verifications_are_one_page() -> None:
+    assert render_markdown((_report(GOOD), _report(GOOD))).count("pass\n") == 2
+    assert "nothing ran" in render_markdown((_report(),))
+
+
+def test_names_stay_in_their_place() -> None:
+    text = render_markdown((_hostile(),))
+    assert HOSTILE not in text
+    assert "<script" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(line.replace("\\|", "").count("|") == 8 for line in rows)
+
+
+def test_times_are_a_row_each_and_names_mean_nothing_to_markdown() -> None:
+    good = BenchRun(
+        device="host", evidence=Evidence.EMULATED, provider="CPU", batch=4, median_ms=12.34, interval_ms=(12.0, 13.0),
+        p95_ms=14.0, p99_ms=15.0, throughput_per_s=320.0, load_ms=99.6, peak_rss_bytes=50_000_000,
+    )  # fmt: skip
+    dead = BenchRun(device="a|b", evidence=Evidence.DEVICE, provider="CPU", failure="it <died>")
+    text = render_bench_markdown(BenchReport(subject="a*b", runs=(good, dead), notes=("x|y",)))
+    rows = text.splitlines()
+    assert rows[0] == "### ❌ a\\*b"
+    assert rows[4] == "| host | emulated | 4 | 1 | 12.3 | 12 to 13 | 14 | 15 | 320 | 100 | 50 MB |"
+    assert rows[5] == "| a\\|b | device | 1 | 1 | **failed** | - | - | - | - | - | - |"
+    assert len({row.replace("\\|", "").count("|") for row in rows[2:6]}) == 1
+    assert "- a\\|b failed: it &lt;died&gt;" in rows
+    assert render_bench_markdown(BenchReport(subject="n", runs=(good,))).startswith("### ✅ n")
+
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "first_steps.ipynb"
+
+
+def test_a_cell_that_ends_with_a_report_shows_its_page() -> None:
+    shown = ek.show(_report(GOOD), height=300)._repr_html_()
+    (page,) = re.findall(r'srcdoc="([^"]*)"></iframe>', shown)
+    assert html.unescape(page) == render_verify(_report(GOOD))
+    assert 'sandbox="allow-scripts"' in shown
+    assert "height: 300px" in shown
+    # And a report shows itself.
+    (page,) = re.findall(r'srcdoc="([^"]*)"></iframe>', _report(GOOD)._repr_html_())
+    assert html.unescape(page) == render_verify(_report(GOOD))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_example_runs_and_shows_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLE, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLE.parents[1])}}).execute()
+    outputs: list[list[Any]] = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [cell[-1].data.get("text/html", "") for cell in outputs if cell]
+    assert [len(re.findall("<iframe", page)) for page in shown] == [1, 1, 1]
+    # Placement, layers and loss, sizes.
+    for page, word in zip(shown, ("partition", "kB", "emulated"), strict=True):
+        assert word in html.unescape(page)
+    # The line of progress was renewed to its last step.
+    assert outputs[2][0].data["text/plain"] not in {"", "''"}
+
+
+def test_names_of_models_stay_in_the_frame() -> None:
+    shown = ek.show(_hostile())._repr_html_()
+    assert shown.count("<") == 2
+    assert shown.count(">") == 2

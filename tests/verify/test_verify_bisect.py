@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess
-from verify_models import LAYERS, job_of, make_images, save_network
+from verify_models import LAYERS, job_of, make_images
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
@@ -136,9 +136,3 @@ def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> N
     part = save_prefix(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
     session = CpuSession(part.path, SessionSettings())
     assert session.run({"x": np.ones((1, 4), np.float32)})["b"].tolist() == [[-2.0] * 4]
-
-
-def test_cutting_leaves_the_model_as_it_is(tmp_path: Path) -> None:
-    model = save_network(tmp_path / "network.onnx")
-    save_prefix(model, plan_cuts(view_model(read_proto(model)))[0], tmp_path / "part.onnx")
-    assert load_model(model.path) == model

@@ -1,27 +1,30 @@
-"""A bundle whose files were changed after the build is refused; digests made anew do not pass the self-test."""
+"""The model files of a bundle: a changed one is refused or fails, and each one opens where an app's runtime runs."""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
+from devices_models import present
 from onnx import numpy_helper
-from verify_devices import InProcess
+from verify_devices import InProcess, tell_truth
 from verify_models import break_layer, find_weights
 
 from edgekit._files import digest_file
-from edgekit.bundle.folder import MANIFEST, open_bundle
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.manifest import encode_json
-from edgekit.errors import BundleError
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
+from edgekit.report.text import list_verify_remarks
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["nnapi", "coreml"])
@@ -55,18 +58,14 @@ def swap(values: Array) -> Array:
     return values
 
 
+@pytest.mark.slow
 def test_a_bundle_as_it_was_built_passes(bundle: Path) -> None:
     report = verify(bundle)
     assert report.alterations == ()
     assert report.passed
 
 
-def test_the_digest_is_the_first_gate(bundle: Path) -> None:
-    change(bundle, "conv3", swap)
-    with pytest.raises(BundleError, match=r"model\.onnx"):
-        open_bundle(bundle)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "corrupt"),
     [
@@ -85,6 +84,7 @@ def test_a_changed_onnx_file_fails_the_self_test_though_the_digests_fit(
     assert not report.passed
 
 
+@pytest.mark.slow
 def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, built: Path) -> None:
     path = bundle / "model.runtime.ort"
     data = path.read_bytes()
@@ -97,3 +97,84 @@ def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, b
     report = verify(bundle)
     assert "'model.runtime.ort' does not pass the bundle's self-test" in report.alterations[0]
     assert not report.passed
+
+
+class Choosy(InProcess, frozen=True, kw_only=True):
+    """Answers otherwise where it is given one file: it refuses it, or leaves it to the CPU."""
+
+    file: str
+    refuses: bool
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        asked = job.model.name == self.file
+        inner = InProcess(
+            name=self.name,
+            evidence=self.evidence,
+            lie=(lambda _: []) if asked and self.refuses else tell_truth,
+            failure="Schema was not found" if asked and self.refuses else None,
+            provider=CPU_PROVIDER if asked else None,
+        )
+        return inner.run_job(job, work)
+
+
+@pytest.fixture(scope="module")
+def bundles(network_build: Path) -> dict[str, Bundle]:
+    return {target: open_bundle(network_build / "out" / f"network-{target}") for target in ("cpu", "nnapi")}
+
+
+def other_files(bundle: Bundle) -> set[str]:
+    manifest = bundle.manifest
+    return {names[0] for form, names in manifest.forms.items() if form != manifest.form}
+
+
+@pytest.mark.parametrize("target", ["cpu", "nnapi"])
+def test_every_file_is_opened_and_told_of(target: str, bundles: dict[str, Bundle]) -> None:
+    report = verify_bundle(bundles[target], [InProcess(name="android:phone", evidence=Evidence.SAME_BINARY)])
+    (run,) = report.runs
+    assert report.passed
+    assert {file.file for file in run.files} == other_files(bundles[target])
+    assert all(file.provider_nodes and file.outputs and file.load_ms > 0 for file in run.files)
+    told = list(list_verify_remarks(report))
+    assert all(any(f"'{file.file}' opens too: " in line for line in told) for file in run.files)
+
+
+def test_other_devices_run_what_they_are_planned_to_run(bundles: dict[str, Bundle]) -> None:
+    (run,) = verify_bundle(bundles["cpu"], [InProcess(name="arm64")]).runs
+    assert run.files == ()
+
+
+@pytest.mark.parametrize(
+    ("refuses", "words"), [(True, "does not run there: Schema was not found"), (False, "takes no node there")]
+)
+def test_a_file_that_an_app_cannot_use_fails_the_run(bundles: dict[str, Bundle], refuses: bool, words: str) -> None:
+    file = min(other_files(bundles["nnapi"]))
+    report = verify_bundle(bundles["nnapi"], [Choosy(name="android", file=file, refuses=refuses)])
+    (run,) = report.runs
+    (gate,) = (gate for gate in run.gates if gate.name == "file" and gate.failures)
+    assert gate.subject == file
+    assert f"the bundle ships '{file}'" in gate.failures[0]
+    assert words in gate.failures[0]
+    assert not report.passed
+
+
+def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build: Path) -> None:
+    device = present("ios-sim", "coreml")
+    bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
+    (run,) = verify_bundle(bundle, [device], layers=True).runs
+    assert run.passed, run.failures
+    assert run.located is not None
+    assert run.located.operations["stem/conv"][0].startswith("conv 'stem/conv")
+    assert run.provider_nodes.keys() == {"CoreMLExecutionProvider"}
+    assert {file.file: set(file.provider_nodes) for file in run.files} == {
+        "model.runtime.ort": {"CoreMLExecutionProvider"}
+    }
+
+
+def test_android_s_own_binary_opens_the_files_of_a_bundle(bundles: dict[str, Bundle]) -> None:
+    report = verify_bundle(bundles["cpu"], [present("android:x86_64", "cpu")])
+    (run,) = report.runs
+    assert report.passed, run.failures
+    assert {file.file: set(file.provider_nodes) for file in run.files} == {
+        file: {CPU_PROVIDER} for file in other_files(bundles["cpu"])
+    }
+    assert msgspec.json.decode(msgspec.json.encode(run.files[0]))["failure"] is None

@@ -114,17 +114,6 @@ def test_few_values_of_a_quantized_softmax_are_no_half_precision() -> None:
     assert find_half_values(rows_of(wanted), rows_of(drawn))
 
 
-def test_values_on_an_integer_grid_are_no_half_precision() -> None:
-    rng = np.random.default_rng(0)
-    wanted = [rng.random((1, 64), dtype=np.float32) for _ in range(4)]
-
-    def note(rows: list[np.ndarray]) -> tuple[str, ...]:
-        return find_half_values(rows_of(wanted), rows_of(rows))
-
-    assert not note([np.rint(row * 256).clip(0, 255).astype(np.float32) / 256 for row in wanted])
-    assert note([row.astype(np.float16).astype(np.float32) for row in wanted])
-
-
 def test_samples_that_all_give_the_same_are_told() -> None:
     row = np.ones((1, 4), np.float32)
     assert "for all 9 samples" in find_sameness(rows_of([row] * 9))[0]

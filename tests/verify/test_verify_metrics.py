@@ -27,15 +27,6 @@ def measure(reference: Array, got: Array) -> metrics.SampleErrors:
 
 
 @given(FLOATS)
-def test_a_value_is_no_distance_from_itself(value: Array) -> None:
-    errors = measure(value, value)
-    assert errors.max_abs == errors.error_energy == 0.0
-    assert metrics.cosine([errors]) == pytest.approx(1.0)
-    assert metrics.sqnr_db([errors]) == metrics.DB_LIMIT
-    assert errors.top1 in (True, None)
-
-
-@given(FLOATS)
 def test_scaling_by_two_is_0_db_and_keeps_the_direction(value: Array) -> None:
     errors = measure(value, value * 2)
     if errors.reference_energy > 1e-20:
@@ -134,11 +125,6 @@ def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:
     sums = ("abs_sum", "reference_abs_sum", "error_sum", "error_energy", "reference_energy", "energy", "dot", "max_abs")
     assert not any(getattr(errors, name) for name in (*sums, "low", "high"))
     assert (errors.elements, errors.matches, errors.top1, errors.masks) == (4, 2, None, None)
-
-
-def test_enormous_values_stay_finite() -> None:
-    errors = [measure(np.array([1e300]), np.array([-1e300]))]
-    assert all(np.isfinite([metrics.sqnr_db(errors), metrics.cosine(errors), metrics.rmse(errors)]))
 
 
 @pytest.mark.parametrize(
@@ -258,14 +244,6 @@ def test_labels_of_any_kind_are_matched(wanted: Array, found: Array, matches: in
     assert measure(wanted, found).matches == matches
 
 
-@pytest.mark.parametrize("value", [0.0, -3.5])
-def test_an_output_of_one_number_is_measured(value: float) -> None:
-    errors = [measure(np.array(value, np.float32), np.array(value + 1.0, np.float32))]
-    assert errors[0].max_abs == metrics.mean_abs(errors) == metrics.rmse(errors) == 1.0
-    assert errors[0].top1 is None
-    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(value * value) if value else -200.0)
-
-
 def test_a_constant_reference_has_no_peak() -> None:
     errors = [measure(np.full((1, 4), 2.0), np.full((1, 4), 2.5))]
     assert metrics.psnr_db(errors) == -200.0
@@ -344,31 +322,8 @@ def test_a_broken_file_is_a_mismatch() -> None:
     assert report.samples == 3
 
 
-def test_nan_of_the_reference_is_told_apart() -> None:
-    bad: list[Tensors] = [{"y": np.array([[np.nan, np.inf, 1.0]])}]
-    report = compare(bad, bad)
-    assert (report.non_finite, report.reference_non_finite) == (2, 2)
-
-
-def test_an_output_that_hardly_varies_may_stay_constant() -> None:
-    reference: list[Tensors] = [{"y": np.array([[1.0, 1e-6 * index]])} for index in range(8)]
-    assert compare([reference[3]] * 8, reference).mismatch is None
-
-
 def test_no_reference_compares_nothing() -> None:
     assert compare_outputs(from_list([]), from_list([])) == ()
-
-
-def test_an_empty_output_is_no_comparison() -> None:
-    empty: list[Tensors] = [{"y": np.zeros((0, 4), np.float32)}] * 3
-    report = compare(empty, empty)
-    assert (report.samples, report.elements, report.cosine) == (3, 0, None)
-
-
-def test_strings_are_matched() -> None:
-    reference: list[Tensors] = [{"label": np.array(["cat"], dtype=object)}, {"label": np.array(["dog"], dtype=object)}]
-    report = compare([{"label": np.array(["cat"], dtype=object)}] * 2, reference)
-    assert (report.exact_match, report.sqnr_db) == (0.5, None)
 
 
 def test_an_empty_output_passes_only_beside_one_that_is_measured() -> None:

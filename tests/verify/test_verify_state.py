@@ -32,7 +32,7 @@ from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.verify.on_devices import verify_with
-from edgekit.verify.report import VerifyReport, read_report, write_report
+from edgekit.verify.report import read_report, write_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.state import measure_drift
 
@@ -166,18 +166,6 @@ def test_a_manifest_cannot_state_what_is_not_there(bundle: Bundle, changes: dict
         decode_manifest(_spoil(bundle.manifest, **changes), "it")
 
 
-def test_a_bundle_without_state_says_nothing_of_it(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
-    report = build(
-        parse_model(text, tmp_path / "m.onnx"), save_data(tmp_path / "d.npz"), tmp_path / "o",
-        Recipe(targets=("cpu",), precision="fp32"), verify=False,
-    )  # fmt: skip
-    assert report.bundles[0].path is not None
-    manifest = (report.bundles[0].path / "manifest.json").read_text()
-    assert '"state"' not in manifest
-    assert not report.data_warnings or "state" not in " ".join(report.data_warnings)
-
-
 def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
     model, recipe = parse_model(RECURRENT, tmp_path / "m.onnx"), Recipe(targets=("cpu",), precision="fp32")
     data = save_data(tmp_path / "d.npz", h=np.ones((8 * STEPS, 1, 4), np.float32))
@@ -209,11 +197,6 @@ def test_sequences_that_do_not_fit_are_refused(tmp_path: Path, state: State, err
     recipe = Recipe(targets=("cpu",), precision="fp32", state=state)
     with pytest.raises(error, match=said):
         build(parse_model(RECURRENT, tmp_path / "m.onnx"), save_data(tmp_path / "d.npz"), tmp_path / "o", recipe)
-
-
-def test_a_report_keeps_its_type(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
-    assert msgspec.json.decode(to_json(report).encode(), type=VerifyReport).runs[0].state == report.runs[0].state
 
 
 def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bundle, tmp_path: Path) -> None:

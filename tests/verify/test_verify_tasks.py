@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,20 +237,6 @@ def agree(samples: int, wrong: int = 0) -> TaskReport:
     labels = [index % 10 for index in range(samples)]
     got = ranked(*[(label + 1) % 10 if index < wrong else label for index, label in enumerate(labels)])
     return measure("top1", ranked(*labels), got, labels)
-
-
-def test_a_hundred_samples_prove_neither_pass_nor_fail() -> None:
-    found = judge_task(agree(100), LIMIT)
-    assert (found.verdict, found.failures) == ("not proven", ())
-    (line,) = found.unproven
-    assert "is 0.00 points worse than the float model, and with 100 samples it could be 1.92, more than 0.5" in line
-    told = re.search(r"about (\d+) samples would tell", line)
-    assert told is not None
-    # As many as it says pass, and not because there are far too many.
-    assert judge_task(agree(int(told[1])), LIMIT).verdict == "pass"
-    assert judge_task(agree(int(0.9 * int(told[1]))), LIMIT).verdict == "not proven"
-    assert judge_task(agree(100), replace(LIMIT, gate="estimate")).verdict == "pass"
-    assert judge_task(agree(600), LIMIT).verdict == "pass"
 
 
 def test_a_part_of_the_labelled_samples_fails_only_beyond_chance() -> None:
