@@ -118,3 +118,12 @@ def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
         check=True,
     )
     assert "best of 5" in said.stdout
+
+
+def test_a_model_of_maps_is_quantized_where_it_can_be(
+    pipeline: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pipeline.parent)
+    command = ["quantize", pipeline.name, "--data", "rows.npz", "--target", "cpu", "--dim", "N=1", "--out", "int8.onnx"]
+    assert run_command(command) == 0
+    assert "no rule of this target quantizes LinearClassifier" in capsys.readouterr().out

@@ -127,9 +127,11 @@ class FloatReference:
         self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
-        """Keeps what the model gave for a sample, if that counts: the model does not run for it again."""
-        if index in self.indices:
-            self._kept.keep(index, {spec.name: outputs[spec.name] for spec in self._model.outputs})
+        """Keeps what the model gave for a sample, if that counts and all is there: the model does not run for it again."""
+        names = [spec.name for spec in self._model.outputs]
+        # Calibration reads tensors only: a sequence or map is not among them.
+        if index in self.indices and outputs.keys() >= set(names):
+            self._kept.keep(index, {name: outputs[name] for name in names})
 
     @cached_property
     def indices(self) -> Sequence[int]:
