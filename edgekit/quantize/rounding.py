@@ -282,7 +282,7 @@ def _round_for_inputs(
     fitted = join_pieces(split + change, layer.groups)
     energy = np.diagonal(left, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
     scale = _find_scale(fitted, place, floor, energy)
-    rounded = _round_pieces(fitted, left, layer, place, scale, by_comq=place.has_four_bits, floor=floor)
+    rounded = _round_pieces(fitted, left, layer, place, scale, floor, by_comq=place.has_four_bits)
     corrected = (matrix * true_mean[:, None]).sum(axis=2) - (rounded.values * mean[:, None]).sum(axis=2)
     return {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
@@ -297,10 +297,10 @@ def _round_pieces(
     layer: Layer,
     place: QdqLayer,
     scale: Array,
+    floor: Array,
     *,
     by_comq: bool,
     noise: float = 0.0,
-    floor: Array | float = 0.0,
 ) -> Rounded:
     """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
     size = moment.shape[-1]
@@ -391,10 +391,9 @@ def _correct_layer(
 ) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, and stores them; None without moments."""
     weight, bias, matrix, floor = _read_layer(graph, layer, place)
-    largest = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
     step = place.step.hex() if rounding == "refit" else ""
-    key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{step};".encode())
-    for part in (largest, np.ascontiguousarray(weight), bias):
+    key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{place.limit}:{step};".encode())
+    for part in (floor, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
     if known := recall(statistics, key.hexdigest()[:24]):
         return known
@@ -438,4 +437,4 @@ def _round_with_moments(
         matrix = join_pieces(split, layer.groups)
     scale = _find_scale(matrix, place, floor, moments.energy())
     by_comq = rounding == "comq" and place.has_four_bits
-    return _round_pieces(matrix, blocks, layer, place, scale, by_comq=by_comq, noise=noise)
+    return _round_pieces(matrix, blocks, layer, place, scale, floor, by_comq=by_comq, noise=noise)

@@ -174,7 +174,7 @@ def make_gemm(text: str, values: Mapping[str, Any]) -> onnx.ModelProto:
 
 def correct(
     folder: Path, rounding: Rounding, *, per_channel: bool = True, bias: bool = True, limit: int = LIMIT,
-    factors: tuple[float, ...] | None = None, offset: Array = OFFSET,
+    factors: tuple[float, ...] | None = None, offset: Array = OFFSET, bits: Mapping[str, int] | None = None,
     spoil: Callable[[onnx.ModelProto], object] = lambda _: None,
 ) -> Corrected:  # fmt: skip
     """Rounds the weights of a Gemm again, whose integers are all 0 before."""
@@ -189,7 +189,7 @@ def correct(
     qdq = make_gemm(QDQ.replace("BIAS", ", bd" if bias else ""), integers)
     spoil(qdq)
     given = {} if factors is None else {"gemm": factors}
-    round_qdq_weights(qdq, view_model(proto), folder, rounding, given, limit)
+    round_qdq_weights(qdq, view_model(proto), folder, rounding, given, limit, bits)
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
     return Corrected(integers=found["wq"], scale=found["ws"], bias=found["bq"], bias_scale=found["bs"])
 
@@ -290,6 +290,16 @@ def test_the_scale_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
         assert found.scale[0] == pytest.approx(1e7 * 1.001 / (2**31 - 1) / 0.05)
         assert found.scale[1] == pytest.approx(0.1 / 127)
         assert found.bias[0] == pytest.approx((2**31 - 1) / 1.001, rel=1e-6)
+
+
+def test_a_scale_that_descent_fits_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
+    moment = make_moment(tmp_path)
+    whole = np.zeros((1, 4, 4), np.float32)
+    whole[0, :2, :2], whole[0, 2:, 2:] = moment.covariance
+    save_moments(tmp_path / "moments.npz", [(("gemm",), msgspec.structs.replace(moment, covariance=whole))])
+    found = correct(tmp_path, "comq", offset=np.array([1e8, -0.2]), bits={"w": 4})
+    assert found.scale[0] >= 1e8 / (2**31 - 1) / 0.05
+    assert found.bias[0] * float(found.bias_scale[0]) == pytest.approx(1e8, rel=1e-6)
 
 
 def fill(name: str, value: Array) -> Callable[[onnx.ModelProto], object]:
