@@ -39,15 +39,15 @@ class KeptOutputs:
             math.floor(room / max(1, self._largest)) for room in (self._memory, self._disk)
         )
 
-    def keep(self, index: int, outputs: Tensors) -> None:
-        """Keeps a copy of the outputs of a sample, if there is room.
+    def keep(self, index: int, outputs: Tensors) -> Tensors:
+        """Keeps a copy of the outputs of a sample, if there is room; returns the copy, else the outputs themselves.
 
         Raises:
             OSError: the file cannot be written.
         """
-        size = sum(value.nbytes for value in outputs.values())
         if index in self._known:
-            return
+            return self._known[index]
+        size = sum(value.nbytes for value in outputs.values())
         if size <= self._memory:
             self._memory -= size
             # An array that ONNX Runtime returns holds the memory of its whole session.
@@ -63,6 +63,7 @@ class KeptOutputs:
             self._stored[index] = tuple(stored.values())
             self.release(index)
         self._largest = max(self._largest, size)
+        return self._known.get(index, outputs)
 
     def release(self, index: int) -> None:
         """Frees the memory of the outputs of a sample that lie in the file, until they are read again."""

@@ -293,8 +293,7 @@ class FloatReference:
     def _run_few(self, count: int) -> list[Tensors]:
         few = list[Tensors]()
         for index, sample in self._read(spread_indices(self._samples.count, count)):
-            few.append(self._run(index, sample))
-            self._kept.keep(index, few[-1])
+            few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
     def _find_head(self, first: Tensors) -> Head | DetectionList | None:

@@ -209,8 +209,10 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    # Three samples are in memory at a time: an arena would keep the memory of the largest tensors of each.
-    settings = SessionSettings(threads=1, in_order=True, arena=False)
+    at_once = count_side_by_side(task.graph, run.augmented.output_bytes if learning else 0)
+    # Three samples are in memory at a time: an arena would keep the memory of the largest tensors of each. And one
+    # block for all large tensors of a run is larger than what is in use at a time.
+    settings = SessionSettings(threads=1, in_order=True, arena=False, one_block=at_once is None)
     session = CpuSession(task.work / "augmented.onnx", settings, subject=task.model.path.name)
 
     def run_one(indexed: tuple[int, Tensors]) -> tuple[bytes, Tensors | RuntimeRefusal]:
@@ -224,9 +226,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     known = len(run.seen)
     # A `zip` or `enumerate` around the runs would keep one more result in memory.
     indexed = zip(todo, select_samples(task.samples, todo), strict=False)
-    for (index, sample), (digest, values) in map_in_order(
-        run_one, indexed, count_side_by_side(task.graph, run.augmented.output_bytes if learning else 0)
-    ):
+    for (index, sample), (digest, values) in map_in_order(run_one, indexed, at_once):
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
