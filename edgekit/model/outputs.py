@@ -35,11 +35,12 @@ class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return frozenset(each.output for each in (self.boxes, self.score, self.kind) if each is not None)
 
 
-OutputKind = Literal["classes", "map", "sequence", "labels", "image", "values", "scores"]
+OutputKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values", "scores"]
 """classes: the scores of one decision. map: those of many, such as pixels or boxes.
 
 sequence: those of steps that make one answer, such as letters of a word. labels: the decisions themselves. image: an
-image. values: numbers, such as boxes or an embedding. scores: raw ones, to which the app applies the sigmoid.
+image. embedding: a vector whose neighbours are asked for, of any length. values: other numbers, such as boxes. scores:
+raw ones, to which the app applies the sigmoid.
 """
 
 
@@ -97,6 +98,8 @@ def _find_complaint(spec: TensorSpec, stated: StatedOutput) -> str:
     rank = None if spec.shape is None else len(spec.shape)
     if rank is None or stated.kind == "labels":
         return ""
+    if stated.kind == "embedding" and sum(size != 1 for size in spec.shape or ()) > 1:
+        return "it is more than one vector"
     if stated.kind == "image" and rank not in {3, 4}:
         return f"it has {rank} axes"
     if stated.axis is not None and not -rank <= stated.axis < rank:

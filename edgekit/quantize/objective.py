@@ -48,7 +48,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     shown = [{each.tensor: row[each.tensor] for each in compared if each.tensor in graph.outputs} for row in rows]
     readings = read_output_kinds(graph, shown, calibration.outputs) if shown and shown[0] else {}
     readers = {node.name: node for node in graph.nodes}
-    stated_values = {name for name, each in calibration.outputs.items() if each.kind == "values"}
+    stated_values = {name for name, each in calibration.outputs.items() if each.kind in {"values", "embedding"}}
     found = list[ComparedTensor]()
     for each in compared:
         reading, node = readings.get(each.tensor), readers.get(each.reader)

@@ -337,13 +337,13 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
         yield f"{samples} samples leave more than half a point of doubt; {more}"
-    note = f" {report.goal_note}" if report.goal_note else ""
+    note, unit = f" {report.goal_note}" if report.goal_note else "", name_unit(report.predicted)
     if report.max_drop is not None:
-        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"
+        yield f"the goal of {report.max_drop:g} {unit} is {'met' if report.met else 'not met by any plan'}{note}:"
     elif report.trials:
         yield "plans that were measured:"
     for trial in report.trials:
-        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
+        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} {unit}"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
         part = f" over {trial.samples} samples" if trial.samples < samples else ""
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB{part}, {work}"
@@ -370,6 +370,12 @@ def describe_narrow(narrow: NarrowConstants) -> str:
     return f"of these constants {stored}: {saved}; that alone keeps {narrow.ratio_db:.0f} dB on held-out samples"
 
 
+def name_unit(predicted: Prediction) -> str:
+    """Returns the unit of a drop: points of a figure between 0 and 1, else a share of the float model's own figure."""
+    is_share = predicted.measure in {MEASURES["image"].name, MEASURES["values"].name} or (predicted.reference or 0) > 1
+    return "%" if is_share else "points"
+
+
 def describe_prediction(predicted: Prediction) -> str:
     """Returns a prediction in one line."""
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
@@ -381,9 +387,10 @@ def describe_prediction(predicted: Prediction) -> str:
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
     if predicted.measure == MEASURES["values"].name:
         lost = f"{100 * predicted.drop_estimate:.2f} % ({low:.2f} to {high:.2f})"
-        return f"{ratio}; the output that loses most decides nothing that is known, and its spread (R2) falls by {lost}"
+        loses = "the output that loses most decides nothing that is known, and its spread (R2) falls by"
+        return f"{ratio}; {loses} {lost}; [outputs] of a recipe states what it is"
     ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
     return (
-        f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} points"
+        f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} {name_unit(predicted)}"
         f" ({ends}; from {predicted.source})"
     )

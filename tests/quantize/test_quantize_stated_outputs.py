@@ -27,13 +27,17 @@ from edgekit.recipe import load_recipe
         ({"z": "classes"}, r"\[outputs\] names 'z', which is no output of 'm.onnx'"),
         ({"y": "labels"}, r"'y' is labels, but it is float32"),
         ({"y": "image"}, r"'y' is image, but it has 2 axes"),
+        ({"x": "embedding"}, r"'x' is embedding, but it is more than one vector"),
         ({"y": StatedOutput(kind="map", axis=2)}, r"'y' is map, but it has no axis 2"),
     ],
 )
 def test_a_statement_that_cannot_be_is_refused(
     tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str
 ) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,6] x) => (float[1,6] y) { y = Mul(x, x) }'
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)'
+        "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
+    )
     model = make_model(text, tmp_path / "m.onnx")
     assert check_outputs({"y": "values"}, model) == {"y": StatedOutput(kind="values")}
     with pytest.raises(UsageError, match=message):
@@ -41,8 +45,8 @@ def test_a_statement_that_cannot_be_is_refused(
 
 
 def test_a_recipe_holds_a_kind_or_a_kind_with_its_axis(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[outputs]\nboxes = "values"\nscores = {kind = "map", axis = 1}\n')
-    assert load_recipe(tmp_path / "r.toml").outputs == {"boxes": "values", "scores": StatedOutput(kind="map", axis=1)}
+    (tmp_path / "r.toml").write_text('[outputs]\nface = "embedding"\nscores = {kind = "map", axis = 1}\n')
+    assert load_recipe(tmp_path / "r.toml").outputs == {"face": "embedding", "scores": StatedOutput(kind="map", axis=1)}
     (tmp_path / "r.toml").write_text('[outputs]\nboxes = "box"\n')
     with pytest.raises(UsageError, match=r"r\.toml' is malformed"):
         load_recipe(tmp_path / "r.toml")
@@ -64,6 +68,18 @@ def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
     assert found.measure == "top-1 accuracy"
     assert found.top1_agreement is not None
     assert 0.7 < found.top1_agreement < 1
+
+
+@pytest.mark.parametrize(("stated", "measure"), [("embedding", "nearest neighbours (recall@1)"), ("values", "spread")])
+def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
+    tmp_path: Path, stated: OutputKind, measure: str
+) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
+    samples = make_samples([{"x": row} for row in rows])
+    predicted = predict_drop(model, model, samples, {"y": StatedOutput(kind=stated)})
+    assert predicted.measure.startswith(measure)
 
 
 def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
         axis = guess.axis
     elif stated.kind == "classes":
         axis = int(np.argmax(value.shape))
-    elif stated.kind == "values":
+    elif stated.kind in {"values", "embedding"}:
         axis = _find_channels(value)
     else:
         axis = _map_axes(value.shape)[0] if value.ndim == 4 else value.ndim - 1
