@@ -127,7 +127,7 @@ class FloatReference:
         self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
-        """Keeps what the model gave for a sample, if that counts and all is there: the model does not run for it again."""
+        """Keeps what the model gave for a sample, if it counts and all is there: the model does not run for it."""
         names = [spec.name for spec in self._model.outputs]
         # Calibration reads tensors only: a sequence or map is not among them.
         if index in self.indices and outputs.keys() >= set(names):
