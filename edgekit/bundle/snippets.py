@@ -1,5 +1,6 @@
 """What the developer of an app reads and pastes: dependencies, code and a README, rendered from the manifest."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -140,8 +141,12 @@ def describe_interface(manifest: Manifest) -> str:
     return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
 
 
+@functools.lru_cache
 def make_environment(folder: Path) -> SandboxedEnvironment:
-    """Returns the environment of the templates in a folder, with the filters that make a value safe."""
+    """Returns the environment of the templates in a folder, with the filters that make a value safe.
+
+    It is kept, and a template is compiled again only if its file changed.
+    """
     # Targets may be a stranger's folder: their templates reach values, not Python's insides.
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(folder),
