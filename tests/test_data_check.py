@@ -21,24 +21,6 @@ def noise(count: int) -> Iterable[Array]:
     return np.random.default_rng(0).normal(size=(count, 1, 3, 4, 4)).astype(np.float32)
 
 
-def test_good_data_has_no_warning() -> None:
-    facts = check_samples(samples_of(*noise(40)))
-    assert (facts.count, facts.warnings, warn_if_few(facts)) == (40, (), ())
-
-
-def test_a_repeated_sample_is_named_with_its_twin() -> None:
-    rows = list(noise(5))
-    facts = check_samples(samples_of(*rows, rows[2], rows[2]))
-    assert facts.warnings == ("2 of 7 samples repeat an earlier one: sample 5 is sample 2 again",)
-
-
-def test_a_constant_sample_is_named() -> None:
-    rows = list(noise(5))
-    rows[3] = np.full_like(rows[3], 0.5)
-    (warning,) = check_samples(samples_of(*rows)).warnings
-    assert warning == "input 'x' is one number throughout in 1 of 5 samples, first in sample 3"
-
-
 def test_raw_pixels_are_suspicious() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 3, 4, 4)).astype(np.float32)
     (warning,) = check_samples(samples_of(*pixels)).warnings
@@ -46,15 +28,18 @@ def test_raw_pixels_are_suspicious() -> None:
     assert check_samples(samples_of(*(pixels / 255))).warnings == ()
 
 
-def test_an_outlier_is_named() -> None:
+def test_a_sample_that_repeats_is_constant_or_far_out_is_named() -> None:
+    rows = list(noise(5))
+    facts = check_samples(samples_of(*rows, rows[2], rows[2]))
+    assert facts.warnings == ("2 of 7 samples repeat an earlier one: sample 5 is sample 2 again",)
+    rows = list(noise(5))
+    rows[3] = np.full_like(rows[3], 0.5)
+    (warning,) = check_samples(samples_of(*rows)).warnings
+    assert warning == "input 'x' is one number throughout in 1 of 5 samples, first in sample 3"
     rows = list(noise(9))
     rows[6] = rows[6] * 1000
     (warning,) = check_samples(samples_of(*rows)).warnings
     assert warning.startswith("sample 6 reaches ")
-
-
-def test_few_samples_are_said_to_be_few() -> None:
-    assert warn_if_few(check_samples(samples_of(*noise(9))))[0].startswith("9 samples are few to calibrate with")
 
 
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinity")])
@@ -70,7 +55,10 @@ def test_another_number_of_samples_than_was_promised_is_refused() -> None:
         check_samples(msgspec.structs.replace(samples_of(*noise(3)), count=4))
 
 
-def test_integers_and_strings_are_taken_as_they_are() -> None:
+def test_good_data_integers_and_strings_have_no_warning_but_few_are_few() -> None:
+    facts = check_samples(samples_of(*noise(40)))
+    assert (facts.count, facts.warnings, warn_if_few(facts)) == (40, (), ())
+    assert warn_if_few(check_samples(samples_of(*noise(9))))[0].startswith("9 samples are few to calibrate with")
     assert check_samples(samples_of(np.array([[1, 2]]), np.array([["a"]], dtype=object))).warnings == ()
 
 

@@ -29,13 +29,6 @@ def _inspect(path: Path, **dims: int) -> OnnxReport:
     return report
 
 
-def test_work_of_unknown_size_is_said_and_a_size_makes_it_known(any_batch: Path) -> None:
-    unknown, known = _inspect(any_batch), _inspect(any_batch, batch=4)
-    assert (unknown.macs, unknown.unsized_nodes) == (15, 1)
-    assert (known.macs, known.unsized_nodes) == (60, 0)
-    assert known.activation_bytes > unknown.activation_bytes
-
-
 def test_a_constant_node_is_no_layer_and_its_weights_are_those_of_its_reader(tmp_path: Path) -> None:
     text = "g (float[2] x) => (float[2] y) { c = Constant<value_floats=[1.0, 2.0]>() [add] y = Add(x, c) }"
     path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
@@ -49,14 +42,17 @@ def test_a_model_that_quantizes_as_it_runs_is_quantized(tmp_path: Path) -> None:
     assert (report.is_quantized, report.quantized) == (True, "dynamic")
 
 
-def test_a_size_of_no_dimension_is_refused(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["inspect", str(any_batch), "--dim", "bach=4"]) == 2
-    assert "bach" in capsys.readouterr().err
-
-
-def test_the_table_says_what_to_do(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_of_unknown_size_is_said_with_what_to_do_and_a_size_makes_it_known(
+    any_batch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown, known = _inspect(any_batch), _inspect(any_batch, batch=4)
+    assert (unknown.macs, unknown.unsized_nodes) == (15, 1)
+    assert (known.macs, known.unsized_nodes) == (60, 0)
+    assert known.activation_bytes > unknown.activation_bytes
     Console(width=160).print(table_contents(_inspect(any_batch)))
     assert "1: each dimension without a number counts as one; give --dim NAME=INT" in capsys.readouterr().out
+    assert run_command(["inspect", str(any_batch), "--dim", "bach=4"]) == 2
+    assert "bach" in capsys.readouterr().err
 
 
 def test_sizes_that_the_graph_of_a_static_model_computes_are_left_to_prepare(

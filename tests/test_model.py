@@ -8,14 +8,15 @@ import pytest
 from demo_paths import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 from onnx.backend.test import loader
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
 from edgekit.model.external import DataPlace, count_bytes, list_files, point_into, point_to, read_place, skim_model
 from edgekit.model.model import load_model, order_nodes, read_proto, save_proto
+from edgekit.model.tensors import Array
 
 
 def test_facts_are_read(relu_model: Path) -> None:
@@ -79,11 +80,9 @@ def test_a_model_that_is_too_new_is_refused(tmp_path: Path, fields: dict[str, in
 
 
 def _external(path: Path, location: str) -> Path:
-    weight = numpy_helper.from_array(np.ones(64, np.float32), "w")
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [64])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [64])
-    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", [value], [result], [weight])
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    proto = onnx.load(
+        save_net("(float[64] x) => (float[64] y) { y = Add(x, w) }", path, w=np.ones(64, np.float32)).path
+    )
     onnx.save(proto, str(path), save_as_external_data=True, location="w.data", size_threshold=0)
     proto = onnx.load(str(path), load_external_data=False)
     next(entry for entry in proto.graph.initializer[0].external_data if entry.key == "location").value = location
@@ -131,36 +130,24 @@ def test_a_damaged_model_is_read_or_refused_never_worse(
         return
 
 
-def test_nodes_come_behind_what_they_and_their_bodies_read() -> None:
-    body = helper.make_graph([helper.make_node("Neg", ["b"], ["y"])], "body", [], [])
-    nodes = [
-        helper.make_node("If", ["c"], ["d"], then_branch=body, else_branch=body),
-        helper.make_node("Abs", ["a"], ["b"]),
-        helper.make_node("Abs", ["x"], ["a"]),
-    ]
-    graph = helper.make_graph(nodes, "g", [], [])
+def test_nodes_come_behind_what_they_and_their_bodies_read_and_a_cycle_loses_none() -> None:
+    body = "() => (float y) { y = Neg(b) }"
+    text = f"d = If (c) <then_branch = t {body}, else_branch = e {body}> b = Abs(a) a = Abs(x)"
+    graph = parser.parse_graph(f"g (float x, bool c) => (float d) {{ {text} }}")
     assert [node.output[0] for node in order_nodes(graph)] == ["a", "b", "d"]
-
-
-def test_nodes_of_a_cycle_are_all_returned() -> None:
-    nodes = [helper.make_node("Abs", ["b"], ["a"]), helper.make_node("Abs", ["a"], ["b"])]
-    assert len(order_nodes(helper.make_graph(nodes, "g", [], []))) == 2
+    assert len(order_nodes(parser.parse_graph("g () => (float b) { a = Abs(b) b = Abs(a) }"))) == 2
 
 
 def test_a_large_file_is_read_weight_by_weight_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [numpy_helper.from_array(np.full((300, 200), at, np.float32), f"w{at}") for at in range(3)]
-    tensors.append(numpy_helper.from_array(np.array(2, np.float32), "small"))
-    nodes = [helper.make_node("Add", ["x", "w0"], ["a"]), helper.make_node("Mul", ["a", "w1"], ["b"])]
-    nodes += [helper.make_node("Sub", ["b", "w2"], ["c"]), helper.make_node("Mul", ["c", "small"], ["y"])]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [300, 200]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    text = """(float[300,200] x) => (float[300,200] y) <float small = {2}> {
+      a = Add(x, w0) b = Mul(a, w1) c = Sub(b, w2) y = Mul(c, small) }"""
     path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    save_net(text, path, **{f"w{at}": np.full((300, 200), at, np.float32) for at in range(3)})
     monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     assert read_proto(load_model(path)) == onnx.load(str(path))
 
 
-def test_a_place_is_read_as_it_was_written() -> None:
+def test_a_place_is_read_as_it_was_written_and_without_a_length_holds_the_whole_tensor() -> None:
     tensor = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
     assert read_place(tensor) is None
     point_to(tensor, DataPlace("w.data", 4096, 24))
@@ -168,9 +155,6 @@ def test_a_place_is_read_as_it_was_written() -> None:
     point_to(tensor, DataPlace("v.data", 0, 24))
     assert read_place(tensor) == DataPlace("v.data", 0, 24)
     assert list(list_files([tensor])) == ["v.data"]
-
-
-def test_without_a_length_all_of_the_tensor_lies_there() -> None:
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, dims=[3, 5], data_location=onnx.TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value="w.data")
     assert read_place(tensor) == DataPlace("w.data", 0, 60)
@@ -196,15 +180,21 @@ def test_a_model_of_small_tensors_stays_as_it_is(path: Path) -> None:
     assert skim_model(path) == onnx.load(str(path))
 
 
+def _save_big(path: Path, array: Array, *, raw: bool, said: bool = False) -> Path:
+    """Writes the sum of a weight, stored raw or not, and the same as a constant."""
+    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    if said:
+        tensor.data_location = TensorProto.DEFAULT
+    proto = parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g () => (float[300,400] y) { y = Add(w, c) }')
+    proto.graph.node.insert(0, helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c")))
+    proto.graph.initializer.append(tensor)
+    onnx.save(proto, str(path))
+    return path
+
+
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
 def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> None:
-    array = np.ones((300, 400), np.float32)
-    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
-    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
-    node = helper.make_node("Add", ["w", "c"], ["y"])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(helper.make_graph([constant, node], "g", [], [out], [tensor])), str(path))
+    path = _save_big(tmp_path / "m.onnx", np.ones((300, 400), np.float32), raw=raw)
     skimmed = skim_model(path)
     assert skimmed.ByteSize() < 400
     assert list(skimmed.graph.initializer[0].dims) == [300, 400]
@@ -219,15 +209,7 @@ def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> N
 )
 def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool, said: bool) -> None:
     array = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
-    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
-    if said:
-        tensor.data_location = TensorProto.DEFAULT
-    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
-    node = helper.make_node("Add", ["w", "c"], ["y"])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [300, 400])
-    path = tmp_path / "m.onnx"
-    graph = helper.make_graph([constant, node], "g", [], [out], [tensor])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    path = _save_big(tmp_path / "m.onnx", array, raw=raw, said=said)
     pointing = point_into(path)
     assert (pointing.graph.initializer[0].data_location == TensorProto.EXTERNAL) is raw
     config = {"session.model_external_initializers_file_folder_path": str(tmp_path)}

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import parser
+from tiny_models import save_net
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
@@ -28,18 +29,8 @@ PASSED = TestResult(result="PASSED", configuration=(), passed_tests=("tiny-nnapi
 def save_classifier(path: Path, *, classes: int = 5) -> Model:
     """A linear classifier of 8 inputs, with bias."""
     weight = np.random.default_rng(1).normal(size=(8, classes)).astype(np.float32)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["xw"], name="mul"),
-        helper.make_node("Add", ["xw", "b"], ["y"], name="add"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "classifier",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, classes])],
-        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(weight[0], "b")],
-    )
-    return save_graph(graph, path)
+    text = f"(float[1,8] x) => (float[1,{classes}] y) {{ [mul] xw = MatMul(x, w) [add] y = Add(xw, b) }}"
+    return save_net(text, path, w=weight, b=weight[0])
 
 
 DETECTOR = """<ir_version: 9, opset_import: ["" : 17]>
@@ -90,12 +81,6 @@ def make_detector_bundle(folder: Path, target: str = "nnapi") -> Bundle:
     )
     bundle = write_bundle(contents, folder / f"detector-{target}")
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
-
-
-def save_graph(graph: onnx.GraphProto, path: Path) -> Model:
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, str(path))
-    return load_model(path)
 
 
 def make_samples(count: int = 6) -> Samples:

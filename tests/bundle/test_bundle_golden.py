@@ -38,7 +38,7 @@ def test_samples_that_run_at_a_time_keep_their_order(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in one.files] == [path.read_bytes() for path in two.files]
 
 
-def test_labels_come_back_and_wrong_or_damaged_ones_are_refused(tmp_path: Path) -> None:
+def test_labels_and_counts_come_back_and_wrong_or_damaged_ones_are_refused(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "m.onnx")
     golden = make_golden(model, make_samples(3), tmp_path, labels=[4, 0, 2])
     assert read_labels(golden) == (4, 0, 2)
@@ -47,23 +47,17 @@ def test_labels_come_back_and_wrong_or_damaged_ones_are_refused(tmp_path: Path) 
     (tmp_path / "labels.npy").write_bytes(b"\x93NUMPY\x01\x00")
     with pytest.raises(DataError, match=r"labels\.npy' is malformed"):
         read_labels(golden)
-
-
-def test_fewer_samples_than_promised_are_refused(tmp_path: Path) -> None:
     golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(2), tmp_path)
     with pytest.raises(DataError, match=r"outputs\.npz' holds 2 samples, not 3"):
         read_outputs(msgspec.structs.replace(golden, samples=3))
 
 
-def test_string_outputs_survive(tmp_path: Path) -> None:
+def test_strings_scalars_and_empty_outputs_survive(tmp_path: Path) -> None:
     model = save_text("(string[2] s) => (string[2] t) { t = Identity(s) }", tmp_path)
     words = [np.array(["a", "eins"], dtype=object), np.array(["zwei und drei", ""], dtype=object)]
     samples = Samples(source="words", count=2, read=lambda: ({"s": word} for word in words))
     golden = make_golden(model, samples, tmp_path)
     assert [row["t"].tolist() for row in read_outputs(golden)] == [word.tolist() for word in words]
-
-
-def test_scalar_and_empty_outputs_survive(tmp_path: Path) -> None:
     text = """(float[1,8] x) => (float scalar, float[0,8] empty) <int64[1] zero = {0}> {
       scalar = ReduceSum<keepdims = 0>(x)
       empty = Slice(x, zero, zero) }"""
@@ -131,15 +125,12 @@ def test_shapes_that_lie_are_refused(tmp_path: Path, values: np.ndarray, shapes:
         list(read_rows(tmp_path / "t.npz"))
 
 
-def test_a_sequence_becomes_tensors(tmp_path: Path) -> None:
+def test_sequences_and_maps_become_tensors(tmp_path: Path) -> None:
     model = save_text("(float[1,8] x) => (seq(float[1,8]) list) { list = SequenceConstruct(x) }", tmp_path)
     golden = make_golden(model, make_samples(2), tmp_path)
     for sample, row in zip(read_inputs(golden), read_outputs(golden), strict=True):
         assert (sorted(row), int(row["list.length"])) == (["list.length", "list[0]"], 1)
         np.testing.assert_array_equal(row["list[0]"], sample["x"])
-
-
-def test_a_sequence_of_maps_becomes_keys_and_values(tmp_path: Path) -> None:
     text = """(float[1,8] x) => (seq(map(int64, float)) maps) {
       maps = ai.onnx.ml.ZipMap<classlabels_int64s = [3, 4, 5, 6, 7, 8, 9, 10]>(x) }"""
     golden = make_golden(save_text(text, tmp_path), make_samples(2), tmp_path)
@@ -160,16 +151,13 @@ def read(bundle: Bundle, name: str) -> np.ndarray:
         return rows
 
 
-def test_each_chosen_sample_has_a_reason_and_an_expected_output(tmp_path: Path) -> None:
+def test_each_chosen_sample_has_a_reason_and_an_output_that_no_other_sample_has(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     chosen = bundle.manifest.golden.chosen
     rows = [sample.row for sample in chosen]
     assert rows == sorted(set(rows))
     assert {sample.reason for sample in chosen} == {"typical", "extreme", "worst-error"}
     np.testing.assert_array_equal(read(bundle, "expected.npz"), read(bundle, "outputs.npz")[rows])
-
-
-def test_the_tolerance_tells_a_device_that_answers_for_another_sample(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     expected, tolerance = read(bundle, "expected.npz"), bundle.manifest.golden.tolerance["y"]
     right = read(bundle, "outputs.npz")[[sample.row for sample in bundle.manifest.golden.chosen]]

@@ -61,16 +61,13 @@ TEXT = {"input": "ids", "scores": "logits"}
 TALK = ({"run": "prefill", "text": TEXT}, {"run": "decode", "repeat": True, "text": TEXT})
 
 
-def test_a_wiring_is_settled_by_names() -> None:
+def test_a_wiring_is_settled_by_names_and_what_stands_in_it_is_left() -> None:
     wiring = resolve_wiring(wire(*TALK, tokens={"start": [1]}), talk_members())
     decode = wiring.stages[1]
     assert decode.feeds == {"past.key": "prefill.present.key", "past.value": "prefill.present.value"}
     assert decode.state == {"past.key": "present.key", "past.value": "present.value"}
     assert [stage.text.align for stage in wiring.stages if stage.text] == ["right", "right"]
     assert find_fault(wiring, talk_members()) is None
-
-
-def test_what_stands_in_a_wiring_is_left() -> None:
     stated = {**TALK[1], "feeds": {"past.key": "data.k"}, "state": {"past.key": "present.key"}}
     wiring = resolve_wiring(wire(TALK[0], stated, tokens={"start": [1]}), talk_members())
     assert wiring.stages[1].feeds["past.key"] == "data.k"
@@ -260,12 +257,6 @@ def test_the_groups_own_program_does_what_the_pipeline_does(talk: Path, digits: 
     open_group(talk)
 
 
-def test_the_groups_own_program_refuses_altered_weights(copied: Path) -> None:
-    (weights,) = copied.glob("models/weights-*.data")
-    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    assert "was altered" in run_program(copied)
-
-
 def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
     bundle = extract_member(open_group(talk), "decode", tmp_path / "decode")
     assert bundle.manifest.forms["onnx"][0] == "decode.onnx"
@@ -338,7 +329,10 @@ def test_a_folder_of_another_kind_names_what_opens_it(copied: Path, refused: Cal
     assert f"it holds one model: edgekit verify '{member}'" in refused("group", "verify", member)
 
 
-def test_an_altered_file_of_a_group_is_refused(copied: Path) -> None:
+def test_an_altered_file_of_a_group_is_refused_by_edgekit_and_its_own_program(copied: Path) -> None:
+    (weights,) = copied.glob("models/weights-*.data")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert "was altered" in run_program(copied)
     (weights,) = copied.glob("models/weights-*.data")
     data = bytearray(weights.read_bytes())
     data[100] ^= 1

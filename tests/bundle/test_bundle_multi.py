@@ -43,14 +43,13 @@ def folder(bundles: list[Bundle], tmp_path: Path) -> Path:
     return join_bundles(bundles, tmp_path / "multi").folder
 
 
-def test_every_variant_comes_out_as_it_went_in(bundles: list[Bundle], folder: Path, tmp_path: Path) -> None:
+def test_every_variant_comes_out_as_it_went_in_and_what_is_shared_is_stored_once(
+    bundles: list[Bundle], folder: Path, tmp_path: Path
+) -> None:
     multi = open_index(folder)
     for bundle in bundles:
         out = extract_variant(multi, bundle.manifest.target, tmp_path / bundle.manifest.target)
         assert (out.manifest, out.sha256) == (bundle.manifest, bundle.sha256)
-
-
-def test_what_is_shared_is_stored_once(bundles: list[Bundle], folder: Path) -> None:
     stored = [path.read_bytes() for path in list_files(folder).values()]
     assert len(stored) == len(set(stored))
     assert len([data for data in stored if data == (bundles[0].folder / "golden" / "inputs.npz").read_bytes()]) == 1
@@ -203,15 +202,11 @@ def test_a_runtime_chooses(
     assert (choice.variant.target, choice.provider) == (target, f"{provider}ExecutionProvider")
 
 
-def test_without_a_bundle_for_the_cpu_that_of_another_target_runs_there(folder: Path) -> None:
+def test_a_runtime_without_a_bundle_of_its_own_gets_that_of_another_or_none(folder: Path) -> None:
     index: Index = open_index(folder).index
     others = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target != "cpu"))
     choice = choose_variant(others, providers=["CPUExecutionProvider"], system="windows")
     assert choice is not None
     assert (choice.variant.target, choice.provider) == ("xnnpack", "CPUExecutionProvider")
-
-
-def test_nothing_fits_an_index_without_a_general_variant(folder: Path) -> None:
-    index: Index = open_index(folder).index
     only = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target == "qnn"))
     assert choose_variant(only, providers=["CPUExecutionProvider"], system="android") is None

@@ -43,11 +43,6 @@ def public(original: Bundle) -> Path:
     return original.folder.parent / "key.pem.pub"
 
 
-def test_a_signed_bundle_opens_with_the_public_key(signed: Path, public: Path, original: Bundle) -> None:
-    assert open_bundle(signed, key=public).sha256 == original.sha256
-    assert open_bundle(signed).manifest == original.manifest
-
-
 def read_envelope(folder: Path) -> dict[str, Any]:
     envelope: dict[str, Any] = json.loads((folder / "signature.json").read_bytes())
     return envelope
@@ -94,7 +89,11 @@ def test_another_implementation_of_dsse_checks_the_signature(signed: Path, publi
         dsse.Envelope.from_dict(envelope).verify(theirs, 1)
 
 
-def test_signing_twice_gives_the_same_bytes(signed: Path, original: Bundle) -> None:
+def test_a_signed_bundle_opens_with_the_public_key_and_signing_repeats_to_the_byte(
+    signed: Path, public: Path, original: Bundle
+) -> None:
+    assert open_bundle(signed, key=public).sha256 == original.sha256
+    assert open_bundle(signed).manifest == original.manifest
     before = (signed / "signature.json").read_bytes()
     sign_bundle(signed, original.folder.parent / "key.pem", PASSED)
     assert (signed / "signature.json").read_bytes() == before
@@ -297,16 +296,15 @@ def test_an_archive_of_two_folders_is_no_bundle(signed: Path, tmp_path: Path) ->
             pass
 
 
-def test_an_archive_is_not_signed_nor_of_another_target(signed: Path, public: Path, tmp_path: Path) -> None:
+def test_an_archive_and_a_damaged_bundle_are_not_signed(
+    signed: Path, public: Path, tmp_path: Path, original: Bundle
+) -> None:
     write_archive(list_files(signed), tmp_path / "a.zip", "zip")
     with pytest.raises(BundleError, match="is a file"):
         sign_bundle(tmp_path / "a.zip", public.with_suffix(""), PASSED)
     for place in (signed, tmp_path / "a.zip"):
         with pytest.raises(UsageError, match="is for 'nnapi', not 'qnn'"), opened_bundle(place, target="qnn"):
             pass
-
-
-def test_a_damaged_bundle_is_not_signed(signed: Path, original: Bundle) -> None:
     (signed / "tiny.onnx").write_bytes(b"")
     with pytest.raises(BundleError, match="has 0 bytes"):
         sign_bundle(signed, original.folder.parent / "key.pem", PASSED)

@@ -235,20 +235,6 @@ def test_a_model_that_names_a_file_outside_the_bundle(refused: Callable[..., str
         assert "'../secret' outside its folder" in refused(command[0], str(folder), *command[1:])
 
 
-def test_joining_never_takes_the_place_of_another_folder(refused: Callable[..., str], tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path).folder
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("years of work")
-    for out in ("..", ".", "mine"):
-        refused("join", str(bundle), "--allow-failed", "--out", out)
-
-
-def test_joining_with_a_bad_key_writes_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path).folder
-    (tmp_path / "key.pem").write_text("no key")
-    assert "no private key" in refused("join", str(bundle), "--allow-failed", "--key", "key.pem", "--out", "out")
-
-
 def test_links_that_lead_in_a_circle(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = make_bundle(tmp_path).folder
     (folder / "README.md").unlink()
@@ -264,6 +250,14 @@ def test_a_report_that_links_to_itself_is_counted_as_a_link(tmp_path: Path) -> N
     assert run_command(["inspect", str(folder), "--sizes"]) == 0
 
 
-def test_a_package_is_not_written_over_a_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_nothing_is_written_over_another_folder_or_with_a_bad_key(refused: Callable[..., str], tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path).folder
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    for out in ("..", ".", "mine"):
+        refused("join", str(bundle), "--allow-failed", "--out", out)
+    bundle = make_bundle(tmp_path).folder
+    (tmp_path / "key.pem").write_text("no key")
+    assert "no private key" in refused("join", str(bundle), "--allow-failed", "--key", "key.pem", "--out", "out")
     bundle = make_bundle(tmp_path, target="cpu").folder
     assert "it is a folder" in refused("package", str(bundle), "--as", "tar", "--allow-failed", "--out", "x/..")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper, parser
+from onnx import numpy_helper, parser
 
 from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode
@@ -25,6 +25,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Precision, Target, load_target
 
 SHAPE = (1, 4, 8, 8)
+ENDS = "(float[1,4,8,8] x) => (float[1,4,8,8] y)"
 
 
 class Stub(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +64,8 @@ def conv_weights() -> tuple[Array, Array]:
 def float_conv(path: Path, *, opset: int = 17) -> Path:
     """Conv and Relu."""
     weight, bias = conv_weights()
-    nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
-        helper.make_node("Relu", ["c"], ["y"], "relu"),
-    ]
-    return write_graph(path, nodes, {"w": weight, "b": bias}, opset=opset)
+    body = "{ [conv] c = Conv<pads=[1,1,1,1], kernel_shape=[3,3]>(x, w, b) [relu] y = Relu(c) }"
+    return text_model(path, f"{ENDS} {body}", opset=opset, w=weight, b=bias)
 
 
 def qdq_conv(path: Path, activation: type[np.integer[Any]]) -> Path:
@@ -81,35 +79,19 @@ def qdq_conv(path: Path, activation: type[np.integer[Any]]) -> Path:
         "wq": np.round(weight / scales[:, None, None, None]).astype(np.int8), "bs": scales * x_scale,
         "bz": np.zeros(4, np.int32), "bq": np.round(bias / (scales * x_scale)).astype(np.int32),
     }  # fmt: skip
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "xs", "z"], ["xq"], "x_q"),
-        helper.make_node("DequantizeLinear", ["xq", "xs", "z"], ["xd"], "x_dq"),
-        helper.make_node("DequantizeLinear", ["wq", "ws", "wz"], ["wd"], "w_dq", axis=0),
-        helper.make_node("DequantizeLinear", ["bq", "bs", "bz"], ["bd"], "b_dq", axis=0),
-        helper.make_node("Conv", ["xd", "wd", "bd"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
-        helper.make_node("QuantizeLinear", ["c", "ys", "z"], ["yq"], "y_q"),
-        helper.make_node("DequantizeLinear", ["yq", "ys", "z"], ["y"], "y_dq"),
-    ]
-    return write_graph(path, nodes, values)
+    body = """{ [x_q] xq = QuantizeLinear(x, xs, z) [x_dq] xd = DequantizeLinear(xq, xs, z)
+      [w_dq] wd = DequantizeLinear<axis=0>(wq, ws, wz) [b_dq] bd = DequantizeLinear<axis=0>(bq, bs, bz)
+      [conv] c = Conv<pads=[1,1,1,1], kernel_shape=[3,3]>(xd, wd, bd)
+      [y_q] yq = QuantizeLinear(c, ys, z) [y_dq] y = DequantizeLinear(yq, ys, z) }"""
+    return text_model(path, f"{ENDS} {body}", **values)
 
 
-def write_graph(path: Path, nodes: list[onnx.NodeProto], values: Mapping[str, Array], *, opset: int = 17) -> Path:
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, SHAPE)],
-        [numpy_helper.from_array(value, name) for name, value in values.items()],
-    )
-    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", opset)])
-    return save_proto(model, path).path
-
-
-def text_model(path: Path, body: str, *, opset: int = 17) -> Path:
-    """Writes a graph in onnx's text form; its nodes get the names n0, n1, ..."""
+def text_model(path: Path, body: str, *, opset: int = 17, **weights: Array) -> Path:
+    """Writes a graph in onnx's text form with these weights; nodes without a name are called n0, n1, ..."""
     model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> g {body}')
     for index, node in enumerate(model.graph.node):
-        node.name = f"n{index}"
+        node.name = node.name or f"n{index}"
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     return save_proto(model, path).path
 
 

@@ -27,14 +27,11 @@ def cache_of(job: Job, units: str = "") -> str:
     return coreml_job(job, units).provider_options["ModelCacheDirectory"]
 
 
-def test_the_job_holds_the_format_the_units_and_a_cache(job: Job, tmp_path: Path) -> None:
+def test_the_job_holds_the_format_the_units_and_a_cache_of_its_own(job: Job, tmp_path: Path) -> None:
     options = coreml_job(job).provider_options
     assert (options["ModelFormat"], options["MLComputeUnits"]) == ("MLProgram", "ALL")
     assert Path(options["ModelCacheDirectory"]).is_relative_to(tmp_path / "cache/coreml")
     assert coreml_job(job, "ane").provider_options["MLComputeUnits"] == "CPUAndNeuralEngine"
-
-
-def test_another_model_other_options_and_other_units_have_another_cache(job: Job, tmp_path: Path) -> None:
     network = load_target("coreml", {"model_format": "NeuralNetwork"})
     caches = [cache_of(job), cache_of(job, "cpu"), cache_of(msgspec.structs.replace(job, target=network))]
     assert cache_of(job) == caches[0]

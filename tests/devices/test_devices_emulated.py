@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from devices_models import SHAPE, float_conv, make_job, qdq_conv, text_model, write_graph
+from devices_models import ENDS, SHAPE, float_conv, make_job, qdq_conv, text_model
 from onnx import helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -94,12 +94,8 @@ def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) 
 
 
 def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
-    nodes = [
-        helper.make_node("Cast", ["x"], ["h"], "in", to=onnx.TensorProto.FLOAT16),
-        helper.make_node("Add", ["h", "w"], ["s"], "add"),
-        helper.make_node("Cast", ["s"], ["y"], "out", to=onnx.TensorProto.FLOAT),
-    ]
-    path = write_graph(tmp_path / "w.onnx", nodes, {"w": np.array([0.3], np.float16)})
+    body = f"{ENDS} {{ h = Cast<to=10>(x) s = Add(h, w) y = Cast<to=1>(s) }}"
+    path = text_model(tmp_path / "w.onnx", body, w=np.array([0.3], np.float16))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
     np.testing.assert_array_equal(got, half(half(x) + np.float32(np.float16(0.3))))
@@ -113,20 +109,18 @@ def test_weights_that_are_graph_inputs_too_stay_optional(tmp_path: Path, work: P
 
 
 def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> None:
-    node = helper.make_node("Resize", ["x", "", "s"], ["y"], "resize", mode="nearest")
+    body = f'{ENDS} {{ y = Resize<mode="nearest">(x, , s) }}'
     # 8 times 1.1249 are 8 whole pixels; rounded to half it is 1.125, and there would be 9.
-    path = write_graph(tmp_path / "r.onnx", [node], {"s": np.array([1, 1, 1.1249, 1.1249], np.float32)})
+    path = text_model(tmp_path / "r.onnx", body, s=np.array([1, 1, 1.1249, 1.1249], np.float32))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
     np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), expected)
 
 
 def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: Path) -> None:
-    node = helper.make_node(
-        "Resize", ["x", "r", "", "s"], ["y"], "resize", coordinate_transformation_mode="tf_crop_and_resize"
-    )
+    body = f'{ENDS} {{ y = Resize<coordinate_transformation_mode="tf_crop_and_resize">(x, r, , s) }}'
     region = np.array([0, 0, 0.1, 0.1, 1, 1, 0.9, 0.9], np.float32)
-    path = write_graph(tmp_path / "r.onnx", [node], {"r": region, "s": np.array([1, 4, 8, 8], np.int64)})
+    path = text_model(tmp_path / "r.onnx", body, r=region, s=np.array([1, 4, 8, 8], np.int64))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
     got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)

@@ -99,16 +99,13 @@ def test_an_architecture_stands_for_its_soc_and_unknown_options_are_refused() ->
         provider_options({**QNN_OPTIONS, "soc_models": "69"})
 
 
-def test_a_context_for_another_soc_is_refused(tmp_path: Path, work: Path) -> None:
+def test_qnn_takes_neither_a_context_for_another_soc_nor_an_ort_file(tmp_path: Path, work: Path) -> None:
     device = present("qnn-htp-sim:v73", "qnn")
     proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
     helper.set_model_props(proto, {"ep_compatibility_info.QNNExecutionProvider": "v2:6:2.51.0:5.51.0:0:69:0:0"})
     onnx.save(proto, str(tmp_path / "f.onnx"))
     with pytest.raises(TargetError, match="a context for soc_model 69, not 43"):
         device.run_job(make_job(tmp_path / "f.onnx", "qnn"), work)
-
-
-def test_qnn_never_takes_an_ort_file(tmp_path: Path, work: Path) -> None:
     device = present("qnn-htp-sim", "qnn")
     job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "qnn"), model=tmp_path / "f.ort")
     assert "never takes" in str(device.run_job(job, work).failure)

@@ -27,14 +27,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_misspelled_device_is_an_error_with_a_suggestion() -> None:
+def test_a_misspelled_device_and_one_of_another_provider_are_errors_with_suggestions() -> None:
     with pytest.raises(UsageError, match="did you mean 'qnn-htp-sim:v7"):
         find_device("qnn-htp-sim:v74", load_target("qnn"))
     with pytest.raises(UsageError, match="did you mean 'android'"):
         find_device("androit", load_target("xnnpack"))
-
-
-def test_a_device_of_another_provider_is_an_error_that_lists_the_fitting_ones() -> None:
     with pytest.raises(UsageError, match="devices of this target: host, host:native, android, android:x86_64, "):
         find_device("qnn-htp-sim", load_target("xnnpack"))
 
@@ -69,22 +66,14 @@ def test_the_list_says_what_is_missing() -> None:
     assert statuses["arm64"].command.endswith("edgekit devices install arm64")
 
 
-def test_the_list_for_a_target_holds_what_can_run_it() -> None:
-    names = [status.name for status in list_devices(load_target("coreml"))]
-    assert names == ["host", "ios-sim", "arm64", "emulated", "coreml"]
-
-
-def test_an_installation_that_breaks_off_leaves_nothing(empty_cache: Path) -> None:
+def test_an_installation_that_breaks_off_or_is_from_other_wheels_counts_as_missing(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DeviceError), installing() as staging:
         (staging / "half").touch()
         raise DeviceError("the line was cut", hint="again")
     assert find_installed() is None
     assert not list(empty_cache.parent.glob("cache/*"))
-
-
-def test_an_installation_from_other_wheels_counts_as_missing(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     with installing():
         pass
     assert find_installed() == empty_cache / "arm64"
@@ -94,14 +83,10 @@ def test_an_installation_from_other_wheels_counts_as_missing(
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_installing_what_needs_nothing_says_so() -> None:
+def test_what_needs_no_installation_says_so_and_what_edgekit_cannot_install_is_an_error() -> None:
     said: list[str] = []
     install_device("host", said.append)
     assert said == ["'host' can run already"]
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_what_edgekit_cannot_install_or_from_another_archive_is_an_error() -> None:
     with pytest.raises(UsageError, match="Apple hardware"):
         install_device("coreml", lambda _: None)
     for name in ("host", "ios-sim"):
@@ -150,17 +135,12 @@ def test_what_is_installed_needs_no_connection_again(monkeypatch: pytest.MonkeyP
     assert status.versions["onnxruntime"]
 
 
-def test_the_list_tells_the_onnx_runtime_inside() -> None:
+def test_the_list_tells_what_can_run_a_target_and_the_onnx_runtime_inside() -> None:
+    names = [status.name for status in list_devices(load_target("coreml"))]
+    assert names == ["host", "ios-sim", "arm64", "emulated", "coreml"]
     statuses = {status.name: status for status in list_devices()}
     assert statuses["host"].versions == {"onnxruntime": VERSION}
     assert all("onnxruntime" in status.versions for status in statuses.values() if status.available)
-
-
-def test_remote_devices_are_found_by_their_address() -> None:
-    target = load_target("xnnpack")
-    assert find_device("adb:192.168.1.2:5555", target) == AdbDevice(serial="192.168.1.2:5555")
-    assert find_device("adb", target) == AdbDevice()
-    assert find_device("ssh:pi@board.local", target) == SshDevice(host="pi@board.local")
 
 
 ADDRESSES = {
@@ -186,7 +166,11 @@ def test_an_address_holds_nothing_that_a_command_line_could_take_for_something_e
         find_device("ssh", target)
 
 
-def test_a_file_gives_a_remote_device_its_runner_and_library(tmp_path: Path) -> None:
+def test_remote_devices_are_found_by_their_address_with_the_runner_of_a_file(tmp_path: Path) -> None:
+    target = load_target("xnnpack")
+    assert find_device("adb:192.168.1.2:5555", target) == AdbDevice(serial="192.168.1.2:5555")
+    assert find_device("adb", target) == AdbDevice()
+    assert find_device("ssh:pi@board.local", target) == SshDevice(host="pi@board.local")
     text = '[[device]]\nname = "pixel"\ndevice = "adb:R5CT"\nrunner = "r"\nlibrary = "l.so"\n'
     text += 'provider = "CPUExecutionProvider"'
     (tmp_path / "d.toml").write_text(text)

@@ -279,12 +279,9 @@ def test_values_that_lie_apart_are_told() -> None:
     assert wrong.problem == "shape (8,), coremltools (3, 8)"
 
 
-def test_a_parameter_without_a_default_is_asked_for() -> None:
+def test_parameters_that_are_missing_or_do_not_fit_are_told() -> None:
     for kind in ("elu", "leaky_relu", "sigmoid_hard"):
         with pytest.raises(ValueError, match=f"{kind} '{kind}': its parameter alpha is missing"):
             compute(kind, {"x": coreml_values.ROWS}, (coreml_values.ROWS,))
-
-
-def test_sizes_are_left_to_an_input_of_the_same_rank_only() -> None:
     with pytest.raises(ValueError, match=r"its shape \[0, 2, 4\] leaves sizes to an input of rank 2"):
         compute("reshape", {"x": coreml_values.ROWS, "shape": [0, 2, 4]}, (coreml_values.ROWS,))

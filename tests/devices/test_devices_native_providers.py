@@ -58,14 +58,12 @@ def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, for
 
 def save_context(folder: Path, name: str | bytes) -> Path:
     """A model of two contexts, the first of which lies in a file of that name."""
-    beside = onnx.helper.make_node(
-        "EPContext", ["x"], ["y"], domain="com.microsoft", embed_mode=0, ep_cache_context=name, main_context=1
-    )
-    inside = onnx.helper.make_node("EPContext", ["y"], ["z"], domain="com.microsoft", embed_mode=1, main_context=1)
-    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xz"]
-    graph = onnx.helper.make_graph([beside, inside], "g", values[:1], values[1:])
-    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), str(folder / "m.onnx"))
+    text = """<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[1] x) => (float[1] z) {
+      y = com.microsoft.EPContext<embed_mode = 0, main_context = 1>(x)
+      z = com.microsoft.EPContext<embed_mode = 1, main_context = 1>(y) }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.node[0].attribute.append(onnx.helper.make_attribute("ep_cache_context", name))
+    onnx.save(proto, str(folder / "m.onnx"))
     return folder / "m.onnx"
 
 

@@ -29,11 +29,6 @@ def test_results_keep_the_order_of_the_devices_however_long_each_takes() -> None
     assert run_each([], run) == ()
 
 
-def test_remote_devices_run_side_by_side() -> None:
-    everyone = threading.Barrier(5, timeout=10)
-    assert len(run_each(devices("adb:1", "adb:2", "ssh:a@b", "ssh:c", "adb:3"), lambda _: everyone.wait())) == 5
-
-
 def _most_at_once(names: tuple[str, ...], *, timed: bool = False) -> int:
     lock, now, most = threading.Lock(), 0, 0
 
@@ -50,11 +45,10 @@ def _most_at_once(names: tuple[str, ...], *, timed: bool = False) -> int:
     return most
 
 
-def test_one_device_named_twice_runs_once_after_the_other() -> None:
+def test_remote_devices_run_side_by_side_and_one_device_or_machine_does_not() -> None:
+    everyone = threading.Barrier(5, timeout=10)
+    assert len(run_each(devices("adb:1", "adb:2", "ssh:a@b", "ssh:c", "adb:3"), lambda _: everyone.wait())) == 5
     assert _most_at_once(("adb:1", "adb:1", "adb:1")) == 1
-
-
-def test_runs_whose_time_counts_do_not_share_this_machine() -> None:
     assert _most_at_once(("host", "emulated", "arm64"), timed=True) == 1
 
 

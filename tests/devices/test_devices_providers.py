@@ -67,9 +67,6 @@ def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
         assert bool(row.module) != bool(row.parts or row.systems == ("win32",)), "a plug-in, or built in"
     with pytest.raises(UsageError, match=f"'host:cuda' runs {CUDA}, and target 'qnn' uses"):
         find_device("host:cuda", load_target("qnn"))
-
-
-def test_a_kind_of_hardware_is_a_device_of_its_own_in_no_line_of_its_own() -> None:
     assert {"openvino:cpu", "openvino:gpu", "openvino:npu"} <= set(device_names())
     assert find_device("openvino:npu", default_target("openvino:npu")).evidence is Evidence.DEVICE
     listed = {status.name for status in list_devices()}

@@ -64,13 +64,9 @@ def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, mon
 
 
 @pytest.mark.slow
-def test_a_phone_keeps_a_session(phone: Phone, bundle: Bundle) -> None:
+def test_a_phone_and_a_board_keep_a_session(phone: Phone, bundle: Bundle, board: Board) -> None:
     keeps_its_state(bundle, phone.device)
     assert phone.machine.left_running() == []
-
-
-@pytest.mark.slow
-def test_a_board_keeps_a_session_of_its_python(board: Board, bundle: Bundle) -> None:
     keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
     assert board.machine.left_running() == []
 

@@ -218,7 +218,7 @@ def test_a_limit_is_kept_missed_or_not_proven(capsys: pytest.CaptureFixture[str]
         assert run_command([*command, "--max-ms", str(limit)]) == code
 
 
-def test_makers_without_measurements_get_no_figure(tmp_path: Path) -> None:
+def test_what_was_not_measured_and_what_a_chip_does_not_compute_get_no_figure(tmp_path: Path) -> None:
     report = forecast(_conv(tmp_path / "a.onnx", 32), ["iPhone 17", "Pixel 9", "Dimensity 9400"], ["float"])
     assert [row.ms for row in report.rows] == [None] * 3
     assert "Neural Engine" in report.rows[0].note
@@ -227,9 +227,6 @@ def test_makers_without_measurements_get_no_figure(tmp_path: Path) -> None:
     # Work, partitions and bytes are told all the same.
     assert "multiply-accumulates" in headline_forecast(report)
     assert describe_cpu(report.rows[0]) == "none, in one partition"
-
-
-def test_a_chip_that_computes_no_floats_has_none(tmp_path: Path) -> None:
     rows = forecast(_conv(tmp_path / "a.onnx", 32), ["RB3 Gen 2"]).rows
     assert [row.ms is None for row in rows] == [True, False, False]
     assert rows[0].note == "its NPU computes no floats"
@@ -245,11 +242,6 @@ def test_a_network_unlike_all_is_told_and_its_interval_is_wide(tmp_path: Path) -
     assert report.unlike == ("float",)
     row, near = report.rows[0], forecast(_conv(tmp_path / "b.onnx", 64), ["Galaxy S24"], ["float"]).rows[0]
     assert (row.high_ms or 0) / (row.low_ms or 1) > 2 * (near.high_ms or 0) / (near.low_ms or 1)
-
-
-def test_phones_are_found_by_what_people_call_them() -> None:
-    names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
-    assert {name: find_phone(name, load_phones()).soc_model for name in names} == names
 
 
 def test_the_data_say_where_they_come_from() -> None:
@@ -270,7 +262,9 @@ def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     assert "<script>alert(1)" not in page
 
 
-def test_a_phone_stands_for_its_chip_in_qnn() -> None:
+def test_phones_are_found_by_what_people_call_them_and_stand_for_their_chip() -> None:
+    names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
+    assert {name: find_phone(name, load_phones()).soc_model for name in names} == names
     target = load_target("qnn", {"phone": "Galaxy S24"})
     assert target.settings == load_target("qnn", {"soc_model": "57"}).settings
     assert load_target("qnn", {"phone": "rb3 gen 2"}).settings["soc_model"] == "93"

@@ -61,7 +61,7 @@ def test_every_form_of_a_constant_is_read_and_lifted(form: str, given: Any) -> N
     assert ([node.op_type for node in graph.node], graph.initializer[0].name) == (["Identity"], "c")
 
 
-def test_a_sparse_constant_has_its_zeros() -> None:
+def test_a_sparse_constant_has_its_zeros_and_none_outside() -> None:
     graph = helper.make_graph([sparse_node(), helper.make_node("Identity", ["c"], ["y"])], "g", [], [])
     graph.sparse_initializer.add().CopyFrom(sparse_node().attribute[0].sparse_tensor)
     seen = view_part(graph, 17)
@@ -71,30 +71,9 @@ def test_a_sparse_constant_has_its_zeros() -> None:
         assert array.tolist() == [[0, 3], [4, 0]]
     graph.sparse_initializer[0].dims[:] = [1 << 20, 1 << 20]
     assert (view_part(graph, 17).array("v"), view_part(graph, 17).value("v").shape) == (None, (1 << 20, 1 << 20))
-
-
-def test_an_empty_sparse_constant_of_places_outside_is_no_array() -> None:
     node = sparse_node()
     node.attribute[0].sparse_tensor.dims[:] = [1, 1]
     assert view_part(helper.make_graph([node], "g", [], []), 17).array("c") is None
-
-
-def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
-    graph = view(BODIES)
-    relu, absolute, branch = graph.nodes
-    assert graph.captured == {"a", "b"}
-    assert graph.consumers["a"] == (branch, branch)
-    assert (graph.readers("a"), graph.readers("b"), graph.readers("y")) == ((branch,), (branch,), ())
-    assert (graph.producers["a"], graph.producers["b"]) == (relu, absolute)
-    then, other = branch.bodies
-    assert (then.value("a").shape, other.value("b").dtype, then.number("k")) == ((2,), "float32", 2.0)
-    assert "k" not in graph.constants
-    assert then.producers.keys() == {"u"}
-
-
-def test_a_name_that_a_body_makes_is_not_captured() -> None:
-    text = BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")
-    assert view(text).captured == {"a", "b"}
 
 
 def test_a_body_reads_what_it_hands_on_and_owns_its_sparse_constants() -> None:
@@ -107,12 +86,9 @@ def test_a_body_reads_what_it_hands_on_and_owns_its_sparse_constants() -> None:
     assert sorted(iterate_reads(node)) == ["a", "b", "c"]
 
 
-def test_a_node_that_reads_a_tensor_twice_has_two_edges_and_is_one_reader() -> None:
+def test_what_is_known_of_readers_constants_and_activations_is_told_apart() -> None:
     graph = view("(float[2] x) => (float[2] y) { y = Mul(x, x) }")
     assert (len(graph.consumers["x"]), len(graph.readers("x"))) == (2, 1)
-
-
-def test_what_is_known_of_constants_and_of_activations_is_told_apart() -> None:
     graph = view("(float[2,N] x) => (float[2,N] y) <float[2,1] w = {1,2}> { y = Add(x, w) }")
     assert (graph.value("w").static_shape, graph.static_shape("w"), graph.is_float("w")) == ((2, 1), None, False)
     assert (graph.dims("y"), graph.static_shape("y"), graph.value("y").elements) == ((2, None), None, 2)
@@ -121,13 +97,9 @@ def test_what_is_known_of_constants_and_of_activations_is_told_apart() -> None:
 
 
 def external_model(path: Path, value: Array) -> onnx.ModelProto:
-    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["w"], ["y"])],
-        "g", [], [helper.make_tensor_value_info("y", kind, None)],
-        [numpy_helper.from_array(np.ones(3, np.float32), "before"), numpy_helper.from_array(value, "w")],
-    )  # fmt: skip
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    proto = parser.parse_model('<ir_version: 10, opset_import: ["" : 21]> g () => (y) { y = Identity(w) }')
+    stored = {"before": np.ones(3, np.float32), "w": value}
+    proto.graph.initializer.extend(numpy_helper.from_array(each, name) for name, each in stored.items())
     onnx.save(proto, path, save_as_external_data=True, location="data", size_threshold=0)
     return onnx.load(path, load_external_data=False)
 
@@ -151,16 +123,10 @@ def test_an_external_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None
 
 
 def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> None:
-    weight = numpy_helper.from_array(np.zeros((64, 32, 8, 8), np.float32), "w")
-    graph = helper.make_graph(
-        [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Gelu", ["c"], ["y"], domain="com.microsoft")],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32, 8, 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [weight],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    proto = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    text = "(float[1,32,8,8] x) => (float y) { c = Conv(x, w) y = com.microsoft.Gelu(c) }"
+    proto = parser.parse_model(f"{HEAD} {text}")
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 32, 8, 8), np.float32), "w"))
     before = proto.SerializeToString()
     inferred = infer_model(proto)
     assert proto.SerializeToString() == before
@@ -170,7 +136,19 @@ def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> Non
     assert (seen.value("y").shape, seen.value("w").shape, seen.array("w")) == ((1, 64, 1, 1), (64, 32, 8, 8), None)
 
 
-def test_constants_of_a_graph_are_its_own() -> None:
+def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
+    graph = view(BODIES)
+    relu, absolute, branch = graph.nodes
+    assert graph.captured == {"a", "b"}
+    assert graph.consumers["a"] == (branch, branch)
+    assert (graph.readers("a"), graph.readers("b"), graph.readers("y")) == ((branch,), (branch,), ())
+    assert (graph.producers["a"], graph.producers["b"]) == (relu, absolute)
+    then, other = branch.bodies
+    assert (then.value("a").shape, other.value("b").dtype, then.number("k")) == ((2,), "float32", 2.0)
+    assert "k" not in graph.constants
+    assert then.producers.keys() == {"u"}
+    text = BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")
+    assert view(text).captured == {"a", "b"}
     proto = parser.parse_model(f"{HEAD} {BODIES}")
     assert list_constants(proto.graph) == {}
     assert set(list_constants(proto.graph.node[2].attribute[0].g)) == {"k"}
@@ -204,13 +182,10 @@ def test_inference_outlives_operators_that_read_a_type_where_none_is(domain: str
     assert list(inferred.opset_import) == domains
 
 
-def test_an_operator_that_needs_a_type_is_inferred_where_there_is_one() -> None:
+def test_an_operator_that_needs_a_type_is_inferred_where_one_is_known_by_then() -> None:
     graph = view("(float[2,3] x) => (z) { y = Relu(x)  z = EyeLike<dtype=7>(y) }")
     assert (graph.values["z"].dtype, graph.values["z"].shape) == ("int64", (2, 3))
     assert {node.domain for node in graph.nodes} == {""}
-
-
-def test_a_type_that_is_made_further_down_is_none_yet() -> None:
     graph = view("(float[2,3] x) => (z) { z = EyeLike<dtype=7>(y)  y = Relu(x) }")
     assert graph.values["y"].shape == (2, 3)
 

@@ -193,7 +193,7 @@ def causes(slow: DeviceProfile, fast: DeviceProfile) -> list[str]:
     return [cause.id for cause in find_causes(slow, fast, None, (), slow_is_a=True)]
 
 
-def test_fast_kernels_are_held_against_the_roof() -> None:
+def test_fast_kernels_are_held_against_the_roof_and_shown_as_all_of_it_at_most() -> None:
     roof = Roof(float_gmacs=50, integer_gmacs=200, gbytes=10, cache_gbytes=40)
     busy = kernel("Conv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001)
     whole = kernel("QLinearConv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001, integers=True)
@@ -204,9 +204,6 @@ def test_fast_kernels_are_held_against_the_roof() -> None:
     assert [(node.roof_share, node.bound) for node in found] == [
         (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.0025, "calls"), (0.5, "memory"),
     ]  # fmt: skip
-
-
-def test_no_share_of_the_roof_is_shown_above_all_of_it() -> None:
     fast = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=33.0)
     (held,) = add_roof_shares([fast], Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
     assert held.roof_share == pytest.approx(3.3)
@@ -237,22 +234,16 @@ def test_a_device_that_cannot_run_the_probe_says_why(tmp_path: Path, own_cache: 
     assert not (own_cache / "roofline").exists()
 
 
-def test_what_no_one_asked_for_is_a_reason_where_it_costs_more_than_before() -> None:
+def test_a_cause_is_named_where_it_costs_more_than_before() -> None:
     def with_casts(ms: float) -> DeviceProfile:
         one = Unasked(kind="casts", nodes=1, inserted=1, self_ms=ms, share=0.1)
         return device(kernel("Cast", ms, kind="casts"), unasked=(one,))
 
     assert "casts" in causes(with_casts(3.0), with_casts(1.0))
     assert "casts" not in causes(with_casts(3.0), with_casts(2.9))
-
-
-def test_what_lies_between_kernels_counts_where_it_is_not_the_profiler_s() -> None:
     fast = device(kernel("Conv", 9.5))
     assert "between-kernels" in causes(device(kernel("Conv", 6.0)), fast)
     assert "between-kernels" not in causes(device(kernel("Conv", 6.0), overhead=2.0), fast)
-
-
-def test_a_machine_without_fast_integers_is_named() -> None:
     slow = kernel("QLinearConv", 9.0, integers=True, macs=100)
     fast = device(kernel("Conv", 5.0, macs=100))
     plain, vnni = Roof(float_gmacs=50, integer_gmacs=60, gbytes=9), Roof(float_gmacs=50, integer_gmacs=200, gbytes=9)

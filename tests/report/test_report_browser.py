@@ -261,14 +261,6 @@ def test_samples_are_those_that_ran() -> None:
     assert replace(GOOD, samples=4).find_places(16) == (0, 8, 4, 12)
 
 
-def test_shares_add_up_to_a_hundred() -> None:
-    steps = [AttributionStep(step="quantize", sqnr_db=1.0, top1_agreement=None, accuracy=None, noise_share=part)
-             for part in (1.27, 0.4, -0.67, 0.4)]  # fmt: skip
-    shares = [bar.share for bar in place_bars(steps)]
-    assert shares == [62, 19, 32, 19]
-    assert [share_out([None]), share_out([0.0, -1.0]), share_out([1 / 3] * 3)] == [[None], [0, 0], [34, 33, 33]]
-
-
 def _stream(rows: np.ndarray) -> Samples:
     return Samples(source="rows", count=len(rows), read=lambda: ({"y": row[None]} for row in rows))
 
@@ -314,7 +306,12 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     assert describe_verified(_build(bundles=(passing,), golden_samples=400)).startswith("400 kept back, of which 8 ran")
 
 
-def test_the_waterfall_begins_where_the_step_before_ended() -> None:
+def test_shares_add_up_to_a_hundred_and_bars_begin_where_the_step_before_ended() -> None:
+    steps = [AttributionStep(step="quantize", sqnr_db=1.0, top1_agreement=None, accuracy=None, noise_share=part)
+             for part in (1.27, 0.4, -0.67, 0.4)]  # fmt: skip
+    shares = [bar.share for bar in place_bars(steps)]
+    assert shares == [62, 19, 32, 19]
+    assert [share_out([None]), share_out([0.0, -1.0]), share_out([1 / 3] * 3)] == [[None], [0, 0], [34, 33, 33]]
     bars = place_bars(STEPS)
     assert [bar.falls for bar in bars] == [False, False, True]
     assert bars[2].left + bars[2].width == pytest.approx(bars[1].left + bars[1].width)

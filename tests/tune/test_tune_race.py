@@ -41,15 +41,6 @@ def noisy(costs: Mapping[str, float], seed: int, spread: float = 0.03) -> Take:
     return take
 
 
-def test_the_fastest_is_found_and_proven() -> None:
-    names = {"slow": 1.5, "fast": 0.8, "faster": 0.7, "equal": 1.0, "bad": 3.0}
-    found = race("group", HELD, entrants(*names), noisy(names, 1), "latency")
-    assert (found.taken, found.challenger) == (True, "faster")
-    assert found.ratio is not None
-    assert found.ratio.interval[1] < 1
-    assert found.ratio.rounds == ROUNDS
-
-
 def test_equal_settings_are_hardly_ever_taken() -> None:
     taken = sum(
         race("group", HELD, entrants("a", "b", "c", "d"), noisy({}, seed), "latency").taken for seed in range(200)
@@ -58,7 +49,13 @@ def test_equal_settings_are_hardly_ever_taken() -> None:
     assert taken <= 10
 
 
-def test_a_gain_of_no_account_is_not_taken() -> None:
+def test_the_fastest_is_proven_and_a_gain_of_no_account_is_not_taken() -> None:
+    names = {"slow": 1.5, "fast": 0.8, "faster": 0.7, "equal": 1.0, "bad": 3.0}
+    found = race("group", HELD, entrants(*names), noisy(names, 1), "latency")
+    assert (found.taken, found.challenger) == (True, "faster")
+    assert found.ratio is not None
+    assert found.ratio.interval[1] < 1
+    assert found.ratio.rounds == ROUNDS
     found = race("group", HELD, entrants("a"), noisy({"a": 0.97}, 3, spread=1e-4), "latency")
     assert found.taken
     near = 1 - LEAST_GAIN / 2
@@ -79,11 +76,6 @@ def test_what_fails_is_out_and_says_why() -> None:
     assert "'bad' is out: failed: no" in found.reason
     assert race("group", Entrant(name="bad"), entrants("good"), take, "latency").reason == "failed: no"
     assert compare_fresh(HELD, Entrant(name="bad"), take, "latency") == "failed: no"
-
-
-def test_no_time_decides_nothing() -> None:
-    assert race("group", HELD, entrants("a"), lambda _: None, "latency").reason == TIME_OVER
-    assert compare_fresh(HELD, HELD, lambda _: None, "latency") == TIME_OVER
 
 
 def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
@@ -218,7 +210,9 @@ def test_changes_add_up_and_know_what_they_touch() -> None:
     assert all(one.touches for one in SWITCHES.changes)
 
 
-def test_what_was_seen_when_the_time_was_over_is_told() -> None:
+def test_no_time_decides_nothing_and_tells_what_was_seen() -> None:
+    assert race("group", HELD, entrants("a"), lambda _: None, "latency").reason == TIME_OVER
+    assert compare_fresh(HELD, HELD, lambda _: None, "latency") == TIME_OVER
     journal = Journal(lambda one: Measured(median_ms=2.0 if one.name == "a" else 1.0), 60.0)
     rounds = 2
 

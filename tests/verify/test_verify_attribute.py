@@ -114,12 +114,6 @@ def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(steps: 
     assert evidence.note == "the layers were not compared: the bundle holds no ONNX file"
 
 
-def test_without_a_run_there_is_nothing_to_attribute(steps: dict[Step, Model], honest: Bundle) -> None:
-    report = verify_bundle(honest, [])
-    assert attribute_loss(honest, report, steps) == report
-    assert report.advice is None
-
-
 def step(name: Step, sqnr_db: float | None) -> AttributionStep:
     return AttributionStep(step=name, sqnr_db=sqnr_db, top1_agreement=None, accuracy=None)
 
@@ -129,7 +123,10 @@ def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
 
 
-def test_a_run_of_nan_is_not_attributed(steps: dict[Step, Model], honest: Bundle) -> None:
+def test_without_a_finite_run_there_is_nothing_to_attribute(steps: dict[Step, Model], honest: Bundle) -> None:
+    report = verify_bundle(honest, [])
+    assert attribute_loss(honest, report, steps) == report
+    assert report.advice is None
     device = InProcess(lie=lambda rows: [{"y": row["y"] * np.float32(np.nan)} for row in rows])
     report = verify_bundle(honest, [device])
     assert attribute_loss(honest, report, steps) == report

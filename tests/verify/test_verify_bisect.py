@@ -6,14 +6,15 @@ import numpy as np
 import onnx
 import pytest
 from msgspec.structs import replace
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
+from tiny_models import save_net
 from verify_devices import InProcess
 from verify_models import LAYERS, job_of, make_images
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
-from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.model import Model, read_proto
 from edgekit.verify.layers.on_device import find_least_db, locate_on_device, plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -79,33 +80,28 @@ class Weakening(InProcess, frozen=True, kw_only=True):
         return super().run_job(replace(job, model=work / "weak.onnx"), work)
 
 
-def test_an_error_that_leaves_much_right_is_found_too(models: tuple[Model, Model], tmp_path: Path) -> None:
+def test_a_layer_is_named_where_the_error_arises_and_none_where_it_grows_or_is_not(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
     located = locate_on_device(Weakening(layer="conv1", factor=0.9), job_of(models[0]), tmp_path)
     assert (located.layer, located.notes) == ("conv1", ())
-
-
-def test_small_errors_of_all_layers_are_nobodys(models: tuple[Model, Model], tmp_path: Path) -> None:
-    located = locate_on_device(Weakening(layer="conv", factor=0.97), job_of(models[0]), tmp_path)
+    located = locate_on_device(Weakening(layer="conv", factor=0.97), job_of(models[0]), tmp_path / "all")
     assert located.layer is None
     (note,) = located.notes
     assert note == "the error grows from layer to layer, at none by 6 dB"
-
-
-def test_an_honest_device_has_no_such_layer(models: tuple[Model, Model], tmp_path: Path) -> None:
-    located = locate_on_device(InProcess(), job_of(models[1]), tmp_path)
+    located = locate_on_device(InProcess(), job_of(models[1]), tmp_path / "none")
     assert (located.layer, located.runs) == (None, 1)
 
 
-def test_a_cut_never_parts_a_node_from_its_rounding(models: tuple[Model, Model]) -> None:
+def test_cuts_part_no_node_from_its_rounding_and_beginnings_compute_what_the_whole_does(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
     graph = read_proto(models[1]).graph
     rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
     cuts = plan_cuts(view_part(graph))
     assert len(cuts) >= LAYERS
     assert not any(rounded.intersection(cut.outputs) for cut in cuts[:-1])
     assert cuts[-1].outputs == ("y",)
-
-
-def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp_path: Path) -> None:
     sample = next(iter(make_images(1)))
     for model in models:
         for index, cut in enumerate(plan_cuts(view_model(read_proto(model)))):
@@ -115,24 +111,14 @@ def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp
 
 
 def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> None:
-    body = helper.make_graph(
-        [helper.make_node("Mul", ["a", "two"], ["m"])], "then", [], [helper.make_tensor_value_info("m", 1, None)]
-    )
-    other = helper.make_graph(
-        [helper.make_node("Abs", ["a"], ["n"])], "else", [], [helper.make_tensor_value_info("n", 1, None)]
-    )
-    nodes = [
-        helper.make_node("Constant", [], ["flag"], value=numpy_helper.from_array(np.array(True))),
-        helper.make_node("Neg", ["x"], ["a"], name="neg"),
-        helper.make_node("If", ["flag"], ["b"], name="if", then_branch=body, else_branch=other),
-        helper.make_node("Add", ["a", "b"], ["y"], name="add"),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy")
-    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(np.array(2, np.float32), "two")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, str(tmp_path / "m.onnx"))
-    cuts = plan_cuts(view_part(graph))
+    text = """(float[1,4] x) => (float[1,4] y) <float two = {2}> {
+      flag = Constant<value = bool {1}>() [neg] a = Neg(x)
+      [if] b = If (flag) <then_branch = then () => (float[1,4] m) { m = Mul(a, two) },
+                          else_branch = other () => (float[1,4] n) { n = Abs(a) }>
+      [add] y = Add(a, b) }"""
+    model = save_net(text, tmp_path / "m.onnx")
+    cuts = plan_cuts(view_part(read_proto(model).graph))
     assert [(cut.layer, cut.outputs) for cut in cuts] == [("neg", ("a",)), ("if", ("a", "b")), ("add", ("y",))]
-    part = save_prefix(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
+    part = save_prefix(model, cuts[1], tmp_path / "part.onnx")
     session = CpuSession(part.path, SessionSettings())
     assert session.run({"x": np.ones((1, 4), np.float32)})["b"].tolist() == [[-2.0] * 4]

@@ -320,8 +320,6 @@ def test_small_middle_and_large_samples_are_judged_apart(sizeless: Bundle) -> No
     assert run.sizes.dim == "sequence"
     assert [size.lengths for size in run.sizes.sizes] == [(3, 4, 1, 2), (8, 5, 6, 7), (12, 10, 9, 11)]
 
-
-def test_a_device_that_is_wrong_at_large_sizes_alone_fails_there(sizeless: Bundle) -> None:
     def lie(rows: list[Tensors]) -> list[Tensors]:
         return [row if row["t"].shape[1] < 9 else {**row, "t": row["t"] * np.float32(1.5)} for row in rows]
 

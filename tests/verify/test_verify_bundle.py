@@ -10,7 +10,8 @@ import onnx
 import pytest
 from bundle_models import make_bundle, make_contents, make_samples
 from msgspec.structs import replace
-from onnx import TensorProto, helper
+from onnx import helper
+from tiny_models import parse_model
 from verify_devices import InProcess, Lie, restate
 
 from edgekit.bundle.folder import LAYERS, VERIFY, Bundle, open_bundle, write_bundle
@@ -45,16 +46,6 @@ from edgekit.verify.run_report import BucketReport, FileReport, SizesReport
 
 def change_all(change: Callable[[np.ndarray], np.ndarray]) -> Lie:
     return lambda rows: [{name: change(value) for name, value in row.items()} for row in rows]
-
-
-def test_an_honest_device_passes(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
-    (run,) = report.runs
-    assert report.passed
-    assert run.failures == ()
-    assert run.provider_nodes == {"NnapiExecutionProvider": 2}
-    assert run.accuracy is not None
-    assert run.accuracy.got == run.accuracy.reference
 
 
 def test_a_device_that_stops_at_once_fails(tiny: Bundle) -> None:
@@ -108,16 +99,13 @@ def test_a_crash_on_another_file_or_size_proves_nothing_of_it(bundle: Bundle) ->
         assert replace(run, sizes=sizes).verdict == verdict
 
 
-def test_a_bundle_whose_provider_no_device_ran_is_not_proven(bundle: Bundle) -> None:
+def test_what_no_device_ran_is_not_proven(bundle: Bundle) -> None:
     emulated = InProcess(evidence=Evidence.EMULATED, nodes=0)
     report = verify_bundle(bundle, [emulated])
     assert (report.verdict, report.runs[0].verdict) == ("not proven", "pass")
     (said,) = report.unproven
     assert said.startswith("no run used NnapiExecutionProvider: ")
     assert verify_bundle(bundle, [emulated, InProcess()]).passed
-
-
-def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
     missing = Missing(reason="there is no archive", command="edgekit devices install android")
     report = verify_bundle(bundle, [InProcess(missing=missing)])
     assert not report.passed
@@ -125,15 +113,12 @@ def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
     assert verify_bundle(bundle, [InProcess(missing=missing), InProcess()]).passed
 
 
-def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
+def test_a_device_gets_the_planned_samples_and_form(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     plan = Verification(device="emulated", form="onnx", samples=3)
     fewer = restate(bundle, verification=(plan,))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
-
-
-def test_imitated_arithmetic_gets_the_onnx_file_though_no_plan_names_it(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     names = bundle.manifest.forms["onnx"]
     forms: dict[Form, tuple[str, ...]] = {"onnx": names, "runtime": names}
@@ -142,7 +127,7 @@ def test_imitated_arithmetic_gets_the_onnx_file_though_no_plan_names_it(tmp_path
     assert plan_run(unplanned, InProcess(name="host"), 6).form == "runtime"
 
 
-def test_the_report_comes_back_and_is_judged_again(bundle: Bundle) -> None:
+def test_the_report_comes_back_and_its_verdict_is_judged_again(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess(lie=change_all(lambda y: y * 1.0005))])
     file = write_report(bundle, report)
     assert read_report(file) == report
@@ -150,9 +135,6 @@ def test_the_report_comes_back_and_is_judged_again(bundle: Bundle) -> None:
     stricter = replace(bundle.manifest.thresholds, min_sqnr_db=80.0)
     assert report.passed
     assert not recheck_report(report, stricter).passed
-
-
-def test_a_verdict_written_by_hand_is_not_believed(bundle: Bundle) -> None:
     file = write_report(bundle, verify_bundle(bundle, [InProcess(failure="was ended by SIGSEGV")]))
     file.write_text(file.read_text().replace('"passed": false', '"passed": true').replace("SIGSEGV", "SIGBUS"))
     assert not read_report(file).passed
@@ -178,25 +160,10 @@ def test_the_json_keeps_its_contract(bundle: Bundle) -> None:
     assert run["latency_ms"].keys() >= {"median", "p95"}
 
 
-def test_a_provider_that_takes_too_little_work_is_not_worth_it(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
-    assert report.passed
-    idle = replace(report, taken_macs=0.3)
-    assert not idle.passed
-    assert "takes 30% of the work, less than 50%" in idle.failures[0]
-
-
 def test_a_model_that_gives_maps_is_verified_in_another_process(tmp_path: Path) -> None:
-    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
-    graph = helper.make_graph(
-        [helper.make_node("ZipMap", ["x"], ["maps"], name="zip", domain="ai.onnx.ml", classlabels_int64s=[*range(8)])],
-        "mapping",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_value_info("maps", helper.make_sequence_type_proto(maps))],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
-    model = load_model(tmp_path / "m.onnx")
+    text = """<ir_version: 9, opset_import: ["" : 17, "ai.onnx.ml" : 1]> mapping (float[1,8] x)
+      => (seq(map(int64, float)) maps) { [zip] maps = ai.onnx.ml.ZipMap<classlabels_int64s = [0,1,2,3,4,5,6,7]>(x) }"""
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
     contents = make_contents(tmp_path)
     golden = make_golden(model, make_samples(), tmp_path / "maps")
     contents = replace(contents, source=model, files={"onnx": (model.path,)}, golden=golden)
@@ -231,7 +198,14 @@ def test_a_bundle_altered_after_it_was_opened_is_not_run(bundle: Bundle) -> None
         verify_bundle(bundle, [InProcess()])
 
 
-def test_runs_keep_the_order_of_the_devices(bundle: Bundle) -> None:
+def test_honest_devices_pass_in_the_order_in_which_they_were_named(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    (run,) = report.runs
+    assert report.passed
+    assert run.failures == ()
+    assert run.provider_nodes == {"NnapiExecutionProvider": 2}
+    assert run.accuracy is not None
+    assert run.accuracy.got == run.accuracy.reference
     names = [f"adb:{index}" for index in range(6)]
     report = verify_bundle(bundle, [InProcess(name=name, evidence=Evidence.DEVICE) for name in names])
     assert [run.device for run in report.runs] == names
@@ -262,7 +236,12 @@ def test_a_gate_on_the_bound_needs_enough_samples(bundle: Bundle) -> None:
     assert "it could be 11 dB" in replace(run, outputs=(loud,)).unproven[0]
 
 
-def test_the_size_is_limited(bundle: Bundle) -> None:
+def test_work_and_size_have_limits(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    assert report.passed
+    idle = replace(report, taken_macs=0.3)
+    assert not idle.passed
+    assert "takes 30% of the work, less than 50%" in idle.failures[0]
     report = verify_bundle(bundle, [InProcess()])
     limits = bundle.manifest.thresholds
     assert report.size_bytes == report.source_size_bytes > 0
@@ -376,7 +355,7 @@ def verify_again(bundle: Bundle) -> VerifyReport:
     return keep_attribution(verify_bundle(bundle, [InProcess()]), read_known(bundle))
 
 
-def test_a_layer_that_stands_out_is_told_and_fails_no_bundle(tmp_path: Path) -> None:
+def test_a_layer_that_stands_out_is_told_also_after_join_and_fails_no_bundle(tmp_path: Path) -> None:
     bundle = make_suspect(tmp_path)
     report = verify_again(bundle)
     assert report.passed
@@ -385,9 +364,6 @@ def test_a_layer_that_stands_out_is_told_and_fails_no_bundle(tmp_path: Path) -> 
     clean.mkdir()
     assert any(WORDS in line for line in list_verify_remarks(report))
     assert not any(WORDS in line for line in list_verify_remarks(verify_again(make_bundle(clean))))
-
-
-def test_what_was_found_of_layers_outlives_join(tmp_path: Path) -> None:
     joined = join_bundles([make_suspect(tmp_path)], tmp_path / "joined")
     assert verify_again(extract_variant(joined, "nnapi", tmp_path / "one")).first_bad_layer == "mul"
 

@@ -134,30 +134,24 @@ class Fusing(InProcess, frozen=True, kw_only=True):
         return InProcess.run_job(self, replace(job, model=turned), work)
 
 
-def test_outputs_that_change_as_tensors_are_given_out_are_no_evidence(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
-    located = find_device_layer(Fusing(), job_of(models[0]), tmp_path)
+def test_a_device_that_dies_or_whose_outputs_change_is_bisected(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = find_device_layer(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
+    assert located.layer == "conv0"
+    assert "was ended by SIGSEGV" in located.notes[0]
+    located = find_device_layer(Fusing(), job_of(models[0]), tmp_path / "fused")
     assert (located.layer, located.found_by) == ("conv2", "cuts")
     assert "the outputs change when tensors inside become outputs" in located.notes[0]
 
 
-def test_a_device_that_dies_is_bisected(models: tuple[Model, Model], tmp_path: Path) -> None:
-    located = find_device_layer(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
-    assert located.layer == "conv0"
-    assert "was ended by SIGSEGV" in located.notes[0]
-
-
-def test_what_is_looked_at_parts_no_group(models: tuple[Model, Model]) -> None:
+def test_what_is_looked_at_parts_no_group_and_holds_what_two_nodes_read(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
     floats = [(probe.layer, probe.op, probe.tensor) for probe in plan_probes(models[0])]
     convs = [(f"conv{index}", "Conv", f"r{index}") for index in range(LAYERS)]
     assert floats == [*convs, ("pool", "GlobalAveragePool", "pooled"), ("flatten", "Flatten", "y")]
     quantized = plan_probes(models[1])
     assert [probe.layer for probe in quantized] == ["x", *(f"conv{i}" for i in range(LAYERS)), "pool", "flatten"]
     assert all(probe.grid is not None for probe in quantized)
-
-
-def test_a_value_that_two_nodes_read_is_looked_at(tmp_path: Path) -> None:
     body = "[mul] m = MatMul(x, w) [bias] a = Add(m, b) [gate] s = Sigmoid(a) [silu] y = Mul(a, s)"
     weights = {"w": np.eye(4, dtype=np.float32), "b": np.ones(4, np.float32)}
     model = save_net(f"(float[1,4] x) => (float[1,4] y) {{ {body} }}", tmp_path / "silu.onnx", **weights)

@@ -55,13 +55,10 @@ def test_agreement_two_points_too_low_seldom_passes_on_the_bound(least: float, t
     assert chance(total, least, limits) <= LUCK
 
 
-def test_the_estimate_alone_lets_luck_pass() -> None:
+def test_the_bound_stops_luck_and_passes_a_good_model_with_enough_samples() -> None:
     plain = replace(BOUND, gate="estimate", granted_samples=1)
     assert chance(100, 0.88, plain) > 0.2
     assert chance(100, 0.88, BOUND) < 0.01
-
-
-def test_a_good_model_passes_on_the_bound_with_enough_samples() -> None:
     assert chance(100, 0.98, BOUND) > 0.9
     assert chance(900, 0.93, BOUND) > 0.85
     assert chance(8, 1.0, BOUND) == 0.0

@@ -89,29 +89,23 @@ def rows_of(rows: Sequence[Array] | Array) -> Samples:
     return Samples(source="x", count=len(rows), read=lambda: ({"y": row} for row in rows))
 
 
-def test_two_values_are_a_grid_and_three_may_be_none() -> None:
+def test_grids_and_outputs_that_did_not_come_back_are_no_half_precision() -> None:
     wanted = [np.random.default_rng(0).normal(size=16).astype(np.float32)]
     two, three = np.array([0.25, 0.75] * 8, np.float32), np.array([0.0, 2.0**-10, 0.75, 0.5] * 4, np.float32)
     assert not find_half_values(rows_of(wanted), rows_of([two]))
     assert find_half_values(rows_of(wanted), rows_of([three]))
-
-
-def test_outputs_that_did_not_come_back_are_no_half_precision() -> None:
     rows: list[Tensors] = [{"y": np.random.default_rng(0).normal(size=16).astype(np.float32), "z": np.ones(16)}]
     found: list[Tensors] = [{"y": rows[0]["y"].astype(np.float16).astype(np.float32), "other": np.ones(16)}]
     (note,) = find_half_values(from_list(rows), from_list(found))
     assert "output 'y'" in note
-
-
-def test_few_values_of_a_quantized_softmax_are_no_half_precision() -> None:
-    """What an honest device gave of eight photos (vww of the zoo, NNAPI): no two of the 256 values side by side."""
+    # What an honest device gave of eight photos (vww of the zoo, NNAPI): no two of the 256 values side by side.
     first = np.array([[255], [255], [224], [181], [248], [231], [120], [241]], np.float32)
-    found = np.concatenate([first, 256 - first], axis=1) / 256
-    wanted = found + np.float32(1e-3)
-    assert not find_half_values(rows_of(wanted), rows_of(found))
+    shares = np.concatenate([first, 256 - first], axis=1) / 256
+    near = shares + np.float32(1e-3)
+    assert not find_half_values(rows_of(near), rows_of(shares))
     # As many values of half precision that lie on no such grid are told of.
     drawn = np.random.default_rng(0).random((8, 2)).astype(np.float16).astype(np.float32)
-    assert find_half_values(rows_of(wanted), rows_of(drawn))
+    assert find_half_values(rows_of(near), rows_of(drawn))
 
 
 def test_samples_that_all_give_the_same_are_told() -> None:

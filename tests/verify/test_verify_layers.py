@@ -86,13 +86,10 @@ def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path:
     assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv2"
 
 
-def test_models_without_a_common_layer_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
+def test_models_and_samples_that_do_not_fit_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
     text = "(float[1,3,12,12] x) => (float[1,3,12,12] other) { other = Abs(x) }"
     with pytest.raises(ModelError, match="no layer in common"):
         compare_layers(models[0], save_net(text, tmp_path / "other.onnx"), make_images(1))
-
-
-def test_samples_of_another_model_are_refused(models: tuple[Model, Model]) -> None:
     samples = Samples(source="wrong", count=1, read=lambda: iter([{"z": np.zeros((1, 3, 12, 12), np.float32)}]))
     with pytest.raises(UsageError, match="wants the input x: float32"):
         compare_models(*models, samples)
@@ -289,14 +286,11 @@ def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
     assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)
 
 
-def test_an_overflow_counts_where_no_other_layer_stands_out() -> None:
+def test_an_overflow_counts_where_no_other_layer_stands_out_and_a_mask_is_none() -> None:
     over = replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
     other = replace(LAYER, name="other", offset_steps=3.0)
     assert find_first_bad([over, LAYER]) is over
     assert find_first_bad([over, other]) is other
-
-
-def test_masks_are_no_overflow() -> None:
     wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0])
     settled = align_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
     assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]

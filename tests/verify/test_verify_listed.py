@@ -66,12 +66,9 @@ def column(index: int) -> Column:
     return Column(output="y", index=index)
 
 
-def test_the_manifest_says_which_columns_are_a_list(bundle: Bundle) -> None:
+def test_an_honest_list_of_the_stated_columns_passes_though_row_by_row_it_would_not(bundle: Bundle) -> None:
     listed = ListColumns(boxes=column(0), score=column(4), kind=column(5), code="corners")
     assert bundle.manifest.listed == listed
-
-
-def test_an_honest_list_passes_though_row_by_row_it_would_not(bundle: Bundle) -> None:
     (run,) = verify_bundle(bundle, [InProcess()]).runs
     (output,) = run.outputs
     assert run.passed, (run.failures, run.unproven)

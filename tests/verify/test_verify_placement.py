@@ -154,16 +154,13 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
     return verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE, retell=retell)]).runs[0]
 
 
-def test_little_may_be_lost_and_renamed_work_is_found(network: Bundle) -> None:
+def test_little_may_be_lost_by_a_limit_and_renamed_work_is_found(network: Bundle) -> None:
     assert _place(network, "relu1").passed
     assert not _place(network, "relu1", "relu2", "relu3").passed
     lost = _place(network, "conv0", renamed="fused_nchwc", op="FusedConv")
     assert lost.gap is not None
     assert lost.gap.lost == 1
     assert not _place(network, "conv4", renamed="nchwc_4").passed
-
-
-def test_the_share_that_may_be_lost_is_a_limit(network: Bundle) -> None:
     report = verify_bundle(network, [InProcess()])
     run = replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
     report = replace(report, runs=(run,))
@@ -359,13 +356,10 @@ def test_a_twentieth_of_the_work_may_be_gone_unseen(macs: int, told: bool) -> No
     assert (describe_unmatched(run, job) is not None) is told
 
 
-def test_a_compiled_node_of_a_profile_may_hold_the_work_and_one_of_a_session_says_what_it_holds() -> None:
+def test_a_compiled_node_of_a_profile_or_a_context_file_holds_the_work(tmp_path: Path) -> None:
     assert describe_unmatched(*observe("fused NNAPI_1 npu", source="profile")) is None
     assert describe_unmatched(*observe("fused NNAPI_1 cpu", source="profile")) is not None
     assert describe_unmatched(*observe("fused NNAPI_1 npu", source="session")) is not None
-
-
-def test_a_compiled_node_of_a_context_file_holds_the_work(tmp_path: Path) -> None:
     compiled = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
     proto = helper.make_model(helper.make_graph([compiled], "g", [], []))
     run, job = observe("ctx EPContext npu", source="session")

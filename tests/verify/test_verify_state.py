@@ -122,13 +122,10 @@ def test_a_device_that_cannot_step_fails(bundle: Bundle, turns: int, said: str) 
     assert any(f"step by step the device failed: {said}" in line for line in run.failures)
 
 
-def test_an_emulator_that_crashed_step_by_step_proves_nothing(bundle: Bundle) -> None:
+def test_what_ended_before_a_sequence_was_whole_proves_nothing(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [Stumbling(turns=0, dies=True)])
     assert (report.verdict, report.runs[0].failures) == ("not proven", ())
     assert report.runs[0].unproven == ("step by step the emulator crashed, which proves nothing: it is asleep",)
-
-
-def test_a_device_that_stops_within_the_first_sequence_is_not_proven(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess(stopped_early=True, lie=lambda rows: rows[: STEPS - 1])])
     (run,) = report.runs
     assert report.verdict == "not proven", run.failures

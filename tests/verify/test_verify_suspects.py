@@ -79,20 +79,14 @@ def test_a_mistake_is_named_only_where_undoing_it_explains_what_came_back(
     assert words in suspect(lambda y: factor * (y + noise * rng.normal(size=y.shape).astype(np.float32)))
 
 
-def test_a_softmax_left_out_is_named() -> None:
+def test_a_softmax_left_out_and_swapped_outputs_are_named_and_nothing_where_nothing_came() -> None:
     rows: list[Tensors] = [{"y": softmax(row["y"])} for row in ROWS]
     assert "before its softmax" in suspect(lambda y: np.log(y) + 5, rows)
-
-
-def test_swapped_outputs_are_named() -> None:
     got: list[Tensors] = [{"y": row["z"], "z": row["y"]} for row in ROWS]
     assert find_suspects(from_list(ROWS), from_list(got), ["y", "z"]) == {
         "y": "came back as 'z': the outputs are swapped",
         "z": "came back as 'y': the outputs are swapped",
     }
-
-
-def test_nothing_to_look_at_has_no_suspect() -> None:
     assert find_suspects(from_list(ROWS), from_list([]), ["y"]) == {}
 
 

@@ -46,13 +46,10 @@ def spoken(*texts: str) -> list[Tensors]:
     return [{"t": np.array([text], dtype=object)} for text in texts]
 
 
-def test_a_label_among_the_best_is_a_hit() -> None:
+def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() -> None:
     assert score("top1", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 0.5
     assert score("top3", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 1.0
     assert score("top5", ranked(9), [8]) == 0.0
-
-
-def test_a_constant_output_hits_one_class_only() -> None:
     flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
     assert score("top1", flat, list(range(10))) == 0.1
     assert score("top5", flat, list(range(10))) == 0.1
