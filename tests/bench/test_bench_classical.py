@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 
@@ -19,31 +19,14 @@ from edgekit.cli.main import run_command
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
     """A text and two numbers, the text as a number beside them, a linear classifier, and ZipMap with class names."""
-    ml = "ai.onnx.ml"
-    encode = helper.make_node(
-        "LabelEncoder", ["city"], ["code"], domain=ml, keys_strings=["a", "b"], values_floats=[0.5, -0.5]
-    )
-    join = helper.make_node("Concat", ["code", "numbers"], ["features"], axis=1)
-    classify = helper.make_node(
-        "LinearClassifier", ["features"], ["label", "scores"], domain=ml, classlabels_strings=["no", "yes"],
-        coefficients=[1.0, -1.0, 0.5, -1.0, 1.0, -0.5], intercepts=[0.1, -0.1], post_transform="SOFTMAX",
-    )  # fmt: skip
-    zipped = helper.make_node("ZipMap", ["scores"], ["probabilities"], domain=ml, classlabels_strings=["no", "yes"])
-    scores = helper.make_map_type_proto(TensorProto.STRING, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
-    graph = helper.make_graph(
-        [encode, join, classify, zipped],
-        "pipeline",
-        [
-            helper.make_tensor_value_info("city", TensorProto.STRING, ["N", 1]),
-            helper.make_tensor_value_info("numbers", TensorProto.FLOAT, ["N", 2]),
-        ],
-        [
-            helper.make_tensor_value_info("label", TensorProto.STRING, ["N"]),
-            helper.make_value_info("probabilities", helper.make_sequence_type_proto(scores)),
-        ],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(ml, 3)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "pipeline.onnx")
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]>
+      pipeline (string[N,1] city, float[N,2] numbers) => (string[N] label, seq(map(string, float)) probabilities) {
+      code = ai.onnx.ml.LabelEncoder<keys_strings=["a", "b"], values_floats=[0.5, -0.5]>(city)
+      features = Concat<axis=1>(code, numbers)
+      label, scores = ai.onnx.ml.LinearClassifier<classlabels_strings=["no", "yes"], post_transform="SOFTMAX",
+        coefficients=[1.0, -1.0, 0.5, -1.0, 1.0, -0.5], intercepts=[0.1, -0.1]>(features)
+      probabilities = ai.onnx.ml.ZipMap<classlabels_strings=["no", "yes"]>(scores) }"""
+    parse_model(text, tmp_path / "pipeline.onnx")
     rows = np.random.default_rng(0).normal(size=(12, 1, 2)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", city=np.array([[["a"]], [["b"]]] * 6), numbers=rows)
     return tmp_path / "pipeline.onnx"
@@ -85,21 +68,12 @@ def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
     np.savez("rows.npz", x=rows)
     model = linear.LogisticRegression().fit(rows[:, 0], rows[:, 0].argmax(1) % 3)
     joblib.dump(model, "classifier.joblib")
-    node = helper.make_node(
-        "LinearClassifier", ["x"], ["label", "scores"], domain="ai.onnx.ml", classlabels_ints=[0, 1, 2],
-        coefficients=model.coef_.ravel().tolist(), intercepts=model.intercept_.tolist(), post_transform="SOFTMAX",
-    )  # fmt: skip
-    graph = helper.make_graph(
-        [node],
-        "classifier",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 20])],
-        [
-            helper.make_tensor_value_info("label", TensorProto.INT64, ["N"]),
-            helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["N", 3]),
-        ],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), "classifier.onnx")
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]>
+      classifier (float[N,20] x) => (int64[N] label, float[N,3] scores) {
+      label, scores = ai.onnx.ml.LinearClassifier<classlabels_ints=[0, 1, 2], post_transform="SOFTMAX",
+        coefficients=COEFFICIENTS, intercepts=INTERCEPTS>(x) }"""
+    text = text.replace("COEFFICIENTS", str(model.coef_.ravel().tolist()))
+    parse_model(text.replace("INTERCEPTS", str(model.intercept_.tolist())), Path("classifier.onnx"))
     # What is timed is one and the same computation.
     (scores,) = onnxruntime.InferenceSession("classifier.onnx").run(["scores"], {"x": rows[:, 0]})
     np.testing.assert_allclose(scores, model.predict_proba(rows[:, 0]), atol=1e-5)

@@ -13,9 +13,33 @@ def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
     return {entry.id: entry for entry in check_file(save_text(f"g {body}", tmp_path / "m.onnx"), target).advice}
 
 
-def test_a_sum_of_two_is_an_add(tmp_path: Path) -> None:
-    advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x) }", "nnapi")
-    assert (advice["sum-to-add"].gain_nodes, advice["sum-to-add"].fix) == (1, "automatic")
+@pytest.mark.parametrize(
+    ("target", "body", "id_", "gain"),
+    [
+        ("nnapi", "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x) }", "sum-to-add", 1),
+        (
+            "coreml",
+            "(float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { a = Relu(x) y = PRelu(a, s) }",
+            "plain-slope",
+            1,
+        ),
+        ("coreml", "(float[1,4] x) => (float[1,4] y) { a = Flatten(x) y = Relu(a) }", "flatten-to-reshape", 1),
+        (
+            "xnnpack",
+            (
+                "(float[1,2,4,4] x) => (float[1,2,8,8] y) <float[0] e = {}, int64[4] s = {1,2,8,8}> "
+                '{ y = Resize<mode="cubic">(x, e, e, s) }'
+            ),
+            "resize-empty-inputs",
+            0,
+        ),
+        ("nnapi", "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "fix-dims", 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "-" in value and "(" not in value else "",
+)
+def test_what_can_be_mended_is_named_with_its_gain(tmp_path: Path, target: str, body: str, id_: str, gain: int) -> None:
+    advice = _advice(tmp_path, body, target)[id_]
+    assert (advice.gain_nodes, advice.fix) == (gain, "automatic")
 
 
 def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
@@ -34,17 +58,6 @@ def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
     assert message.endswith("edgekit check")
 
 
-def test_a_slope_with_an_axis_for_the_batch_is_mended(tmp_path: Path) -> None:
-    body = "(float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { a = Relu(x) y = PRelu(a, s) }"
-    advice = _advice(tmp_path, body, "coreml")["plain-slope"]
-    assert (advice.gain_nodes, advice.fix) == (1, "automatic")
-
-
-def test_dynamic_dimensions_can_be_fixed(tmp_path: Path) -> None:
-    advice = _advice(tmp_path, "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "nnapi")
-    assert advice["fix-dims"].gain_nodes == 2
-
-
 @pytest.mark.parametrize(
     ("sign", "target", "id_"),
     [
@@ -57,19 +70,6 @@ def test_the_wrong_quantization_is_named(tmp_path: Path, sign: QuantType, target
     best = check_file(quantized_net(tmp_path / "q.onnx", sign), target).advice[0]
     assert best.id == id_
     assert best.gain_nodes > 10
-
-
-def test_a_flatten_is_a_reshape(tmp_path: Path) -> None:
-    advice = _advice(tmp_path, "(float[1,4] x) => (float[1,4] y) { a = Flatten(x) y = Relu(a) }", "coreml")
-    assert advice["flatten-to-reshape"].gain_nodes == 1
-
-
-def test_empty_scales_are_named(tmp_path: Path) -> None:
-    body = (
-        "(float[1,2,4,4] x) => (float[1,2,8,8] y) <float[0] e = {}, int64[4] s = {1,2,8,8}> "
-        '{ y = Resize<mode="cubic">(x, e, e, s) }'
-    )
-    assert "resize-empty-inputs" in _advice(tmp_path, body, "xnnpack")
 
 
 def test_a_node_that_stops_the_session_is_named(tmp_path: Path) -> None:

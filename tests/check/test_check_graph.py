@@ -12,14 +12,6 @@ from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.model import load_model
 
 
-def test_constant_nodes_are_constants() -> None:
-    graph = graph_of("g (float[2] x) => (float[2] y) { c = Constant<value_floats=[1.0,2.0]>() y = Add(x, c) }")
-    assert [node.op_type for node in graph.nodes] == ["Add"]
-    array = graph.array("c")
-    assert array is not None
-    assert array.tolist() == [1, 2]
-
-
 def test_an_initializer_that_is_an_input_is_constant_in_ir_3_only() -> None:
     text = "(float[2] x, float[2] c) => (float[2] y) <float[2] c = {1,2}> { y = Add(x, c) }"
     for ir_version, constant in ((3, True), (8, False)):

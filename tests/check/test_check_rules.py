@@ -29,23 +29,6 @@ def test_a_rule_says_no_and_yes(case: dict[str, str]) -> None:
     assert why_not(check_text(case["good"], case["target"])) == ""
 
 
-def test_the_operator_of_an_old_opset_is_refused() -> None:
-    nodes = check_text("g (float[1,4] x) => (float[1,4] y) { y = Relu(x) z = Split<axis=1>(x) }", "nnapi", opset=11)
-    assert "Split of opset 11 is older than 13" in why_not(nodes)
-
-
-def test_a_model_outside_the_opsets_is_left_alone() -> None:
-    nodes = check_text("g (float[4] x) => (float[4] y) { y = Relu(x) }", "nnapi", opset=6)
-    assert "the model's opset 6 is outside 7 to 27" in why_not(nodes)
-
-
-def test_rules_follow_the_settings() -> None:
-    body = "g (float[1,4] x) => (float[1,4] y) { y = Flatten(x) z = Relu(y) }"
-    program, network = (check_text(body, "coreml", {"model_format": name}) for name in ("MLProgram", "NeuralNetwork"))
-    assert [node.taken for node in program] == [False, True]
-    assert [node.taken for node in network] == [True, True]
-
-
 CONV = """g (float[1,4,8,8] x, float s, int64[K] k) => (float[1,4,8,8] y) <float[4,4,1,1] w = {1}, float[1] one = {2}> {
   r = Relu(x) y = Conv<group=1, dilations=[1,1]>(r, w) z = Add(r, one) m = Mul(r, s) u = Reshape(r, k)
   n = Sub(r, u) }"""

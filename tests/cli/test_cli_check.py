@@ -36,12 +36,6 @@ def test_what_was_observed_stands_in_the_json(answer: Answer) -> None:
         assert "Core ML runs only on Apple hardware" in coreml["not_observed"]
 
 
-def test_nothing_is_observed_without_being_asked(answer: Answer) -> None:
-    report = answer(["check", str(MODEL), "--target", "qnn"])
-    assert "observed" not in report["targets"]["qnn"]
-    assert report["recommendation"].startswith("qnn: yes")
-
-
 def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Answer) -> None:
     present("qnn-htp-sim", "qnn")
     text = (

@@ -38,28 +38,12 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert command.get_short_help_str(200) == COMMANDS[name]
 
 
-def test_verify_proves_nothing_when_nothing_can_run(
-    bundles: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if sys.platform == "darwin":
-        pytest.skip("Core ML runs here")
-    monkeypatch.delenv("CI", raising=False)  # where every device that is named has to run
-    report = answer(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], 3)
-    assert report["passed"] is False
-    assert report["skipped"][0]["device"] == "coreml"
-
-
-def test_a_damaged_bundle_is_refused(bundles: Path, tmp_path: Path, refused: Refused) -> None:
-    damaged = shutil.copytree(bundles / "digits_mobilenet-nnapi", tmp_path / "bundle")
-    (damaged / "model.onnx").write_bytes((damaged / "model.onnx").read_bytes()[:-1] + b"x")
-    assert "model.onnx" in refused("verify", str(damaged))
-
-
 def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Answer) -> None:
     report = answer(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"])
     checked = report["targets"]["nnapi"]
     keys = {"evidence", "nodes", "taken", "partitions", "taken_macs", "verdict", "node_list", "advice"}
     assert keys <= checked.keys()
+    assert "observed" not in checked  # nobody asked for it
     assert {"name", "op", "domain", "taken", "reasons", "macs"} <= checked["node_list"][0].keys()
     text = "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }"
     assert run_command(["check", str(parse_model(text, tmp_path / "erf.onnx")), "--target", "nnapi"]) == 1
@@ -71,22 +55,6 @@ def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Answer) -> No
     assert {target["name"] for target in answer(["targets"])["targets"]} >= {"nnapi", "qnn"}
     assert answer(["devices", "list"])["devices"]
     assert "onnxruntime" in answer(["doctor"])["versions"]
-
-
-@pytest.mark.slow
-def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, answer: Answer) -> None:
-    prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
-    assert answer(["prepare", str(MODEL), "--out", str(prepared)])["model"]["node_count"] > 50
-    arguments = ["quantize", str(prepared), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "4"]
-    report = answer([*arguments, "--out", str(quantized)])
-    keys = {"model", "out", "target", "samples", "size_before", "size_after", "quantized_nodes", "float_nodes"}
-    assert keys <= report.keys()
-    assert answer(["convert", str(quantized), "--style", "both", "--out", str(out)])["files"].keys() == {
-        "full",
-        "runtime",
-    }
-    assert (out / "model.ort").exists()
-    assert (out / "model.runtime.ort").exists()
 
 
 def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, refused: Refused, answer: Answer) -> None:
@@ -125,15 +93,6 @@ def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Answ
     for wrong in (["--shape", "x=2"], ["--shape", "q=2,3"], ["--shape", "x=2,-1"], ["--freeze", "k=two"]):
         assert run_command(["prepare", str(model), *wrong, "--out", str(tmp_path / "q.onnx")]) == 2
     assert not (tmp_path / "q.onnx").exists()
-
-
-def test_a_dynamic_dimension_must_be_given(tmp_path: Path, refused: Refused) -> None:
-    text = "g (float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }"
-    model = parse_model(text, tmp_path / "dynamic.onnx")
-    np.savez(tmp_path / "d.npz", x=np.ones((2, 4), np.float32))
-    arguments = ["build", str(model), "--data", str(tmp_path / "d.npz"), "--out", str(tmp_path / "out")]
-    assert "--dim batch=" in refused(*arguments)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

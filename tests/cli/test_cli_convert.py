@@ -38,11 +38,12 @@ def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer
 
 
 def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["convert", str(MODEL), "--style", "full", "--onnx", "--out", str(tmp_path / "o")]) == 0
+    assert run_command(["convert", str(MODEL), "--style", "both", "--onnx", "--out", str(tmp_path / "o")]) == 0
     shown = capsys.readouterr().out
     assert "Conv are FusedConv" in shown
     assert "against its source" in shown or "bit-equal to its source" in shown
     assert f"onnx: {tmp_path}/o/model.onnx" in shown
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {"model.ort", "model.runtime.ort", "model.onnx"}
 
 
 def test_operators_of_a_build_are_written_listed_and_compared(

@@ -114,10 +114,6 @@ def test_headers_of_arrays(refused: Refused, tmp_path: Path, header: str) -> Non
 CONVERT = ("--no-check", "--level", "disabled", "--style", "full", "--out", "c")
 
 
-def test_a_file_that_is_not_there_in_convert(refused: Refused) -> None:
-    assert "there is no file 'f.onnx'" in refused("convert", "f.onnx", *CONVERT)
-
-
 def test_flipped_bits_in_convert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,19 +159,6 @@ def test_names_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_paths_that_no_system_takes(refused: Refused) -> None:
     for command in (["diff", "x" * 5000, "y"], ["verify", "x" * 5000], ["inspect", "x" * 5000, "--sizes"]):
         assert len(refused(*command)) < 3000
-
-
-def test_an_archive_of_no_rows_is_no_data(refused: Refused, tmp_path: Path) -> None:
-    model = str(save_classifier(tmp_path / "m.onnx"))
-    np.savez(tmp_path / "s.npz", x=np.zeros((0, 1, 8), np.float32))
-    assert "holds no sample" in refused("compare", model, model, "--data", "s.npz")
-
-
-def test_what_is_whole_is_taken(tmp_path: Path) -> None:
-    assert run_command(["inspect", str(save_classifier(tmp_path / "m.onnx")), "--sizes"]) == 0
-    np.savez(tmp_path / "s.npz", x=np.ones((2, 1, 8), np.float32))
-    model = str(tmp_path / "m.onnx")
-    assert run_command(["compare", model, model, "--data", str(tmp_path / "s.npz")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ WRONG = {
     "targets qnnn": "did you mean 'qnn'",
     "inspect none.onnx": "no file",
     "check none.onnx": "no file",
+    "convert none.onnx --out out": "there is no file 'none.onnx'",
     "completion tcsh": "tcsh",
     "join a --out": "Option '--out' requires an argument. (see 'edgekit --help')",
     "join nothing --out out": "'nothing'",

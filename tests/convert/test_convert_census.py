@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import onnxruntime as ort
 import pytest
-from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, write_form
+from convert_models import ARM, RUNTIME, all_forms, make_qdq, write_form
 
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import OrtOptions
@@ -42,14 +42,6 @@ def test_the_census_is_what_runs(tmp_path: Path, options: OrtOptions, between: s
     ran.pop("Transpose", None)
     counted.pop("Transpose", None)
     assert counted == ran
-
-
-@pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])
-def test_float_fusions_are_counted(tmp_path: Path, options: OrtOptions) -> None:
-    write_form(make_float(tmp_path / "m.onnx"), tmp_path / "m.ort", options)
-    nodes = replay_saved(read_graph(tmp_path / "m.ort"))
-    assert count_ops(nodes) == profile_ops(tmp_path / "m.ort", tmp_path, (1, 3, 8, 8))
-    assert find_unfused(nodes, ["y"]) == ()
 
 
 @pytest.mark.parametrize("style", ["full", "runtime"])

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from convert_models import ARM, all_forms, write_form
 from demo_paths import MODEL
-from onnx import helper
+from onnx import parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.check.check import check_model
@@ -33,16 +33,9 @@ DOMAIN = "ai.onnx.contrib"
 
 def make_inverse(path: Path) -> Model:
     """Writes a model that inverts a matrix with a custom operator, with a node before and one behind it."""
-    nodes = [
-        helper.make_node("Add", ["x", "x"], ["a"], name="add"),
-        helper.make_node("Inverse", ["a"], ["i"], name="inverse", domain=DOMAIN),
-        helper.make_node("Relu", ["i"], ["y"], name="relu"),
-    ]
-    given = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3])
-    wanted = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None, 3])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
-    graph = helper.make_graph(nodes, "g", [given], [wanted])
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "{DOMAIN}" : 1]> g (float[n,3] x) => (float[?,3] y) {{
+      [add] a = Add(x, x) [inverse] i = {DOMAIN}.Inverse(a) [relu] y = Relu(i) }}"""
+    onnx.save(parser.parse_model(text), path)
     return load_model(path, custom_ops=[LIBRARY])
 
 

@@ -13,7 +13,7 @@ from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.convert.convert import convert_model, convert_styles
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.errors import ModelError, OutputError, RuntimeRefusal, UsageError
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Recipe
@@ -56,12 +56,6 @@ def test_the_onnx_form_carries_metadata_and_changes_nothing(tmp_path: Path) -> N
     assert props == {"author": "me", "edgekit.source_sha256": model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     assert np.array_equal(run_ort(tmp_path / "out/model.onnx", (1, 3, 8, 8)), run_ort(model.path, (1, 3, 8, 8)))
     assert model.path.read_bytes() == before
-
-
-def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
-    first = convert_model(make_float(tmp_path / "a/m.onnx"), all_forms(), tmp_path / "a/out")
-    second = convert_model(make_float(tmp_path / "bb/n.onnx"), all_forms(), tmp_path / "bb/elsewhere")
-    assert first.sha256 == second.sha256
 
 
 def test_external_data_goes_into_one_file_beside_the_onnx_form(tmp_path: Path) -> None:
@@ -109,19 +103,6 @@ def test_a_refused_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeRefusal):
         write_ort(model, tmp_path / "out/m.ort", OrtOptions(style="full", cpu="arm"))
     assert not (tmp_path / "out").exists()
-
-
-def test_an_out_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("taken")
-    with pytest.raises(OutputError, match="cannot write"):
-        convert_model(make_float(tmp_path / "m.onnx"), load_target("nnapi"), tmp_path / "out")
-
-
-def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/keep.txt").write_text("mine")
-    convert_model(make_float(tmp_path / "m.onnx"), load_target("nnapi"), tmp_path / "out")
-    assert (tmp_path / "out/keep.txt").read_text() == "mine"
 
 
 def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None:

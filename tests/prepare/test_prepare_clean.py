@@ -26,11 +26,6 @@ QDQ = (
     "  d = QuantizeLinear(c, t, z)  e = DequantizeLinear(d, t, z)  f = Transpose<perm = [0, 1]>(e)"
     "  h = QuantizeLinear(f, t, z)  y = DequantizeLinear(h, t, z) }"
 )
-BRANCH = (
-    "g (bool c, float[2] x) => (float[2] y) { y = If(c) <"
-    "then_branch = t () => (float[2] p) { k = Constant<value = float[2] {1, 2}>()  u = Add(x, k)  p = Identity(u) },"
-    "else_branch = e () => (float[2] q) { q = Neg(x) }> }"
-)
 
 
 def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
@@ -112,14 +107,6 @@ def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
     assert {entry.key: entry.value for entry in written.metadata_props} == {"author": "me", "stride": "32"}
     assert written.producer_name == "exporter"
     assert [(entry.domain, entry.version) for entry in written.opset_import] == [("", 17)]
-
-
-def test_a_control_flow_model_keeps_its_branches(tmp_path: Path) -> None:
-    model = make_model(BRANCH, tmp_path / "m.onnx", opset=13)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
-    for condition in (True, False):
-        inputs = {"c": np.array(condition), "x": np.array([1, -2], np.float32)}
-        assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,12 @@ def make_named(text: str, path: Path, **names: str) -> Model:
     return load_model(path)
 
 
-def test_several_dims_are_fixed_and_outputs_follow(tmp_path: Path) -> None:
-    model = make_model(TWO, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {"N": 2, "S": 3, "z:0": 4})
+@pytest.mark.parametrize("dims", [{"N": 2, "S": 3, "z:0": 4}, {"x:0": 2, "x:1": 3, "z:0": 4}], ids=["names", "axes"])
+def test_several_dims_are_fixed_and_outputs_follow(tmp_path: Path, dims: dict[str, int]) -> None:
+    prepared = prepare_model(make_model(TWO, tmp_path / "m.onnx"), tmp_path / "out.onnx", dims)
     assert [spec.shape for spec in prepared.inputs] == [(2, 3), (4, 3)]
     assert [spec.shape for spec in prepared.outputs] == [(6, 3), (2, 3)]
     assert not load_model(tmp_path / "m.onnx").is_static
-
-
-def test_an_axis_names_a_named_dimension_everywhere(tmp_path: Path) -> None:
-    prepared = prepare_model(
-        make_model(TWO, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"x:0": 2, "x:1": 3, "z:0": 4}
-    )
-    assert [spec.shape for spec in prepared.inputs] == [(2, 3), (4, 3)]
 
 
 def test_missing_dims_are_all_named_with_their_options(tmp_path: Path) -> None:
@@ -106,15 +99,6 @@ def test_a_fixed_axis_may_be_repeated_but_not_changed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="contradicts the model") as caught:
         prepare_model(model, tmp_path / "out.onnx", {"x:0": 2})
     assert caught.value.hint == "it is fixed at 1 there"
-
-
-def test_a_formula_of_other_dims_follows(tmp_path: Path) -> None:
-    text = "g (float[N,4] x, float[M,4] z) => (float[?,?] y) { y = Concat<axis = 0>(x, z) }"
-    model = make_named(text, tmp_path / "m.onnx", z="2*(N + 1)//1")
-    assert prepare_model(model, tmp_path / "out.onnx", {"N": 3}).outputs[0].shape == (11, 4)
-    with pytest.raises(UsageError) as caught:
-        prepare_model(model, tmp_path / "out.onnx", {"x:1": 4})
-    assert caught.value.hint == "add --dim N=INT"
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,6 @@ def test_a_reshape_to_nothing_keeps_its_attribute(tmp_path: Path) -> None:
     assert fixed.fixes == ()
 
 
-def test_a_model_without_need_is_copied(tmp_path: Path) -> None:
-    model = make_model("g (float[2] x) => (float[2] y) { y = Abs(x) }", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx")
-    assert fixed.fixes == ()
-    assert fixed.model.node_count == 1
-
-
 def test_external_data_is_copied_beside(tmp_path: Path) -> None:
     text = "g (float[2,3] x) => (float[2,3] y) <float[2,3] k = {1, 2, 3, 4, 5, 6}> { y = Sum(x, k) }"
     path = make_model(text, tmp_path / "m.onnx").path

@@ -14,7 +14,6 @@ from quantize_models import make_model, make_samples, random_samples
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
-from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.jobs.target_bundle import Way, change_plan
 from edgekit.model.model import Model, save_proto
 from edgekit.model.outputs import StatedOutput
@@ -32,7 +31,6 @@ from edgekit.quantize.equalization.pairs import RESTORED, find_equalization_pair
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.ranges import TensorRange
-from edgekit.recipe import Data, Recipe
 from edgekit.target import Precision, Target, load_target
 
 
@@ -249,22 +247,6 @@ def test_roundings_that_learn_are_tried_with_and_without_equal_channels(unequal:
     """Equalization may pay only with them: a person detector gains 4 dB by both together, and nothing by one."""
     plan = plan_quantization(*unequal, load_target("qnn"), "int8")
     assert {each.equalized for each in plan.judged if each.rounding in {"gptq", "refit"}} == {False, True}
-
-
-@pytest.mark.slow
-def test_the_command_reports_scaled_layers_and_applies_their_plan(
-    unequal: tuple[Model, Calibration], tmp_path: Path
-) -> None:
-    model = unequal[0]
-    rows = [sample["x"] for sample in random_samples(model, count=40)]
-    np.savez(tmp_path / "data.npz", allow_pickle=False, x=np.stack(rows))
-    data, recipe = Data(source=str(tmp_path / "data.npz")), Recipe(targets=("qnn",))
-    report = quantize_for(model.path, data, tmp_path / "a.onnx", recipe, QuantizeOptions(layers=True))
-    assert report.steps[0].equalized
-    assert "r_equalized" in {layer.tensor for layer in report.layers}
-    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan_for(model.path, data, recipe)))
-    quantize_for(model.path, data, tmp_path / "b.onnx", recipe, QuantizeOptions(plan=tmp_path / "plan.json"))
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
 @pytest.mark.parametrize("precision", ["int16", "w4a16"])

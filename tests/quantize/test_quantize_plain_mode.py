@@ -112,19 +112,6 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
     assert not drops
 
 
-def test_a_search_of_a_collapsed_model_begins_with_all_in_8_bits(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
-    model, calibration = collapsing
-    search = begin_search(model, calibration, told(0.0049, 15.0), tmp_path)
-    plan, found = search_plan(search, Goal(is_asked=True))
-    assert found is not None
-    assert [trial.step for trial in found.trials] == ["all"]
-    assert found.met
-    assert plan.judged[0].sqnr_db < 20
-    assert not plan.wide
-
-
 def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_asked_for(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
