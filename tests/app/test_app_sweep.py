@@ -121,6 +121,7 @@ def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_facto
     assert {state for state, _ in _told(run_anywhere(_app(other, store=store))).values()} == {"kept"}
 
 
+@pytest.mark.long
 def test_a_cell_that_kills_its_process_fails_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
 from fixture_types import Answer, Refused
-from tiny_models import parse_model
+from tiny_models import parse_model, write_small_net
 
 from edgekit.cli.main import COMMANDS, group, run_command
 from edgekit.model.model import load_model
@@ -98,7 +98,10 @@ def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Answ
 @pytest.mark.slow
 def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "r.toml").write_text('targets = ["nnapi"]\nsamples = 4\n[settings]\napi_level = "31"\n')
-    arguments = [*BUILD, "--recipe", str(tmp_path / "r.toml"), "--samples", "6", "--no-verify"]
+    model, data = tmp_path / "m.onnx", tmp_path / "x.npz"
+    write_small_net(model, data)
+    arguments = ["build", str(model), "--data", str(data), "--recipe", str(tmp_path / "r.toml")]
+    arguments += ["--samples", "6", "--no-verify"]
     report = answer([*arguments, "--out", str(tmp_path / "out")])
     assert [bundle["target"] for bundle in report["bundles"]] == ["nnapi"]
     assert report["calibration_samples"] == 6

@@ -183,7 +183,7 @@ def test_neither_the_model_nor_the_samples_are_written_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_bytes", [1500, pytest.param(4000, marks=pytest.mark.long), 12_000])
+@pytest.mark.parametrize("most_bytes", [*(pytest.param(size, marks=pytest.mark.long) for size in (1500, 4000)), 12_000])
 def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, tmp_path: Path) -> None:
     arguments = ["quantize", str(folder / "m.onnx"), "--data", str(folder / "d.npz"), "--target", "nnapi"]
     arguments += ["--html", str(tmp_path / "p.html"), "--out", str(tmp_path / "q.onnx")]

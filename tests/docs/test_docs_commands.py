@@ -14,6 +14,7 @@ _TUTORIAL = "docs/tutorial.md"
 _LONG = {
     *(f"docs/how-to/{name}.md" for name in ("ci", "failing-build", "groups", "ort-format", "package", "profile")),
     *(f"docs/how-to/{name}.md" for name in ("resume", "same-bytes", "time", "tune", "which-files")),
+    *("docs/concepts/evidence.md", "docs/how-to/forecast.md"),
     *("docs/reference/guides.md", "docs/reference/metrics.md"),
 }
 _RUN = [name for name, text in PAGES.items() if name != _TUTORIAL and any(c.is_run for c in list_commands(text))]

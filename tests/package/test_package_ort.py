@@ -64,6 +64,7 @@ def test_onnxruntime_chooses_the_cpu_variant_and_runs_a_shared_model(program: Pa
     assert info["model_file"].startswith("sha256:")
 
 
+@pytest.mark.long
 def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, package: Path) -> None:
     shown = run_program([program, find_library(), package, NAME, "QNNExecutionProvider", find_qnn()])
     assert f"chosen: {QNN}" in shown

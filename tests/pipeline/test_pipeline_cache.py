@@ -117,7 +117,7 @@ def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -
 @pytest.mark.parametrize(
     ("part", "sent", "code"),
     [
-        ("measured", signal.SIGKILL, -9),
+        pytest.param("measured", signal.SIGKILL, -9, marks=pytest.mark.long),
         ("extremes", signal.SIGKILL, -9),
         pytest.param("measured", signal.SIGINT, 130, marks=pytest.mark.long),
     ],

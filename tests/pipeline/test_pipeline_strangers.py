@@ -27,7 +27,7 @@ from oracle import DEVICES, MEASURES, State, Truth, judge
 from table import Answers, Net, list_nets, read_specs
 
 # For XNNPACK, QNN and the CPU; other tests build and verify for NNAPI. The plans of all nets are judged below.
-_USUAL = {"squeeze and excitation", "shuffled channels", "steps of a sequence"}
+_USUAL = {"squeeze and excitation", "steps of a sequence"}
 
 
 @pytest.mark.slow
