@@ -169,10 +169,11 @@ def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
 def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
     """Replaces each dynamic dimension by its number, wherever its name occurs, in place.
 
-    A key is the name of a dimension or `INPUT:AXIS`. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so
-    on. A dimension named by a formula, such as `2*batch`, follows from the names in it; the last unknown name in a
-    formula follows from its value. Inferred shapes are dropped, so that they are inferred again. With `may_stay_open`,
-    a dimension without a number stays open.
+    A key is the name of a dimension or `INPUT:AXIS`. Where such keys give one name several numbers, it names nothing:
+    an exporter called different axes alike. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so on. A
+    dimension named by a formula, such as `2*batch`, follows from the names in it; the last unknown name in a formula
+    follows from its value. Inferred shapes are dropped, so that they are inferred again. With `may_stay_open`, a
+    dimension without a number stays open.
 
     Raises:
         UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
@@ -193,6 +194,7 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
             )
         for _ in range(rank):
             tensor.shape.dim.add()
+    _drop_shared_names(graph, dims)
     sizes = _resolve_keys(graph, dims)
     sizes |= _derive_formulas(graph, sizes)
     missing: dict[str, DynamicDim] = {}
@@ -227,16 +229,22 @@ class OpenDimsError(UsageError):
 def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, int]:
     """Returns the number of each dynamic dimension that has the same in all rows, by what `--dim` calls it.
 
-    A row holds the shape of each input. A dimension named by a formula is solved for the name in it.
+    A row holds the shape of each input. A dimension named by a formula is solved for the name in it. If axes of one
+    name have different numbers, and each has its own in all rows, they are called `INPUT:AXIS`.
     """
     seen: dict[str, set[int]] = {}
+    own: dict[str, dict[str, set[int]]] = {}
     for spec, shapes in itertools.product(inputs, rows):
         shape = shapes.get(spec.name, ())
         for axis, text in spec.name_axes().items():
             if axis < len(shape):
                 name, number = solve_dim(text, shape[axis], {}) or (text, shape[axis])
                 seen.setdefault(name, set()).add(number)
-    return {name: sizes.pop() for name, sizes in seen.items() if len(sizes) == 1}
+                own.setdefault(name, {}).setdefault(f"{spec.name}:{axis}", set()).add(shape[axis])
+    for name in [name for name, numbers in seen.items() if len(numbers) > 1]:
+        if all(len(numbers) == 1 for numbers in own[name].values()):
+            seen |= own[name]
+    return {name: numbers.pop() for name, numbers in seen.items() if len(numbers) == 1}
 
 
 @contextmanager
@@ -253,7 +261,13 @@ def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: P
         # If the samples are wrong too, that is said when they are used.
         with suppress(EdgekitError):
             sizes = find_sizes(inputs, read_shapes(source, inputs, preprocess))
-        raise OpenDimsError(error.message, names=error.names, sizes=sizes) from error
+        axes = [(text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items()]
+        names = [
+            each
+            for name in error.names
+            for each in ([key for text, key in axes if text == name and name not in sizes and key in sizes] or [name])
+        ]
+        raise OpenDimsError(error.message, names=names, sizes=sizes) from error
 
 
 def _name_axis(value: onnx.ValueInfoProto, axis: int) -> str:
@@ -267,6 +281,20 @@ def _real_inputs(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 def _is_known(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") and dim.dim_value >= 0
+
+
+def _drop_shared_names(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
+    """Removes each name of a dimension that `INPUT:AXIS` gives several numbers, in place."""
+    given: dict[str, set[int]] = {}
+    for value in _real_inputs(graph):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            given.setdefault(dim.dim_param, set()).update(
+                {dims[key]} if (key := f"{value.name}:{axis}") in dims else ()
+            )
+    for value in (*graph.input, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param and len(given.get(dim.dim_param, ())) > 1:
+                dim.ClearField("dim_param")
 
 
 def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
@@ -287,7 +315,9 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
             raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim.dim_value} there")
         name = (name_dim(dim.dim_param) if dim is not None else None) or key
         if sizes.setdefault(name, size) != size:
-            raise UsageError(f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number")
+            raise UsageError(
+                f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number, or each axis its own"
+            )
     return sizes
 
 

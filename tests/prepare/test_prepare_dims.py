@@ -67,6 +67,20 @@ def test_sizes_of_the_samples_are_proposed(tmp_path: Path) -> None:
     assert caught.value.hint == "add --dim N=INT --dim z:0=INT"
 
 
+def test_axes_that_an_exporter_called_alike_get_their_own_sizes(tmp_path: Path) -> None:
+    """A sentence encoder on Maven Central calls batch and sequence `batch`."""
+    text = "g (float[batch,batch] x, float[batch,batch] y) => (float[batch,batch] z) { z = Add(x, y) }"
+    model, rows = make_model(text, tmp_path / "m.onnx"), np.zeros((5, 1, 48), np.float32)
+    np.savez(tmp_path / "d.npz", x=rows, y=rows)
+    with pytest.raises(UsageError) as caught, proposing_sizes(model.inputs, tmp_path / "d.npz", None):
+        prepare_model(model, tmp_path / "out.onnx")
+    assert caught.value.hint == "add --dim x:0=1 --dim x:1=48 --dim y:0=1 --dim y:1=48, as in the samples"
+    prepared = prepare_model(model, tmp_path / "out.onnx", {"x:0": 1, "x:1": 48, "y:0": 1, "y:1": 48})
+    assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(1, 48)] * 3
+    with pytest.raises(UsageError, match="'y:0'"):
+        prepare_model(model, tmp_path / "out.onnx", {"x:0": 1, "x:1": 48})
+
+
 def test_a_size_is_solved_for_the_name_in_a_formula_and_a_batch_axis_is_added(tmp_path: Path) -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", "2*length", None, 7))
     np.savez(tmp_path / "d.npz", x=np.zeros((2, 6, 5, 7), np.float32))
