@@ -1,5 +1,6 @@
 """Golden samples: what they hold, which outputs a bundle expects for them, and those of an earlier build."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def test_samples_that_run_at_a_time_keep_their_order(tmp_path: Path) -> None:
     one = make_golden(model, make_samples(40), tmp_path / "one")
     two = make_golden(model, make_samples(40), tmp_path / "two", at_once=2)
     assert [path.read_bytes() for path in one.files] == [path.read_bytes() for path in two.files]
+    with zipfile.ZipFile(one.folder / "outputs.npz") as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
 
 
 def test_labels_and_counts_come_back_and_wrong_or_damaged_ones_are_refused(tmp_path: Path) -> None:
