@@ -1,14 +1,23 @@
-"""`edgekit inspect`: what is not known is said, and what a size makes known is counted."""
+"""`edgekit inspect` and `edgekit diff`: what a model or a bundle holds, its sizes, and the differences between two."""
 
+import json
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
+from bundle_models import make_bundle, make_contents, save_classifier
 from rich.console import Console
 from tiny_models import parse_model
 
+from edgekit.bundle.archive import list_files, write_archive
+from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.cli.main import run_command
+from edgekit.convert.ort_form import OrtOptions, write_ort
+from edgekit.errors import BundleError, ModelError, UsageError
+from edgekit.inspect.diff import compare_versions
 from edgekit.inspect.inspect import OnnxReport, inspect_model, list_fixed_axes
-from edgekit.inspect.sizes import measure_layers
+from edgekit.inspect.sizes import measure_layers, measure_sizes
 from edgekit.model.tensors import TensorSpec
 from edgekit.report.tables import format_count
 from edgekit.report.text import table_contents
@@ -93,3 +102,103 @@ def test_axes_that_an_export_fixed_are_named_with_what_opens_them() -> None:
     # What is open, a length of one number, and rows that are no batch of one are left alone.
     free = (spec("x", "float32", "N", 3), spec("rate", "int64", 1), spec("table", "float32", 50, 4))
     assert list_fixed_axes(free, "pytorch") == ()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Bundle, Bundle]:
+    contents = make_contents(tmp_path)
+    old = write_bundle(contents, tmp_path / "old" / "tiny-nnapi")
+    (tmp_path / "more").mkdir()
+    larger = save_classifier(tmp_path / "more" / "tiny.onnx", classes=7)
+    nodes = contents.check.node_list
+    moved = (msgspec.structs.replace(nodes[0], taken=not nodes[0].taken), *nodes[1:])
+    changed = msgspec.structs.replace(
+        contents,
+        files={"onnx": (larger.path,)},
+        check=msgspec.structs.replace(contents.check, node_list=moved),
+        versions={"onnxruntime": "1.32.0"},
+        golden=contents.golden,
+    )
+    return old, write_bundle(changed, tmp_path / "new" / "tiny-nnapi")
+
+
+def test_a_bundle_is_the_same_as_itself_wherever_it_lies(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    write_archive(list_files(bundle.folder), tmp_path / "a.zip", "zip")
+    delta = compare_versions(bundle.folder, tmp_path / "a.zip")
+    assert delta.is_same
+    assert delta.update_bytes == 0
+    assert run_command(["diff", str(bundle.folder), str(tmp_path / "a.zip")]) == 0
+
+
+def test_what_changed_is_named(pair: tuple[Bundle, Bundle], capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (str(bundle.folder) for bundle in pair)
+    assert run_command(["diff", old, new, "--json"]) == 1
+    delta = json.loads(capsys.readouterr().out)
+    assert {file["name"] for file in delta["files"]} == {
+        "README.md",
+        "check.json",
+        "golden/expected.npz",
+        "tiny.onnx",
+    } | {name for name in pair[0].manifest.files if name.startswith("app/")} - {"app/ModelSession.kt"}
+    assert {"key": "versions.onnxruntime", "old": "1.31.1", "new": "1.32.0"} in delta["facts"]
+    assert [node["name"] for node in delta["nodes"]] == ["mul"]
+    assert {layer["name"]: layer["new_bytes"] - layer["old_bytes"] for layer in delta["layers"]} == {
+        "mul": 8 * 2 * 4, "add": 2 * 4,
+    }  # fmt: skip
+    assert delta["update_bytes"] == sum(file["new_bytes"] for file in delta["files"])
+    assert run_command(["diff", old, new]) == 1
+    text = capsys.readouterr().out
+    assert "versions.onnxruntime: 1.31.1 -> 1.32.0" in text
+    assert "layer mul (MatMul): 160 -> 224 bytes" in text
+
+
+def test_accuracy_is_told_but_is_no_difference(tmp_path: Path) -> None:
+    old = make_bundle(tmp_path)
+    assert run_command(["verify", str(old.folder), "--on", "host"]) in {0, 1, 3}
+    new = Path(shutil.copytree(old.folder, tmp_path / "new"))
+    evidence = json.loads((new / "verify.json").read_bytes())
+    evidence["runs"][0]["outputs"][0]["sqnr_db"] = 1.5
+    (new / "verify.json").write_text(json.dumps(evidence))
+    delta = compare_versions(old.folder, new)
+    assert delta.is_same
+    assert [(figure.device, figure.measure, figure.new) for figure in delta.accuracy] == [("host", "sqnr_db", 1.5)]
+
+
+def test_two_models_are_compared_by_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = save_classifier(tmp_path / "a.onnx").path, save_classifier(tmp_path / "b.onnx", classes=6).path
+    assert run_command(["diff", str(old), str(new)]) == 1
+    assert "layer mul (MatMul): 160 -> 192 bytes" in capsys.readouterr().out
+    assert compare_versions(old, old).is_same
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, pair: tuple[Bundle, Bundle]) -> None:
+    model = save_classifier(tmp_path / "a.onnx").path
+    with pytest.raises(UsageError, match=r"nothing at '.*b\.onnx'"):
+        compare_versions(model, tmp_path / "b.onnx")
+    with pytest.raises(UsageError, match="a model and a bundle"):
+        compare_versions(model, pair[0].folder)
+    with pytest.raises(BundleError, match="cannot read"):
+        compare_versions(tmp_path / "none", pair[0].folder)
+    (tmp_path / "bad.onnx").write_bytes(b"\xff")
+    with pytest.raises(ModelError):
+        compare_versions(model, tmp_path / "bad.onnx")
+    assert run_command(["diff", str(model), str(pair[0].folder)]) == 2
+
+
+def test_every_weight_belongs_to_one_layer_in_both_formats(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "a.onnx")
+    options = OrtOptions(style="full", cpu="arm")
+    write_ort(model, tmp_path / "a.ort", options)
+    for path in (model.path, tmp_path / "a.ort"):
+        assert sum(layer.weight_bytes for layer in measure_layers(path)) == (8 * 5 + 5) * 4
+    sizes = measure_sizes(model.path)
+    assert sizes.size_bytes == model.size_bytes == sizes.other_bytes + (8 * 5 + 5) * 4
+    assert [layer.macs for layer in sizes.layers] == [40, 0]
+
+
+def test_sizes_of_a_bundle_name_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = make_bundle(tmp_path)
+    assert {file.name for file in measure_sizes(bundle.folder).files} == {*bundle.manifest.files, "manifest.json"}
+    assert run_command(["inspect", str(bundle.folder), "--sizes"]) == 0
+    assert "golden/inputs.npz" in capsys.readouterr().out

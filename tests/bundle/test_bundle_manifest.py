@@ -126,8 +126,9 @@ def test_an_input_has_the_layout_of_the_operator_that_reads_it_or_of_the_preproc
         assert [spec.layout for spec in write_bundle(each, tmp_path / layouts[1] / "out").manifest.inputs] == layouts
 
 
-def test_unknown_licences_are_said_to_be_unknown(tmp_path: Path) -> None:
+def test_unknown_licences_are_said_to_be_unknown_and_nothing_of_a_state_that_is_not_there(tmp_path: Path) -> None:
     text = (make_bundle(tmp_path).folder / "manifest.json").read_text()
+    assert '"state"' not in text
     assert '"licence": {\n    "data": "unknown",\n    "model": "unknown"\n  }' in text
 
 

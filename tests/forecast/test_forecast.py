@@ -262,6 +262,17 @@ def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     assert "<script>alert(1)" not in page
 
 
+def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> None:
+    widths: list[float] = []
+    for op, left in (("Exp", {}), ("Acos", {"Acos": 1})):
+        body = f"g (float[1,8,32,32] x) => (float[1,8,32,32] y) {{ a = {op}(x) y = Exp(a) }}"
+        (row,) = forecast(parse_model(body, tmp_path / "a.onnx"), ["Galaxy S24"], ["float"]).rows
+        assert row.placing is not None
+        assert (row.placing.cpu_ops, row.note) == (left, "1 of 2 nodes on the CPU" if left else "")
+        widths.append((row.high_ms or 0) / (row.low_ms or 1))
+    assert widths[1] > widths[0]
+
+
 def test_phones_are_found_by_what_people_call_them_and_stand_for_their_chip() -> None:
     names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
     assert {name: find_phone(name, load_phones()).soc_model for name in names} == names

@@ -1,4 +1,4 @@
-"""The layer that a device computes otherwise: real devices that are handed an altered layer, and a real bug."""
+"""The layer that a device computes otherwise: by tensors inside and by bisection, on real devices and altered ones."""
 
 import math
 from pathlib import Path
@@ -10,18 +10,27 @@ import pytest
 from bundle_models import make_bundle
 from devices_models import present
 from msgspec.structs import replace
+from onnx import helper, numpy_helper
 from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
 from verify_models import LAYERS, break_layer, job_of, make_images, turn_layer
 
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.model.model import Model, load_model
+from edgekit.graph.graph import view_model, view_part
+from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import Tensors
 from edgekit.verify.layers.comparison import Located
-from edgekit.verify.layers.on_device import find_device_layer, plan_probes
+from edgekit.verify.layers.on_device import (
+    find_device_layer,
+    find_least_db,
+    locate_on_device,
+    plan_cuts,
+    plan_probes,
+    save_prefix,
+)
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.run import verify_bundle
-
-pytestmark = pytest.mark.slow
 
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 
@@ -31,6 +40,7 @@ def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = No
     return find_device_layer(device if layer is None else turning(device, layer), job, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "target", "form"),
     [
@@ -55,6 +65,7 @@ def test_the_altered_layer_is_named_and_no_other(
     assert max(far[f"conv{index}"] for index in range(2, LAYERS)) < 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_emulated_arm_gives_the_tensors_inside(models: tuple[Model, Model], tmp_path: Path) -> None:
     job = job_of(models[1], samples=make_images(1))
@@ -93,6 +104,7 @@ class Flipping(InProcess, frozen=True, kw_only=True):
         return InProcess.run_job(self, replace(job, model=flipped.path), work)
 
 
+@pytest.mark.slow
 def test_one_wrong_weight_is_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
     located = find_device_layer(Flipping(), job_of(models[1]), tmp_path)
     assert located.layer == "conv2"
@@ -111,6 +123,7 @@ class Withholding(InProcess, frozen=True, kw_only=True):
         return replace(run, outputs=from_list(rows))
 
 
+@pytest.mark.slow
 @FORMS
 def test_a_device_that_gives_outputs_only_is_bisected(models: tuple[Model, Model], tmp_path: Path, form: int) -> None:
     job = job_of(models[form])
@@ -134,6 +147,7 @@ class Fusing(InProcess, frozen=True, kw_only=True):
         return InProcess.run_job(self, replace(job, model=turned), work)
 
 
+@pytest.mark.slow
 def test_a_device_that_dies_or_whose_outputs_change_is_bisected(models: tuple[Model, Model], tmp_path: Path) -> None:
     located = find_device_layer(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
     assert located.layer == "conv0"
@@ -143,6 +157,7 @@ def test_a_device_that_dies_or_whose_outputs_change_is_bisected(models: tuple[Mo
     assert "the outputs change when tensors inside become outputs" in located.notes[0]
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_parts_no_group_and_holds_what_two_nodes_read(
     models: tuple[Model, Model], tmp_path: Path
 ) -> None:
@@ -158,6 +173,7 @@ def test_what_is_looked_at_parts_no_group_and_holds_what_two_nodes_read(
     assert [(probe.layer, probe.tensor) for probe in plan_probes(model)] == [("mul", "a"), ("gate", "s"), ("silu", "y")]
 
 
+@pytest.mark.slow
 def test_a_verification_names_the_layer_of_a_device_that_is_wrong(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     (run,) = verify_bundle(bundle, [turning(InProcess(), "mul")]).runs
@@ -173,6 +189,7 @@ def test_a_verification_names_the_layer_of_a_device_that_is_wrong(tmp_path: Path
     assert (asked.located.layer, asked.passed) == (None, True)
 
 
+@pytest.mark.slow
 def test_few_samples_are_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
     counts: list[int] = []
 
@@ -185,3 +202,108 @@ def test_few_samples_are_enough(models: tuple[Model, Model], tmp_path: Path) -> 
 
     find_device_layer(Counting(), job_of(models[0], samples=make_images(64)), tmp_path)
     assert counts == [4, 4]
+
+
+class Miscomputing(InProcess, frozen=True, kw_only=True):
+    """Turns the sign of the last input of one layer, its weights or what it reads, before it runs."""
+
+    layer: str
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        assert [spec.name for spec in job.outputs] == [value.name for value in proto.graph.output]
+        for node in proto.graph.node:
+            if node.name == self.layer:
+                proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
+                node.input[-1] = "edgekit.turned"
+        onnx.save(proto, str(work / "turned.onnx"))
+        return super().run_job(replace(job, model=work / "turned.onnx"), work)
+
+
+@pytest.mark.parametrize("layer", ["conv0", "conv3", "flatten"])
+@pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
+def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
+    work = tmp_path / "made" / "for it"
+    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), work)
+    assert located.layer == layer
+    assert 1 + math.floor(math.log2(located.cuts)) <= located.runs <= 2 + math.log2(located.cuts)
+
+
+@pytest.mark.parametrize(
+    ("figures", "least"),
+    [
+        ({"sqnr_db": 15.0}, 15.0),
+        ({"exact_match": 1.0}, 50.0),
+        ({"sqnr_db": 60.0, "exact_match": 1.0}, 50.0),
+        ({"exact_match": 0.5}, -math.inf),
+        ({"sqnr_db": 50.0, "exact_match": 0.5}, -math.inf),
+        ({"sqnr_db": 50.0, "non_finite": 1}, -math.inf),
+        ({"sqnr_db": 50.0, "mismatch": "has another shape"}, -math.inf),
+    ],
+)
+def test_the_worst_output_of_a_beginning_counts(figures: dict[str, Any], least: float) -> None:
+    report = OutputReport(name="y", samples=2, **figures)
+    assert find_least_db([report, OutputReport(name="z", samples=2, sqnr_db=50.0)]) == least
+    assert find_least_db([]) == -math.inf
+    assert find_least_db([OutputReport(name="z", samples=2, exact_match=1.0)]) == math.inf
+
+
+class Weakening(InProcess, frozen=True, kw_only=True):
+    """Multiplies the weights of some layers by a factor before it runs; every layer whose name fits is weakened."""
+
+    layer: str
+    factor: float
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        read = {node.input[1] for node in proto.graph.node if node.name.startswith(self.layer)}
+        for tensor in proto.graph.initializer:
+            if tensor.name in read:
+                weak = numpy_helper.to_array(tensor) * np.float32(self.factor)
+                tensor.CopyFrom(numpy_helper.from_array(weak, tensor.name))
+        onnx.save(proto, str(work / "weak.onnx"))
+        return super().run_job(replace(job, model=work / "weak.onnx"), work)
+
+
+def test_a_layer_is_named_where_the_error_arises_and_none_where_it_grows_or_is_not(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    located = locate_on_device(Weakening(layer="conv1", factor=0.9), job_of(models[0]), tmp_path)
+    assert (located.layer, located.notes) == ("conv1", ())
+    located = locate_on_device(Weakening(layer="conv", factor=0.97), job_of(models[0]), tmp_path / "all")
+    assert located.layer is None
+    (note,) = located.notes
+    assert note == "the error grows from layer to layer, at none by 6 dB"
+    located = locate_on_device(InProcess(), job_of(models[1]), tmp_path / "none")
+    assert (located.layer, located.runs) == (None, 1)
+
+
+def test_cuts_part_no_node_from_its_rounding_and_beginnings_compute_what_the_whole_does(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    graph = read_proto(models[1]).graph
+    rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    cuts = plan_cuts(view_part(graph))
+    assert len(cuts) >= LAYERS
+    assert not any(rounded.intersection(cut.outputs) for cut in cuts[:-1])
+    assert cuts[-1].outputs == ("y",)
+    sample = next(iter(make_images(1)))
+    for model in models:
+        for index, cut in enumerate(plan_cuts(view_model(read_proto(model)))):
+            part = save_prefix(model, cut, tmp_path / f"{model.name}{index}.onnx")
+            found = CpuSession(part.path, SessionSettings(level=Level.DISABLED)).run(sample)
+            assert tuple(found) == cut.outputs
+
+
+def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> None:
+    text = """(float[1,4] x) => (float[1,4] y) <float two = {2}> {
+      flag = Constant<value = bool {1}>() [neg] a = Neg(x)
+      [if] b = If (flag) <then_branch = then () => (float[1,4] m) { m = Mul(a, two) },
+                          else_branch = other () => (float[1,4] n) { n = Abs(a) }>
+      [add] y = Add(a, b) }"""
+    model = save_net(text, tmp_path / "m.onnx")
+    cuts = plan_cuts(view_part(read_proto(model).graph))
+    assert [(cut.layer, cut.outputs) for cut in cuts] == [("neg", ("a",)), ("if", ("a", "b")), ("add", ("y",))]
+    part = save_prefix(model, cuts[1], tmp_path / "part.onnx")
+    session = CpuSession(part.path, SessionSettings())
+    assert session.run({"x": np.ones((1, 4), np.float32)})["b"].tolist() == [[-2.0] * 4]
