@@ -15,7 +15,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Budget
-from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
@@ -23,6 +23,7 @@ from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import (
     Goal,
     Search,
+    Searched,
     _share_work,
     bound_integer,
     find_plan,
@@ -30,7 +31,7 @@ from edgekit.quantize.mixed_precision.goal_search import (
     write_chosen,
 )
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_step, rise_db
-from edgekit.quantize.mixed_precision.trials import open_state
+from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.target import Target, load_target
 
@@ -38,18 +39,25 @@ from edgekit.target import Target, load_target
 _KNOWN = Memo()
 
 
-def told(drop: float | None, sqnr_db: float) -> Callable[[Model], Prediction]:
-    def measure(_model: Model) -> Prediction:
+def told(
+    drop: float | Callable[[str], float | None] | None, sqnr_db: float = 25.0, steps: list[str] | None = None
+) -> Callable[[Model], Prediction]:
+    """A measure that says one drop, or that of each step, and lists the steps that it was asked of."""
+
+    def measure(quantized: Model) -> Prediction:
+        step = quantized.path.stem
+        if steps is not None:
+            steps.append(step)
+        lost = drop(step) if callable(drop) else drop
         return Prediction(
-            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=drop, drop_interval=None, source="test"
+            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=lost, drop_interval=None, source="test"
         )
 
     return measure
 
 
 def begin_search(
-    model: Model,
-    calibration: Calibration,
+    calibrated: tuple[Model, Calibration],
     measure: Callable[[Model], Prediction],
     work: Path,
     target: Target | None = None,
@@ -59,8 +67,8 @@ def begin_search(
 ) -> Search:
     """A search for a plan in 8 bits, for QNN where no target is given."""
     return Search(
-        model=model,
-        calibration=calibration,
+        model=calibrated[0],
+        calibration=calibrated[1],
         target=target or load_target("qnn"),
         precision="int8",
         measure=measure,
@@ -69,6 +77,20 @@ def begin_search(
         memo=msgspec.structs.replace(_KNOWN, budget=Budget()),
         may_widen=may_widen,
     )
+
+
+def run_search(search: Search, goal: Goal | None = None, state: State | None = None) -> tuple[QuantPlan, Searched]:
+    plan, searched = search_plan(search, goal or Goal(), state)
+    assert searched is not None
+    return plan, searched
+
+
+def run_all(
+    search: Search, max_drop: float | None = None, *, narrow: bool = False, state: State | None = None
+) -> tuple[QuantPlan, Searched]:
+    plan, searched = find_plan(search, max_drop=max_drop, narrow=narrow, state=state)
+    assert searched is not None
+    return plan, searched
 
 
 @pytest.mark.parametrize(
@@ -81,16 +103,14 @@ def begin_search(
 def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
     collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float | None, sqnr_db: float, is_enough: bool
 ) -> None:
-    model, calibration = collapsing
 
     def measure(quantized: Model) -> Prediction:
         is_first = quantized.path.stem == "all"
         return told(drop if is_first else drop and 0.0001, sqnr_db if is_first else 40.0)(quantized)
 
-    search = begin_search(model, calibration, measure, tmp_path)
-    plan, searched = search_plan(search, Goal())
+    search = begin_search(collapsing, measure, tmp_path)
+    plan, searched = run_search(search)
     assert plan.judged[0].sqnr_db < 20
-    assert searched is not None
     assert (searched.chosen.step, searched.met) == ("all" if is_enough else "relieve 1", True)
     assert bool(plan.wide) != is_enough
 
@@ -99,15 +119,9 @@ def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
 def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
     collapsing: tuple[Model, Calibration], tmp_path: Path, first: float, step: str
 ) -> None:
-    model, calibration = collapsing
     drops = [first, 0.0049]
-
-    def measure(quantized: Model) -> Prediction:
-        return told(drops.pop(0), 15.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path)
-    _, searched = search_plan(search, Goal())
-    assert searched is not None
+    search = begin_search(collapsing, told(lambda _: drops.pop(0), 15.0), tmp_path)
+    _, searched = run_search(search)
     assert searched.chosen.step == step
     assert not drops
 
@@ -115,25 +129,18 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
 def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_asked_for(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = collapsing
     drops = dict.fromkeys(("relieve 1", "relieve 3", "relieve 8"), 0.019) | {"all": 0.02}
-
-    def measure(quantized: Model) -> Prediction:
-        return told(drops[quantized.path.stem], 15.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path)
-    state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
-    _, plain = search_plan(search, Goal())
-    _, asked = search_plan(search, Goal(is_asked=True), state)
-    assert plain is not None
-    assert asked is not None
+    search = begin_search(collapsing, told(drops.get, 15.0), tmp_path)
+    state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
+    _, plain = run_search(search)
+    _, asked = run_search(search, Goal(is_asked=True), state)
     # One tensor makes 93 % of the noise: without it less than twice the goal may be lost. The net has seven tensors.
     steps = ["all", "relieve 1", "relieve 3", "relieve 8"]
     assert [trial.step for trial in plain.trials] == [trial.step for trial in asked.trials] == steps
     assert (plain.chosen.step, plain.met) == ("all", True)
     assert asked.chosen.step in steps[1:]
     assert not asked.met
-    state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
+    state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
     assert state.trials == asked.trials
 
 
@@ -155,17 +162,10 @@ def with_one_scale(name: str) -> Target:
 def test_only_what_may_be_enough_is_tried(
     collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], tried: list[str]
 ) -> None:
-    model, calibration = collapsing
-    steps: list[str] = []
-
-    def measure(quantized: Model) -> Prediction:
-        steps.append(quantized.path.stem)
-        return told(drops[steps[-1]], 25.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path, with_one_scale("qnn"))
-    _, searched = search_plan(search, Goal())
+    steps = list[str]()
+    search = begin_search(collapsing, told(drops.get, steps=steps), tmp_path, with_one_scale("qnn"))
+    _, searched = run_search(search)
     assert steps[: len(tried)] == tried
-    assert searched is not None
     assert searched.chosen.step == tried[-1]
 
 
@@ -184,9 +184,8 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = deep
-    search = begin_search(model, calibration, told(0.3, 25.0), tmp_path, load_target("xnnpack"))
-    first, searched = search_plan(search, Goal())
-    assert searched is not None
+    search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
+    first, searched = run_search(search)
     assert search.tried.keys() == {trial.step for trial in searched.trials}
     known, bounds = _share_work(search, "all", first), list[float]()
     for count in (1, 3, 8):
@@ -212,15 +211,9 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
 def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisection(
     deep: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
 ) -> None:
-    model, calibration = deep
     steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
-
-    def measure(quantized: Model) -> Prediction:
-        return told(steps[quantized.path.stem], 25.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path)
-    _, searched = search_plan(search, Goal())
-    assert searched is not None
+    search = begin_search(deep, told(steps.get), tmp_path)
+    _, searched = run_search(search)
     assert [trial.step for trial in searched.trials] == [*steps]
     assert searched.chosen.step == chosen
 
@@ -233,9 +226,8 @@ def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -
     weights = {f"w{i}": (16, 16) for i in range(branches)}
     model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", tmp_path / "m.onnx", weights)
     calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
-    search = begin_search(model, calibration, told(0.3, 25.0), tmp_path, load_target("cpu"))
-    _, searched = search_plan(search, Goal())
-    assert searched is not None
+    search = begin_search((model, calibration), told(0.3), tmp_path, load_target("cpu"))
+    _, searched = run_search(search)
     assert [trial.step for trial in searched.trials] == ["all"]
 
 
@@ -250,9 +242,8 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = collapsing
-    search = begin_search(model, calibration, told(0.002, 15.0), tmp_path)
-    plan, searched = search_plan(search, Goal())
-    assert searched is not None
+    search = begin_search(collapsing, told(0.002, 15.0), tmp_path)
+    plan, searched = run_search(search)
     anew = quantize_model(model, plan, calibration, tmp_path / "out.onnx")
     written = write_chosen(search, plan, searched, tmp_path / "out.onnx")
     assert written == anew
@@ -285,19 +276,10 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
 def test_plain_minmax_is_taken_where_it_loses_less(
     collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], moved: float, chosen: str
 ) -> None:
-    model, calibration = collapsing
-    steps: list[str] = []
-
-    def measure(quantized: Model) -> Prediction:
-        steps.append(quantized.path.stem)
-        return told(drops.get(steps[-1], 0.05), 25.0)(quantized)
-
-    def compare(_chosen: Model, _minmax: Model) -> float:
-        return moved
-
-    search = begin_search(model, calibration, measure, tmp_path, compare=compare)
-    plan, searched = find_plan(search, max_drop=None, narrow=True)
-    assert searched is not None
+    steps = list[str]()
+    measure = told(lambda step: drops.get(step, 0.05), steps=steps)
+    search = begin_search(collapsing, measure, tmp_path, compare=lambda _chosen, _minmax: moved)
+    plan, searched = run_all(search, narrow=True)
     assert (searched.chosen.step, searched.met) == (chosen, True)
     assert drops.keys() <= set(steps)
     assert ("minmax" in steps) == ("minmax" in drops)
@@ -308,16 +290,10 @@ def test_plain_minmax_is_taken_where_it_loses_less(
 def test_where_much_is_lost_the_other_range_methods_are_tried(
     collapsing: tuple[Model, Calibration], tmp_path: Path, lost: float, *, is_tried: bool
 ) -> None:
-    model, calibration = collapsing
-    steps: list[str] = []
-
-    def measure(quantized: Model) -> Prediction:
-        steps.append(quantized.path.stem)
-        return told(0.003 if steps[-1].startswith("all, ") else lost, 25.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path)
-    plan, searched = find_plan(search, max_drop=None, narrow=False)
-    assert searched is not None
+    steps = list[str]()
+    measure = told(lambda step: 0.003 if step.startswith("all, ") else lost, steps=steps)
+    search = begin_search(collapsing, measure, tmp_path)
+    plan, searched = run_all(search)
     first = next(trial.plan for trial in searched.trials if trial.step == "all")
     others = [f"all, {method}" for method in AUTO_METHODS if method != first.method]
     assert [step for step in steps if step.startswith("all, ")] == (others if is_tried else [])
@@ -329,26 +305,19 @@ def test_where_much_is_lost_the_other_range_methods_are_tried(
 def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = collapsing
-
-    def measure(quantized: Model) -> Prediction:
-        return told(0.001 if quantized.path.stem == "int16" else 0.1, 12.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path, may_widen=True)
-    plan, searched = find_plan(search, max_drop=None, narrow=False)
-    assert searched is not None
+    measure = told(lambda step: 0.001 if step == "int16" else 0.1, 12.0)
+    search = begin_search(collapsing, measure, tmp_path, may_widen=True)
+    plan, searched = run_all(search)
     assert plan.precision == "int8"
     told_of = r"--precision int16: 0.10 points are lost, \d\.\d\d times the bytes, 100% of the work in integers"
     assert re.fullmatch(told_of, searched.advice)
-    plan, searched = find_plan(search, max_drop=0.005, narrow=False)
-    assert searched is not None
+    plan, searched = run_all(search, 0.005)
     assert (plan.precision, searched.met, searched.chosen.step) == ("int16", True, "int16")
     for _ in range(2):
         # The second search knows all steps, and has none of their files.
         asked = msgspec.structs.replace(search, may_widen=False, tried={})
-        state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
-        plan, searched = find_plan(asked, max_drop=0.005, narrow=False, state=state)
-        assert searched is not None
+        state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
+        plan, searched = run_all(asked, 0.005, state=state)
         assert (plan.precision, searched.met) == ("int8", False)
         assert searched.advice
 
@@ -364,10 +333,8 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
 def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_measured(
     collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, target: str, advice: str
 ) -> None:
-    model, calibration = collapsing
-    search = begin_search(model, calibration, told(drop, 25.0), tmp_path, load_target(target), may_widen=True)
-    _, searched = find_plan(search, max_drop=None, narrow=False)
-    assert searched is not None
+    search = begin_search(collapsing, told(drop), tmp_path, load_target(target), may_widen=True)
+    _, searched = run_all(search)
     assert searched.advice.startswith(advice)
     assert bool(searched.advice) == bool(advice)
 
@@ -375,16 +342,10 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
 def test_a_plan_that_was_tried_is_tried_no_second_time_for_advice(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = deep
-    steps: list[str] = []
-
-    def measure(quantized: Model) -> Prediction:
-        steps.append(quantized.path.stem)
-        return told(0.5 if steps[-1] == "all" else 0.2, 25.0)(quantized)
-
-    search = begin_search(model, calibration, measure, tmp_path, load_target("nnapi"))
-    _, searched = find_plan(search, max_drop=0.005, narrow=False)
-    assert searched is not None
+    steps = list[str]()
+    measure = told(lambda step: 0.5 if step == "all" else 0.2, steps=steps)
+    search = begin_search(deep, measure, tmp_path, load_target("nnapi"))
+    _, searched = run_all(search, 0.005)
     assert not searched.met
     assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
     assert searched.advice.startswith("no plan that was tried loses less: more samples")
@@ -470,9 +431,8 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     measure = FloatReference(model, samples).predict_drop
     for target in ("qnn", "xnnpack"):
-        search = begin_search(model, calibration, measure, tmp_path, load_target(target))
-        plan, searched = find_plan(search, max_drop=None, narrow=True)
-        assert searched is not None
+        search = begin_search((model, calibration), measure, tmp_path, load_target(target))
+        plan, searched = run_all(search, narrow=True)
         written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
         assert written == searched.chosen.prediction
         stock = plan_minmax(model, calibration, search.target, plan)
