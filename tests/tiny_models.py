@@ -11,14 +11,16 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 
 
+def with_versions(text: str) -> str:
+    return text if text.lstrip().startswith("<") else f'<ir_version: 8, opset_import: ["" : 17]> {text}'
+
+
 def parse_model(text: str, path: Path, **fields: Any) -> Path:
     """Writes a model from onnx's text form and returns its path; `fields` are set on the ModelProto.
 
     A text that names no versions is of IR version 8 and opset 17.
     """
-    model = parser.parse_model(
-        text if text.lstrip().startswith("<") else f'<ir_version: 8, opset_import: ["" : 17]> {text}'
-    )
+    model = parser.parse_model(with_versions(text))
     for name, value in fields.items():
         setattr(model, name, value)
     onnx.save(model, str(path))

@@ -228,8 +228,7 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
     ("places", "count"), [((0, 0, 0, 0), 0), ((0, None, 0, 1), 3), ((None, 0, 0, 0), 1), ((0, 0, 0, None), 1)]
 )
 def test_a_value_crosses_once_where_one_of_its_readers_is_elsewhere(places: tuple[int | None, ...], count: int) -> None:
-    text = "g (float[1,4] x) => (float[1,4] y) { a = Neg(x) b = Abs(a) c = Add(a, b) y = Exp(c) }"
-    graph = graph_of(text)
+    graph = graph_of("g (float[1,4] x) => (float[1,4] y) { a = Neg(x) b = Abs(a) c = Add(a, b) y = Exp(c) }")
     nodes = report_of(*((1, 1, place) for place in places)).node_list
     assert count_crossings(graph, nodes) == (count, 16 * count)
 

@@ -66,8 +66,7 @@ def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
-    text = f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}"
-    model = parse_model(text, tmp_path / "m.onnx")
+    model = parse_model(f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}", tmp_path / "m.onnx")
     report = answer(["check", str(model), "--target", "nnapi"], 1)
     assert "Foo" in report["refusal"]
     assert [node["name"] for node in report["targets"]["nnapi"]["node_list"]] == ["odd"]

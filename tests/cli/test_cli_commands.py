@@ -59,8 +59,7 @@ def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Answer) -> No
 
 def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, refused: Refused, answer: Answer) -> None:
     weights = ", ".join(str(value) for value in np.random.default_rng(0).normal(size=15).round(3))
-    text = f"""g (float[1,3,8,8] x) => (float[1,5,8,8] y)
-      <float[5,3,1,1] w = {{{weights}}}> {{ y = Conv(x, w) }}"""
+    text = f"g (float[1,3,8,8] x) => (float[1,5,8,8] y) <float[5,3,1,1] w = {{{weights}}}> {{ y = Conv(x, w) }}"
     model, rows = parse_model(text, tmp_path / "m.onnx"), np.random.default_rng(1).normal(size=(32, 3, 8, 8))
     np.savez(tmp_path / "d.npz", x=rows.astype(np.float32))
     kernel = np.array(weights.split(", "), np.float64).reshape(5, 3)

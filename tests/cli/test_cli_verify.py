@@ -62,8 +62,7 @@ def test_the_reference_is_the_float_model_not_the_golden_outputs(
 
 
 def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, refused: Refused) -> None:
-    text = "g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }"
-    other = parse_model(text, tmp_path / "other.onnx")
+    other = parse_model("g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", tmp_path / "other.onnx")
     message = refused("verify", str(bundle), "--data", str(EVALUATION), "--reference", str(other))
     assert str(other) in message
     assert open_bundle(bundle).manifest.ancestry.source in message

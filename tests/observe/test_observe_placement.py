@@ -95,8 +95,7 @@ def test_a_node_fused_on_the_cpu_is_not_taken_for_one_of_xnnpack(tmp_path: Path)
 
 
 def test_a_session_that_the_vendor_refuses_is_a_finding(tmp_path: Path) -> None:
-    text = f"{HEAD}(float[2,4] x) => (float[2,4] y) {{ [n] y = Elu(x) }}"
-    seen = _observe(text, tmp_path, "qnn", soc_model="30")
+    seen = _observe(f"{HEAD}(float[2,4] x) => (float[2,4] y) {{ [n] y = Elu(x) }}", tmp_path, "qnn", soc_model="30")
     assert seen.refused
     assert "1002" in str(seen.failure)
 

@@ -176,8 +176,7 @@ def test_a_guard_of_something_else_stays(tmp_path: Path) -> None:
 )
 def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zeros: str, goes: bool) -> None:
     shape = "float[1,2,3]" if "[1,2,3]" in zeros else "float[2,3]"
-    text = f"g (float[2,3] x) => ({shape} y) <{zeros}> {{ a = Neg(x) y = Add(o, a) }}"
-    fixed = rewrite(tmp_path, text, "idle-add")
+    fixed = rewrite(tmp_path, f"g (float[2,3] x) => ({shape} y) <{zeros}> {{ a = Neg(x) y = Add(o, a) }}", "idle-add")
     assert ("Add" not in op_names(fixed.model.path)) == goes
     assert_same(tmp_path, fixed, 0)
 

@@ -316,8 +316,7 @@ def test_a_hard_swish_of_doubles_stays(tmp_path: Path, id_: str) -> None:
 
 
 def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:
-    text = "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }"
-    rewrite(tmp_path, text, "split-hard-swish")
+    rewrite(tmp_path, "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }", "split-hard-swish")
     onnx.checker.check_model(onnx.load(str(tmp_path / "out.onnx")), full_check=True)
 
 

@@ -12,26 +12,26 @@ from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 
-SEPARABLE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
+SEPARABLE = """g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
   a = Conv<kernel_shape=[1,1]>(x, w1, b1) r = Relu(a)
   d = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=24>(r, w2, b2) p = PRelu(d, slope)
   e = Conv<kernel_shape=[1,1]>(p, w3, b3) c = Clip(e, zero, six)
   f = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=16>(c, w4, b4)
   y = Conv<kernel_shape=[1,1]>(f, w5, b5) }"""
-DETECTOR = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,16,16] x) => (float[1,64,10] y)
+DETECTOR = """g (float[1,3,16,16] x) => (float[1,64,10] y)
   <float size = {40.0}, int64[3] flat = {1, -1, 64}> {
   a = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w1, b1) as = Sigmoid(a) at = Mul(a, as)
   c = Conv<pads=[1,1,1,1]>(at, w2, b2) cs = Sigmoid(c) ct = Mul(c, cs)
   boxes = Conv(ct, w3, b3) large = Mul(boxes, size) classes = Conv(ct, w4, b4) scores = Sigmoid(classes)
   all = Concat<axis=1>(large, scores) rows = Reshape(all, flat) y = Transpose<perm=[0,2,1]>(rows) }"""
-SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,640] x) => (float[1,40] y) <float eps = {1e-6}> {
+SPECTRUM = """g (float[1,1,640] x) => (float[1,40] y) <float eps = {1e-6}> {
   re = Conv<strides=[16]>(x, wr) im = Conv<strides=[16]>(x, wi) re2 = Mul(re, re) im2 = Mul(im, im)
   p = Add(re2, im2) e = Add(p, eps) l = Log(e) h = Conv<pads=[1,1]>(l, w1, b1) r = Relu(h)
   m = GlobalAveragePool(r) f = Flatten(m) y = MatMul(f, w2) }"""
-SEGMENTATION = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,16,16] x) => (float[1,5,16,16] y) {
+SEGMENTATION = """g (float[1,3,16,16] x) => (float[1,5,16,16] y) {
   a = Conv<pads=[1,1,1,1]>(x, w1, b1) p = PRelu(a, s1) c = Conv<pads=[2,2,2,2], dilations=[2,2]>(p, w2, b2)
   q = PRelu(c, s2) d = Conv<pads=[1,1,1,1], group=24>(q, w3, b3) r = PRelu(d, s3) y = Conv(r, w4, b4) }"""
-SUBPIXEL = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,12,12] x) => (float[1,1,36,36] y)
+SUBPIXEL = """g (float[1,1,12,12] x) => (float[1,1,36,36] y)
   <float[4] by = {1.0, 1.0, 3.0, 3.0}> {
   a = Conv<pads=[2,2,2,2]>(x, w1, b1) r = Relu(a) c = Conv<pads=[1,1,1,1]>(r, w2, b2) s = Relu(c)
   d = Conv<pads=[1,1,1,1]>(s, w3, b3) u = DepthToSpace<blocksize=3, mode="CRD">(d)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
+from tiny_models import with_versions
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
@@ -43,8 +44,11 @@ def make_model(
     weights: Mapping[str, tuple[int, ...]] | None = None,
     constants: Mapping[str, Array] | None = None,
 ) -> Model:
-    """Writes a model given in onnx's text form, with seeded random weights; every node gets a name."""
-    proto = parser.parse_model(text)
+    """Writes a model given in onnx's text form, with seeded random weights; every node gets a name.
+
+    A text that names no versions is of IR version 8 and opset 17.
+    """
+    proto = parser.parse_model(with_versions(text))
     for name, given in (constants or {}).items():
         proto.graph.initializer.append(numpy_helper.from_array(given, name))
     rng = np.random.default_rng(7)

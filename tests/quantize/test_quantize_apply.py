@@ -155,7 +155,7 @@ def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:
 
 
 def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,3] y)
+    text = """g (float[1,4] x) => (float[1,3] y)
       <int8[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[3] s = {0.1,0.2,0.3}> {
       d = DequantizeLinear<axis=1>(w, s) y = MatMul(x, d) }"""
     model = make_model(text, tmp_path / "m.onnx")
@@ -164,7 +164,7 @@ def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: P
 
 
 def test_control_flow_stays_float(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x, bool c) => (float[1,8,8,8] y) {
+    text = """g (float[1,3,8,8] x, bool c) => (float[1,8,8,8] y) {
       a = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
       r = Relu(a)
       y = If(c) <then_branch = t () => (float[1,8,8,8] p) { p = Add(a, r) },

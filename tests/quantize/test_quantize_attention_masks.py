@@ -31,7 +31,7 @@ LOWEST = {"computed": MASK_VALUE[:3], "added to a bias": MASK_VALUE[:3]}
 
 
 def attention(mask: str, lowest: float, folder: Path, factor: float = 0.25) -> Model:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,16] x, float[1,8,8] f) => (float[1,8,16] y) {{
+    text = f"""g (float[1,8,16] x, float[1,8,8] f) => (float[1,8,16] y) {{
       q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv) t = Transpose<perm=[0,2,1]>(k)
       u = MatMul(q, t) s = Mul(u, factor)
       {MASKS[mask]} o = MatMul(p, v) y = MatMul(o, wo) }}"""
@@ -111,7 +111,7 @@ def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
 
 
 def test_a_huge_weight_that_hides_nothing_is_left_alone(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { m = Add(x, b) y = Relu(m) }'
+    text = "g (float[1,4] x) => (float[1,4] y) { m = Add(x, b) y = Relu(m) }"
     model = make_model(text, tmp_path / "m.onnx", constants={"b": np.full(4, -1e9, np.float32)})
     value = read_float_graph(model).constant("b")
     assert value is not None

@@ -42,7 +42,7 @@ def test_extremes_of_images_in_any_layout_are_those_of_numpy(tmp_path: Path) -> 
     text = """{ c1 = Conv<kernel_shape = [3, 3]>(x, w1) r1 = Relu(c1)
       c2 = Conv<kernel_shape = [3, 3]>(r1, w2) s2 = Sigmoid(c2)
       c3 = Conv<kernel_shape = [3, 3]>(s2, w3) t = Transpose<perm = [0, 3, 2, 1]>(c3) y = Neg(t) }"""
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,24,24] x) => (float[1,18,18,32] y) ' + text
+    text = "g (float[1,3,24,24] x) => (float[1,18,18,32] y) " + text
     weights: dict[str, tuple[int, ...]] = {"w1": (16, 3, 3, 3), "w2": (24, 16, 3, 3), "w3": (32, 24, 3, 3)}
     model = make_model(text, tmp_path / "m.onnx", weights)
     names = ["r1", "c2", "c3", "t", "y"]
@@ -162,8 +162,7 @@ def test_batch_sizes_may_differ(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_multiplies_the_last_of_four_axes_is_measured(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,5,8] x) => (float[1,2,5,3] y) {
-      r = Relu(x) y = MatMul(r, w) }"""
+    text = "g (float[1,2,5,8] x) => (float[1,2,5,3] y) { r = Relu(x) y = MatMul(r, w) }"
     model = make_model(text, tmp_path / "m.onnx", {"w": (8, 3)})
     calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
     highest = max(float(sample["x"].max()) for sample in random_samples(model))
@@ -171,8 +170,7 @@ def test_a_layer_that_multiplies_the_last_of_four_axes_is_measured(tmp_path: Pat
 
 
 def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,300] x) => (float[1,64,300] y) { y = Relu(x) }'
-    model = make_model(text, tmp_path / "m.onnx")
+    model = make_model("g (float[1,64,300] x) => (float[1,64,300] y) { y = Relu(x) }", tmp_path / "m.onnx")
     rng, misses = np.random.default_rng(0), 0
     for turn in range(10):
         arrays = [{"x": rng.standard_t(4, size=(1, 64, 300)).astype(np.float32)} for _ in range(8)]
@@ -202,7 +200,7 @@ def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tm
 @pytest.mark.parametrize("size", [8, 5])
 def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path: Path, size: int) -> None:
     """A Conv reads channels on axis 1, a MatMul on the last: with equal sizes a mix-up would not be noticed."""
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,6,{size}] x)
+    text = f"""g (float[1,8,6,{size}] x)
       => (float[1,4,6,{size}] y, float[1,8,6,40] z) {{
       r = Abs(x) y = Conv<kernel_shape=[1,1]>(r, w1, b1) z = MatMul(r, w2) }}"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (4, 8, 1, 1), "b1": (4,), "w2": (size, 40)})
@@ -224,7 +222,7 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
 
 
 def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,6] x) => (float[1,8,5] y, float[1,8,4] z) {
+    text = """g (float[1,8,6] x) => (float[1,8,5] y, float[1,8,4] z) {
       left = MatMul(x, a) z = MatMul(x, b) y = MatMul(left, c) }"""
     model = make_model(text, tmp_path / "m.onnx", {"a": (6, 3), "b": (6, 4), "c": (3, 5)})
     calibrate_model(model, random_samples(model, 9), work=tmp_path / "calibration")

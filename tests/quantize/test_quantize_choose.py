@@ -32,9 +32,7 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
-NARROW = (
-    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { h = MatMul(x, w) y = Add(h, b) }'
-)
+NARROW = "g (float[1,16] x) => (float[1,16] y) { h = MatMul(x, w) y = Add(h, b) }"
 
 
 def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: Calibration) -> None:
@@ -71,7 +69,7 @@ def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calib
     assert len(memo.judged) == 2  # quick roundings, and those that learn
 
 
-SILU_NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
+SILU_NET = """g (float[1,3,8,8] x) => (float[1,40] y) {
   c = Conv(x, w1, b1) s = Sigmoid(c) m = Mul(c, s)
   p = GlobalAveragePool(m) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
 
@@ -160,8 +158,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
 
 @pytest.mark.parametrize("target", ["cpu", "qnn", "nnapi"])
 def test_what_is_moved_out_of_a_constant_keeps_its_scale(tmp_path: Path, target: str) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (float[1,4,8] y) {
-      e = Gather(t, x) s = Add(e, p) h = MatMul(s, w) y = Tanh(h) }"""
+    text = "g (int64[1,4] x) => (float[1,4,8] y) { e = Gather(t, x) s = Add(e, p) h = MatMul(s, w) y = Tanh(h) }"
     model = make_model(text, tmp_path / "m.onnx", {"t": (32, 8), "p": (4, 8), "w": (8, 8)})
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": rng.integers(0, 32, (1, 4))} for _ in range(32)])
@@ -328,8 +325,7 @@ def test_best_goes_on_to_30_db_where_what_leaves_8_bits_is_float(tmp_path: Path)
 @pytest.mark.parametrize("precision", ["int8", "int16"])
 @pytest.mark.parametrize("body", ["y = Relu(x)", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)"])
 def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{ {body} }}'
-    model = make_model(text, tmp_path / "m.onnx")
+    model = make_model(f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}", tmp_path / "m.onnx")
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
     graph = read_float_graph(model)
     plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)

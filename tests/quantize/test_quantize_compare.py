@@ -22,11 +22,9 @@ from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.ranges import softmax
 from edgekit.target import Precision, load_target
 
-LOGITS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-  <float[4] b = {BIAS}> { y = Add(x, b) }"""
-VECTORS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = MatMul(x, w) }"""
-TRAINED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,5] y) {
-  a = Gemm(x, w1, b1) h = Relu(a) y = Gemm(h, w2, b2) }"""
+LOGITS = "g (float[1,4] x) => (float[1,4] y) <float[4] b = {BIAS}> { y = Add(x, b) }"
+VECTORS = """g (float[1,16] x) => (float[1,16] y) { y = MatMul(x, w) }"""
+TRAINED = "g (float[1,8] x) => (float[1,5] y) { a = Gemm(x, w1, b1) h = Relu(a) y = Gemm(h, w2, b2) }"
 
 
 def add_bias(folder: Path, bias: str) -> Model:

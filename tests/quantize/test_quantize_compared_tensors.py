@@ -18,7 +18,7 @@ from edgekit.quantize.objective import measure_loss
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,40] y, int64[1,1] k) {
+    text = """g (float[1,64] x) => (float[1,40] y, int64[1,1] k) {
       h = Relu(x) z = MatMul(h, w) y = Softmax(z) k = ArgMax<axis=1>(y) }"""
     points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 40)})))
     assert points == (ComparedTensor(tensor="z", reader="n2_Softmax", centred=True),)
@@ -42,14 +42,13 @@ def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
     ],
 )
 def test_outputs_without_features_of_their_own_are_judged_alone(tmp_path: Path, body: str) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g {body}'
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 4), "v": (64, 64)}))
+    graph = read_float_graph(make_model(f"g {body}", tmp_path / "m.onnx", {"w": (64, 4), "v": (64, 64)}))
     (point,) = find_compared_tensors(graph)
     assert (point.tensor, point.reader) == ("y", "")
 
 
 def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
-    graph = read_float_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', folder / "m.onnx"))
+    graph = read_float_graph(make_model(f"g {text}", folder / "m.onnx"))
     return [(point.tensor, point.part) for point in find_compared_tensors(graph)]
 
 
@@ -107,7 +106,7 @@ def test_what_a_graph_squashes_or_picks_from_is_judged(
     tmp_path: Path, nodes: str, tensor: str, reader: str, centred: bool
 ) -> None:
     text = f"(float[1,40] x) => (float[A,B] y) <int64[1] n = {{3}}> {{ z = Neg(x) {nodes} }}"
-    graph = read_float_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', tmp_path / "m.onnx"))
+    graph = read_float_graph(make_model(f"g {text}", tmp_path / "m.onnx"))
     assert find_compared_tensors(graph) == (ComparedTensor(tensor=tensor, reader=reader, centred=centred),)
 
 
@@ -115,8 +114,7 @@ def test_what_a_graph_squashes_or_picks_from_is_judged(
 def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
     tmp_path: Path, size: int, features: list[str]
 ) -> None:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,{size}] y)
-      {{ h = Relu(x) m = MatMul(h, w) y = Neg(m) }}"""
+    text = f"g (float[1,64] x) => (float[1,{size}] y) {{ h = Relu(x) m = MatMul(h, w) y = Neg(m) }}"
     points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, size)})))
     assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
 

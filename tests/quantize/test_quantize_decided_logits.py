@@ -15,7 +15,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.objective import find_enlarged
 from edgekit.target import load_target
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,5,16,16] x)'
+HEAD = "g (float[1,5,16,16] x)"
 
 
 def scenes(count: int = 24) -> list[Array]:

@@ -332,7 +332,7 @@ def test_a_class_that_is_taken_for_another_is_lost() -> None:
     assert estimate_drop([record_detections(head, *pair) for pair in zip(rows, others, strict=True)]).estimate > 0.2
 
 
-TEXT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,64,64] image, float[1,7,80] x) => (float[1,7,80] y)
+TEXT = """g (float[1,3,64,64] image, float[1,7,80] x) => (float[1,7,80] y)
   <float[1,7,1] off = {OFF}, float[1,7,1] scale = {SCALE}>
   { s = Mul(x, scale)  y = Add(s, off) }"""
 

@@ -88,8 +88,7 @@ def weighted_factors(
     tmp_path: Path, per_channel: tuple[str, ...], *, bias: float, depthwise: bool
 ) -> dict[str, tuple[float, ...]]:
     """The factors of two channels made with weights of 16 and 1, and a bias of the second."""
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,N,4,4] y) {
-      c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"""
+    text = "g (float[1,2,4,4] x) => (float[1,N,4,4] y) { c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"
     text = text.replace("Conv(r", "Conv<group=2>(r") if depthwise else text
     reading = np.array([[1.0], [4.0]]) if depthwise else np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
     values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, bias], "w2": reading[..., None, None]}
@@ -169,7 +168,7 @@ def test_the_pairs_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model,
 
 
 def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,6,32] x) => (float[1,6,40] y) {
+    text = """g (float[1,6,32] x) => (float[1,6,40] y) {
       s = Constant<value_ints=[6,32]>() n = LayerNormalization<axis=-1>(x, gain, shift) one = Reshape(n, s)
       a = Gemm(one, wa) two = Reshape(n, s) b = Gemm(two, wb) m = Mul(a, b) y = MatMul(n, wc) z = Relu(m) }"""
     shapes: dict[str, tuple[int, ...]] = {
@@ -196,7 +195,7 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
         assert derived[name].high == pytest.approx(span.high, abs=0.01 * wide)
 
 
-JOINED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y)
+JOINED = """g (float[1,3,12,12] x) => (float[1,40,12,12] y)
   <float[4] by = {1.0, 1.0, 2.0, 2.0}> {
   a = Conv(x, w1, b1) p = PRelu(a, slope) h = Conv<strides=[2,2]>(p, w2, b2) q = PRelu(h, slope)
   u = Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">(q, , by)
@@ -267,7 +266,7 @@ def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> No
             equalize_graph(graph, factors)
 
 
-SILU_NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
+SILU_NET = """g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
   a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s) b = Conv(p, w2, b2) h = HardSigmoid<alpha=0.16666667>(b)
   q = Mul(h, b) y = Conv(q, w3, b3) }"""
 
@@ -352,7 +351,6 @@ def test_a_plain_plan_knows_nothing_of_equalized_weights(tmp_path: Path) -> None
     assert quantize_model(model, plain, calibration, tmp_path / "q.onnx").quantized_nodes > 0
 
 
-NET_OF_TWO = """
-<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,8,8] x) => (float[1,8,4,4] y)
+NET_OF_TWO = """g (float[1,8,8,8] x) => (float[1,8,4,4] y)
 { a = Conv(x, w) b = Relu(a) y = Conv(b, v) }
 """

@@ -9,7 +9,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
 
-FRONT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y)
+FRONT = """g (float[1,64] x) => (float[1,4] y)
   <float eps = {1e-6}> {
   s = MatMul(x, dft) p = Mul(s, s) e = Add(p, eps) l = Log(e) h = MatMul(l, w1) r = Relu(h) y = MatMul(r, w2) }"""
 SHAPES: dict[str, tuple[int, ...]] = {"dft": (64, 32), "w1": (32, 16), "w2": (16, 4)}
@@ -23,7 +23,7 @@ def test_spectral_front_end_stays_float_up_to_its_log(tmp_path: Path) -> None:
 
 
 def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
+    text = """g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
       re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
       e = Max(m, eps) l = Log(e) y = MatMul(l, w) }"""
     shapes: dict[str, tuple[int, ...]] = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
@@ -32,8 +32,7 @@ def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_p
 
 
 def test_log_behind_a_network_keeps_only_its_neighbours(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y) {
-      h = MatMul(x, w) s = Softmax(h) y = Log(s) }"""
+    text = "g (float[1,8] x) => (float[1,4] y) { h = MatMul(x, w) s = Softmax(h) y = Log(s) }"
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 4)}))
     assert set(find_float_regions(graph)) == {"n1_Softmax", "n2_Log"}
 
@@ -50,7 +49,7 @@ def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
     assert max(errors) < 1
 
 
-MAGNITUDE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,400] x) => (float[1,8] y) {
+MAGNITUDE = """g (float[1,1,400] x) => (float[1,8] y) {
   re = Conv<strides=[20]>(x, wr) im = Conv<strides=[20]>(x, wi)
   re2 = Mul(re, re) im2 = Mul(im, im) power = Add(re2, im2) ROOT
   h = Conv(root, wh) a = Relu(h) c = Conv(a, wc) g1 = GlobalAveragePool(c) y = Flatten(g1) }"""
@@ -77,14 +76,14 @@ def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, roo
 
 
 def test_a_root_within_a_network_is_no_spectrum(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y) {
+    text = """g (float[1,4,8,8] x) => (float[1,4,6,6] y) {
       c = Conv(x, w) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = Conv(q, v) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4, 1, 1), "v": (4, 4, 3, 3)})
     assert not find_float_regions(read_float_graph(model))
 
 
 def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,320] x) => (float[1,8,40] y)
+    text = """g (float[1,320] x) => (float[1,8,40] y)
       <int64 step = {32}, int64 length = {64}, float eps = {1e-10}, int64[1] last = {-1}> {
       s = STFT(x, step, window, length) two = Mul(s, s) p = ReduceSum<keepdims=0>(two, last) m = MatMul(p, mel)
       c = Max(m, eps) l = Log(c) h = MatMul(l, w1) r = Relu(h) y = MatMul(r, w2) }"""
@@ -95,7 +94,7 @@ def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path:
 
 
 def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y, int64[1,1] i, float[1,18] z)
+    text = """g (float[1,8] x) => (float[1,4] y, int64[1,1] i, float[1,18] z)
       <float never = {-inf}, float zero = {0}, int64[4] pads = {0, 1, 0, 1}> {
       h = MatMul(x, w1) c = Greater(h, zero) m = Where(c, h, never) i = ArgMax<axis=1>(m) p = Pad(m, pads, never)
       z = Max(p, zero) r = Relu(h) y = MatMul(r, w2) }"""
@@ -119,7 +118,7 @@ def test_many_normalisations_cost_no_walk_to_the_inputs_each(tmp_path: Path) -> 
         f" q{at} = Sqrt(r{at}) y{at + 1} = Div(m{at}, q{at})"
         for at in range(400)
     )
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[4,8] y0) => (float[4,8] y400) {{ {layers} }}'
+    text = f"g (float[4,8] y0) => (float[4,8] y400) {{ {layers} }}"
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 8)}))
     start = time.process_time()
     assert not find_float_regions(graph)

@@ -158,8 +158,7 @@ def test_what_costs_most_for_its_size_keeps_8_bits(
 
 def narrow_net(folder: Path) -> Model:
     """A net of which one small layer has a weight that 4 bits do not hold: its rows mix sizes 30 times apart."""
-    text = """<ir_version: 8, opset_import: ["" : 17]>
-      net (float[1,3,8,8] x) => (float[1,8,8,8] y) {
+    text = """net (float[1,3,8,8] x) => (float[1,8,8,8] y) {
         a = Conv<kernel_shape=[1,1]>(x, w1, b1)
         b = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(a, w2)
         c = Relu(b)
@@ -260,8 +259,7 @@ def test_no_integer_of_a_descent_can_be_bettered_alone() -> None:
                     assert cost_of(other, row) >= cost_of(found.integers[0, row], row) * (1 - 1e-4)
 
 
-WIDE_NET = """<ir_version: 8, opset_import: ["" : 17]>
-  net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+WIDE_NET = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
     a = Conv<kernel_shape=[1,1]>(x, w1, b1)
     y = Conv<kernel_shape=[1,1]>(a, w2, b2)
   }"""

@@ -60,7 +60,7 @@ def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
 def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
     """What lies between them may be beyond half; where a half node reads it too, it reads a half."""
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y, float[2] z, bool[2] n)'
+        "g (float[2] x) => (float[2] y, float[2] z, bool[2] n)"
         "{ [a] h = Abs(x) [b] s = Mul(h, h) [c] r = Sqrt(s) [d] y = Neg(r) [e] z = Relu(r) [f] m = Sigmoid(r)"
         " [g] n = IsNaN(m) }"
     )

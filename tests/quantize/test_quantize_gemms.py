@@ -16,10 +16,9 @@ from edgekit.prepare import prepare_model
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import load_target
 
-CELL = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x, float[1,16] s) => (float[1,16] y) {
+CELL = """g (float[1,8] x, float[1,16] s) => (float[1,16] y) {
   [left] a = MatMul(x, w) [right] b = MatMul(s, u) [sum] c = Add(a, b) [bound] y = Relu(c) }"""
-GEMM = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,8] x, float[8,16] s) => (float[8,16] y) {
-  [gemm] y = Gemm<FACTORS>(x, w, BIAS) }"""
+GEMM = "g (float[8,8] x, float[8,16] s) => (float[8,16] y) { [gemm] y = Gemm<FACTORS>(x, w, BIAS) }"
 FACTORS = ["alpha = 1.0", "transA = 1, alpha = 0.5, beta = 2.0", "transB = 1, beta = 2.0"]
 
 
@@ -60,7 +59,7 @@ def test_all_products_of_a_recurrent_cell_are_integer(tmp_path: Path) -> None:
     convert_model(quantized.model, load_target("cpu"), tmp_path / "converted")
 
 
-SHARED = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,8] x, float[8,16] s) => (float[8,16] y, float[8,16] z) {
+SHARED = """g (float[8,8] x, float[8,16] s) => (float[8,16] y, float[8,16] z) {
   [first] a = Gemm(x, w, k) [second] y = Gemm(a, u, k) [sum] z = Add(s, k) }"""
 
 
@@ -77,8 +76,7 @@ def test_a_bias_that_nodes_share_has_a_scale_for_each(tmp_path: Path) -> None:
         np.testing.assert_allclose(got[name], value, atol=0.05 * float(np.abs(value).max()))
 
 
-NORM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8] x) => (float[1,4,8] y) {
-  h = LayerNormalization(x, gain, shift) y = MatMul(h, eye) }"""
+NORM = "g (float[1,4,8] x) => (float[1,4,8] y) { h = LayerNormalization(x, gain, shift) y = MatMul(h, eye) }"
 
 
 @pytest.mark.parametrize(("target", "step"), [("qnn", 12 / 255), ("cpu", None)])
@@ -98,7 +96,7 @@ def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step:
 
 
 def test_a_computed_gain_stays_as_it_is_beside_16_bits(tmp_path: Path) -> None:
-    text = NORM.replace("  h =", "  mean = ReduceMean <axes = [0, 1], keepdims = 0> (x) gain = Sigmoid(mean) h =")
+    text = NORM.replace("{ h =", "{ mean = ReduceMean <axes = [0, 1], keepdims = 0> (x) gain = Sigmoid(mean) h =")
     constants: dict[str, Array] = {"shift": np.zeros(8, np.float32), "eye": np.eye(8, dtype=np.float32)}
     model = make_model(text, tmp_path / "m.onnx", constants=constants)
     assert "Mul" not in op_types(quantize(model, tmp_path, "qnn", precision="int16").model)

@@ -58,7 +58,7 @@ def test_values_that_are_no_pixels_or_reach_white_keep_their_ranges(
 
 
 def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,12,12] x) => (float[1,5] y) {
+    text = """g (float[1,1,12,12] x) => (float[1,5] y) {
       c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (5, 8)})
     calibration = calibrate_model(model, as_samples(smooth_images(12, 0.85)), work=tmp_path / "work")

@@ -92,7 +92,7 @@ ENDS = {"a list": "y = Identity(j)", "a layer": "y = MatMul(j, m)"}
 
 
 def rank_places(folder: Path, end: str) -> Model:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,5,2] y)
+    text = f"""g (float[1,3,8,8] x) => (float[1,5,2] y)
       <int64[1] k = {{5}}, int64[2] s = {{1,64}}, int64[1] two = {{2}}> {{ z = Conv(x, w) {TAIL} {ENDS[end]} }}"""
     return make_model(text, folder / "m.onnx", {"w": (1, 3, 1, 1), **({"m": (2, 2)} if end == "a layer" else {})})
 

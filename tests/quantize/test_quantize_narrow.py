@@ -25,7 +25,7 @@ from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
 
-FRONT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y) <float eps = {0.1}> {
+FRONT = """g (float[1,64] x) => (float[1,4] y) <float eps = {0.1}> {
   s = MatMul(x, dft) t = OFFSET p = Mul(t, t) e = Add(p, eps) l = Log(e) h = MatMul(l, w1) r = Relu(h)
   y = MatMul(r, w2) }"""
 PLAIN = FRONT.replace("OFFSET", "Identity(s)")

@@ -25,8 +25,7 @@ from edgekit.target import load_target
 
 # A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in
 # the middle, and what has no name.
-WEB = """
-<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] seen, float[1,4,8,8] y)
+WEB = """g (float[1,4,8,8] x) => (float[1,4,8,8] seen, float[1,4,8,8] y)
 {
   a = Conv<pads=[1,1,1,1]>(x, w1, b)
   r = Relu(a)
@@ -98,7 +97,7 @@ def test_the_work_grows_with_the_nodes(tmp_path: Path, monkeypatch: pytest.Monke
 def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Returns how often ONNX Runtime looks at a node's inputs to place Q and DQ in a chain of so many layers."""
     steps = "".join(f"t{i + 1} = Conv<pads=[1,1,1,1]>(t{i}, w, b) " for i in range(layers))
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] t0) => (float[1,4,8,8] t{layers}) {{ {steps} }}'
+    text = f"g (float[1,4,8,8] t0) => (float[1,4,8,8] t{layers}) {{ {steps} }}"
     model = make_model(text, tmp_path / f"{layers}.onnx", {"w": (4, 4, 3, 3), "b": (4,)})
     calibration = calibrate_model(model, random_samples(model, count=2), work=tmp_path / f"work-{layers}")
     plan = plan_quantization(model, calibration, load_target("cpu"), "int8")

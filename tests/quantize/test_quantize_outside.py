@@ -24,8 +24,7 @@ from edgekit.quantize.qdq import place_plan
 from edgekit.target import load_target
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
-NET = """
-<ir_version: 8, opset_import: ["" : 17]> g (float[4,256] u) => (float[4,256] y) <int64[4] ids = {3, 1, 4, 1}>
+NET = """g (float[4,256] u) => (float[4,256] y) <int64[4] ids = {3, 1, 4, 1}>
 {
   rows = Gather(table, ids)
   x = Add(rows, u)
@@ -99,7 +98,7 @@ def test_products_do_not_saturate_with_vnni_nor_without(
 
 
 def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,256] x) => (float[1,4,256] z) {
+    text = """g (float[1,4,256] x) => (float[1,4,256] z) {
       n = LayerNormalization<axis=-1>(x, gain, shift) a = MatMul(n, w1) r = Relu(a) y = MatMul(r, w2) z = Add(y, x) }"""
     model = make_model(text, tmp_path / "m.onnx", {"gain": (256,), "shift": (256,), "w1": (256, 256), "w2": (256, 256)})
     inline, work = read_float_graph(model), tmp_path / "work"

@@ -174,8 +174,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
     """A chain of layers, of whose tensors no few make most of the noise."""
     folder, layers = tmp_path_factory.mktemp("deep"), 17
     middle = " ".join(f"g{i} = MatMul(h{i - 1}, w{i}) h{i} = Tanh(g{i})" for i in range(1, layers))
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
-      h0 = MatMul(x, w0) {middle} y = MatMul(h{layers - 1}, v) }}"""
+    text = f"g (float[1,16] x) => (float[1,16] y) {{ h0 = MatMul(x, w0) {middle} y = MatMul(h{layers - 1}, v) }}"
     model = make_model(text, folder / "m.onnx", {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(layers)}})
     return model, calibrate_model(model, random_samples(model, count=24), work=folder / "work")
 
@@ -222,7 +221,7 @@ def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -
     branches = 12
     terms = "".join(f"h{i} = MatMul(x, w{i}) t{i} = Tanh(h{i}) " for i in range(branches))
     sums = ", ".join(f"t{i}" for i in range(branches))
-    head = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,192] y)'
+    head = "g (float[1,16] x) => (float[1,192] y)"
     weights = {f"w{i}": (16, 16) for i in range(branches)}
     model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", tmp_path / "m.onnx", weights)
     calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
@@ -351,9 +350,8 @@ def test_a_plan_that_was_tried_is_tried_no_second_time_for_advice(
     assert searched.advice.startswith("no plan that was tried loses less: more samples")
 
 
-READER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,12,24] x) => (float[1,12,9000] y) {
-  h = MatMul(x, eye) l = MatMul(h, w) y = Add(l, b) }"""
-ENCODER = """<ir_version: 8, opset_import: ["" : 17]> g (float[10,1,16] x) => (float[1,16] y)
+READER = "g (float[1,12,24] x) => (float[1,12,9000] y) { h = MatMul(x, eye) l = MatMul(h, w) y = Add(l, b) }"
+ENCODER = """g (float[10,1,16] x) => (float[1,16] y)
   <int64[1] last = {-1}, int64[1] end = {10}, int64[1] zero = {0}, int64[1] one = {1}> {
   s = LSTM<hidden_size=16>(x, w, r, b) q = Squeeze(s, one) t = Slice(q, last, end, zero) v = Squeeze(t, zero)
   p = MatMul(v, proj) n = ReduceL2<axes=[1], keepdims=1>(p) y = Div(p, n) }"""

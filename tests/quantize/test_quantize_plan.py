@@ -80,7 +80,7 @@ def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
 
 
 def test_what_computes_in_double_precision_stays_as_it_is(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y, double[1,4] p) {
+    text = """g (float[1,8] x) => (float[1,4] y, double[1,4] p) {
       h = MatMul(x, w1) r = Relu(h) y = MatMul(r, w2) d = Cast<to = 11>(y) s = Softmax(d) p = Mul(s, d) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 16), "w2": (16, 4)})
     calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
@@ -97,7 +97,7 @@ def draft(
     precision: Precision = "int8", unseen: str = "", **rules: Any,
 ) -> QuantPlan:  # fmt: skip
     """Returns the draft of a plan, as if each tensor but one had been seen from -1 to 1."""
-    model = make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}', folder / "m.onnx", weights)
+    model = make_model(f"g {body}", folder / "m.onnx", weights)
     graph, span = read_float_graph(model), TensorRange(low=-1.0, high=1.0)
     ranges = {name: span for name in float_activations(graph) if name != unseen}
     calibration = Calibration(

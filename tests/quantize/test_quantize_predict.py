@@ -21,8 +21,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
 from edgekit.verify.task_metrics import MOST_SAMPLES, TOP1, measure_drop
 
-CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-  <float[4] b = {BIAS}> { y = Add(x, b) }"""
+CLASSIFIER = "g (float[1,4] x) => (float[1,4] y) <float[4] b = {BIAS}> { y = Add(x, b) }"
 
 
 def classifier(folder: Path, name: str, bias: str) -> Model:
@@ -154,8 +153,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
 
 
 def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,3] x) => (int64[1,2,3] y) { y = Cast<to=7>(x) }'
-    model = make_model(text, tmp_path / "m.onnx")
+    model = make_model("g (float[1,2,3] x) => (int64[1,2,3] y) { y = Cast<to=7>(x) }", tmp_path / "m.onnx")
     samples = make_samples([{"x": np.ones((1, 2, 3), np.float32)}])
     found = predict_drop(model, model, samples)
     assert (found.top1_agreement, found.drop_estimate, found.drop_interval) == (None, None, None)
@@ -163,8 +161,7 @@ def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_outputs_that_change_their_shape_have_a_ratio_only(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,9] x) => (float[2,N] y)
-      { r = Relu(x) n = NonZero(r) y = Cast<to=1>(n) }"""
+    text = "g (float[1,9] x) => (float[2,N] y) { r = Relu(x) n = NonZero(r) y = Cast<to=1>(n) }"
     rows = np.random.default_rng(0).normal(size=(8, 1, 9)).astype(np.float32)
     model = make_model(text, tmp_path / "m.onnx")
     found = predict_drop(model, model, make_samples([{"x": row} for row in rows]))
@@ -182,7 +179,7 @@ def with_bias(folder: Path, shape: str, bias: float, tail: str) -> Model:
     channels = int(shape.split(",")[1].rstrip("]"))
     values = ", ".join([str(bias), *["0"] * (channels - 1)])
     ones = ",1" * (shape.count(",") - 1)
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g ({shape} x) => ({shape} y)
+    text = f"""g ({shape} x) => ({shape} y)
       <float[1,{channels}{ones}] b = {{{values}}}> {{ z = Add(x, b) y = {tail}(z) }}"""
     return make_model(text, folder / f"{tail.split('<', maxsplit=1)[0]}-{bias}.onnx")
 
@@ -228,7 +225,7 @@ def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_pa
 
 def predict_pair(folder: Path, text: str, values: tuple[str, str], rows: list[Tensors]) -> Prediction:
     """Compares two models: `text` with the first and with the second value for VALUE."""
-    header = '<ir_version: 8, opset_import: ["" : 17]> g '
+    header = "g "
     one, two = (make_model(header + text.replace("VALUE", value), folder / f"{value}.onnx") for value in values)
     return predict_drop(one, two, make_samples(rows))
 
@@ -481,7 +478,7 @@ def read_kind(
 ) -> Reading:
     """Returns how the output of a graph without layers is read that has these values, perhaps with another beside."""
     dims = ",".join(map(str, values[0].shape))
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float[{dims}] y) {{ y = Neg(x) }}'
+    text = f"g (float[{dims}] x) => (float[{dims}] y) {{ y = Neg(x) }}"
     graph = read_float_graph(make_model(text, folder / "m.onnx"))
     others = {} if beside is None else {"boxes": beside}
     return read_output_kinds(graph, [{"y": value, **others} for value in values], stated or {})["y"]

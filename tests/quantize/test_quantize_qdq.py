@@ -15,9 +15,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
 
-NET = """
-  <ir_version: 8, opset_import: ["" : 17]>
-  net (float[1,3,8,8] x) => (float[1,4] y) <float low = {0}, float high = {6}, int64[2] shape = {1, 16}> {
+NET = """net (float[1,3,8,8] x) => (float[1,4] y) <float low = {0}, float high = {6}, int64[2] shape = {1, 16}> {
     c1 = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
     r1 = Clip(c1, low, high)
     c2 = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=8>(r1, w2, b2)

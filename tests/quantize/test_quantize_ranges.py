@@ -107,8 +107,7 @@ def test_silu_gives_up_the_negative_tail() -> None:
 
 
 def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {
-      a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"""
+    text = "g (float[1,4] x) => (float[1,4] y) { a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"
     readers = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))
     assert set(readers) == {"a", "m"}
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
@@ -125,7 +124,7 @@ HARD_SWISHES = {
 
 @pytest.mark.parametrize("body", HARD_SWISHES.values(), ids=HARD_SWISHES)
 def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> None:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+    text = f"""g (float[1,4] x) => (float[1,4] y)
       <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}},
        float eighteen = {{18}}> {{ a = Neg(x) {body} }}"""
     reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))["a"]
@@ -153,7 +152,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
     ],
 )
 def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: str) -> None:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+    text = f"""g (float[1,4] x) => (float[1,4] y)
       <float two = {{2}}, float three = {{3}}, float[4] threes = {{3, 3, 3, 2}},
        float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {body} }}"""
     assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))
@@ -172,7 +171,7 @@ def test_constant_zero_tensor_keeps_its_range() -> None:
     ],
 )  # fmt: skip
 def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, least: float, most: float) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}'
+    text = f"g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}"
     function = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))["a"]
     assert saturation_of(function) == (least, most)
     assert saturation_of(None) == (-np.inf, np.inf)

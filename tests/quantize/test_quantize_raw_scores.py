@@ -16,7 +16,7 @@ from edgekit.target import load_target
 
 FLOOR = -8.0
 
-HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)
+HEAD = """g (float[1,64] near, float[1,64] far)
   => (float[1,64,1] y, float[1,64,4] boxes)
   <int64[3] one = {1, 64, 1}, int64[3] four = {1, 64, 4}> {
   s = Sub(near, far) y = Reshape(s, one) b = MatMul(near, wb) boxes = Reshape(b, four) }"""

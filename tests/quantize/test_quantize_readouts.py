@@ -12,12 +12,12 @@ from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.float_graph import read_float_graph
 
 RNG = np.random.default_rng(0)
-HEAD = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,12] y) {'
+HEAD = "g (float[1,8] x) => (float[1,12] y) {"
 SHAPES = {"w": (8, 12), "b": (12,)}
-CURVE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,16] x) => (float[1,16] y) {
+CURVE = """g (float[1,3,16] x) => (float[1,16] y) {
   c = Conv(x, k)
   y = ReduceMean<axes=[1], keepdims=0>(c) }"""
-TOKENS = """<ir_version: 8, opset_import: ["" : 17]> g (int64[1,16] x) => (float[1,16,W] y) {
+TOKENS = """g (int64[1,16] x) => (float[1,16,W] y) {
   e = Gather(t, x)
   y = MatMul(e, w) }"""
 
@@ -79,7 +79,7 @@ def test_steps_that_rank_the_words_of_the_input_are_next_words(
 @pytest.mark.parametrize(("size", "kind"), [(12, "values"), (8, "classes")])
 def test_a_gain_for_each_number_of_the_input_is_no_score(size: int, kind: str, tmp_path: Path) -> None:
     """A denoiser's mask has the shape of the spectrum that it is for."""
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,{size}] x) => (float[1,1,12] y) {{'
+    text = f"g (float[1,1,{size}] x) => (float[1,1,12] y) {{"
     graph = read_float_graph(
         make_model(f"{text} h = MatMul(x, w)\n y = Sigmoid(h) }}", tmp_path / "m.onnx", {"w": (size, 12)})
     )

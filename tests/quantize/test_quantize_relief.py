@@ -29,7 +29,7 @@ ACTIVATIONS = {
 
 def make_net(activation: str, folder: Path) -> tuple[Model, Calibration]:
     """A Conv and an activation, whose second channel is 300 times as large as the others, and what evens that out."""
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40,8,8] y)
+    text = f"""g (float[1,3,8,8] x) => (float[1,40,8,8] y)
       <float zero = {{0.0}}, float three = {{3.0}}, float six = {{6.0}}, float big = {{4000.0}}> {{
       c = Conv<kernel_shape=[1,1]>(x, w1, b1) {ACTIVATIONS[activation]}
       d = Conv<kernel_shape=[1,1]>(r, w2) e = Relu(d) y = Conv<kernel_shape=[1,1]>(e, w3) }}"""
@@ -73,8 +73,7 @@ def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, tar
 
 
 def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (float[1,4,16] y) {
-      rows = Gather(table, x) h = MatMul(rows, w) y = Tanh(h) }"""
+    text = "g (int64[1,4] x) => (float[1,4,16] y) { rows = Gather(table, x) h = MatMul(rows, w) y = Tanh(h) }"
     model = make_model(text, tmp_path / "m.onnx", {"table": (50, 16), "w": (16, 16)})
     samples = make_samples([{"x": np.arange(index, index + 4)[None]} for index in range(12)])
     calibration = calibrate_model(model, samples, work=tmp_path / "work")

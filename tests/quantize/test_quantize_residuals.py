@@ -25,7 +25,7 @@ BIASES: dict[str, Array] = {
 }
 
 
-HEAD = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{ROWS},{WIDTH}] x) => (float[{ROWS},{WIDTH}] y) '
+HEAD = f"g (float[{ROWS},{WIDTH}] x) => (float[{ROWS},{WIDTH}] y) "
 
 
 def make_residuals(path: Path, weights: dict[str, Array]) -> Model:

@@ -69,7 +69,7 @@ def test_a_neighbour_that_is_as_near_is_the_same() -> None:
 
 
 def predict(folder: Path, count: int, stated: dict[str, StatedOutput] | None = None, length: float = 1) -> Prediction:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,24] x) => (float[1,24] y)
+    text = """g (float[1,24] x) => (float[1,24] y)
       <float[1,24] b = {VALUES}, float s = {LENGTH}> { z = Add(x, b)  n = LpNormalization<axis=1>(z)  y = Mul(n, s) }"""
     values = [", ".join(["0"] * 24), ", ".join([f"{0.4 * (index % 2)}" for index in range(24)])]
     one, two = (

@@ -19,7 +19,7 @@ WEIGHTS_ONLY = SessionSettings(level=Level.DISABLED)
 
 
 def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,40] y) <float big = {1000.0}> {
+    text = """g (float[1,64] x) => (float[1,40] y) <float big = {1000.0}> {
       h = MatMul(x, w) t = Mul(h, h) u = Mul(t, big) r = MatMul(u, v) y = Add(r, h) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w": (64, 40), "v": (40, 40)})
     rng = np.random.default_rng(0)

@@ -35,7 +35,7 @@ def test_a_statement_that_cannot_be_is_refused(
     tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str
 ) -> None:
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)'
+        "g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)"
         "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
     )
     model = make_model(text, tmp_path / "m.onnx")
@@ -54,7 +54,7 @@ def test_a_recipe_holds_a_kind_or_a_kind_with_its_axis(tmp_path: Path) -> None:
 
 def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
     """Six positive numbers look like ratings; stated to be classes, what counts is which of them is the largest."""
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,6] x) => (float[1,6] y) { y = Mul(x, w) }'
+    text = "g (float[1,6] x) => (float[1,6] y) { y = Mul(x, w) }"
     one = make_model(text, tmp_path / "one.onnx", {"w": (1, 6)})
     two = make_model(text, tmp_path / "two.onnx", {"w": (1, 6)})
     for model, weight in ((one, [1, 1, 1, 1, 1, 1]), (two, [1, 1, 1, 1, 1, 0.5])):
@@ -74,8 +74,7 @@ def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
 def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
     tmp_path: Path, stated: OutputKind, measure: str
 ) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }'
-    model = make_model(text, tmp_path / "m.onnx")
+    model = make_model("g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }", tmp_path / "m.onnx")
     rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
     samples = make_samples([{"x": row} for row in rows])
     predicted = predict_drop(model, model, samples, {"y": StatedOutput(kind=stated)})
@@ -83,7 +82,7 @@ def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
 
 
 def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,12,12] x) => (float[1,1,12,12] y) {
+    text = """g (float[1,1,12,12] x) => (float[1,1,12,12] y) {
       c = Conv<pads=[1,1,1,1]>(x, w1, b1) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (1, 8, 3, 3)})
     samples, graph = as_samples(smooth_images(12, 0.85)), read_float_graph(model)
@@ -94,8 +93,7 @@ def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
 
 
 def test_scores_are_compared_behind_a_sigmoid_where_one_is_stated(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) { y = Mul(x, x2) }'
-    model = make_model(text, tmp_path / "m.onnx", {"x2": (1, 32)})
+    model = make_model("g (float[1,32] x) => (float[1,32] y) { y = Mul(x, x2) }", tmp_path / "m.onnx", {"x2": (1, 32)})
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": (rng.normal(size=(1, 32)) * 400).astype(np.float32)} for _ in range(24)])
     for outputs in ({}, {"y": StatedOutput(kind="scores")}):
@@ -105,7 +103,7 @@ def test_scores_are_compared_behind_a_sigmoid_where_one_is_stated(tmp_path: Path
 
 
 def test_quantize_takes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
+    text = """g (float[1,3,8,8] x) => (float[1,40] y) {
       c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(1).normal(size=(12, 1, 3, 8, 8)).astype(np.float32))

@@ -12,7 +12,7 @@ from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.target import load_target
 
-NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,16,6,6] x) => (float[1,8,12,12] y) {
+NET = """g (float[1,16,6,6] x) => (float[1,8,12,12] y) {
   y = ConvTranspose<kernel_shape=[4,4], strides=[2,2], pads=[1,1,1,1]>(x, w, b) }"""
 
 

@@ -35,7 +35,7 @@ def make_perceptron(path: Path) -> Model:
         "w2": rng.standard_normal((10, 64)).astype(np.float32) / 8,
         "b2": rng.standard_normal(10).astype(np.float32),
     }
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,100] x) => (float[2,10] y) {
+    text = """g (float[2,100] x) => (float[2,10] y) {
       [first] a = MatMul(x, w1) [relu] r = Relu(a) [second] y = Gemm<transB=1>(r, w2, b2) }"""
     return make_model(text, path, constants=weights)
 
@@ -99,7 +99,7 @@ def make_trained_qdq(path: Path) -> Model:
         "s_w": rng.uniform(0.001, 0.01, 4).astype(np.float32), "z_w": np.zeros(4, np.int8),
         "s_out": np.array(0.0777777, np.float32), "z_out": np.array(121, np.uint8),
     }  # fmt: skip
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,4,4] x) => (float[1,4,4,4] y) {
+    text = """g (float[1,3,4,4] x) => (float[1,4,4,4] y) {
       [q_in] xq = QuantizeLinear(x, s_in, z_in) [dq_in] xd = DequantizeLinear(xq, s_in, z_in)
       [dq_w] wd = DequantizeLinear<axis=0>(w, s_w, z_w) [conv] c = Conv(xd, wd)
       [q_out] cq = QuantizeLinear(c, s_out, z_out) [dq_out] y = DequantizeLinear(cq, s_out, z_out) }"""
@@ -250,7 +250,7 @@ def make_tied(path: Path, head: str) -> Model:
     weights: dict[str, Array] = {"table": table, "w": rng.standard_normal((64, 64)).astype(np.float32) / 8}
     weights |= {"flat": np.array([-1, 64]), "turned": np.ascontiguousarray(table.T), "other": table[::-1].copy()}
     product = "MatMul(f, turned)" if head == "turned" else f"Gemm<transB=1>(f, {head})"
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (int64[1,6] ids) => (float[6,40] y) {{
+    text = f"""g (int64[1,6] ids) => (float[6,40] y) {{
       [embed] e = Gather(table, ids) [mix] h = MatMul(e, w) [flatten] f = Reshape(h, flat) [head] y = {product} }}"""
     return make_model(text, path, constants=weights)
 
