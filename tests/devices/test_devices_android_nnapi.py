@@ -150,6 +150,7 @@ def test_nnapi_took_what_was_computed(computed: tuple[DeviceRun, list[Tensors], 
     left = {node.op for node in run.placement if node.provider == CPU_PROVIDER}
     assert not left & {"Conv", "Add", "MaxPool", "Gemm", "Softmax", "Concat", "Resize", "Pad", "LRN", "Relu"}
     assert sum(node.provider == NNAPI for node in run.placement) > 35
+    assert not [note for note in run.notes if "half" in note]
 
 
 @pytest.mark.parametrize("api", ["29", "30", "31"])

@@ -270,7 +270,7 @@ def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> No
         assert row.placing is not None
         assert (row.placing.cpu_ops, row.note) == (left, "1 of 2 nodes on the CPU" if left else "")
         widths.append((row.high_ms or 0) / (row.low_ms or 1))
-    assert widths[1] > widths[0]
+    assert widths[1] > 1.05 * widths[0]
 
 
 def test_phones_are_found_by_what_people_call_them_and_stand_for_their_chip() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
+from devices_models import Stub
 from msgspec.structs import replace
 from onnx import numpy_helper
 from verify_devices import InProcess, from_list, restate
@@ -16,6 +17,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, PlacedNode
+from edgekit.devices.process.run import refuse_run
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
@@ -158,18 +160,8 @@ NO_VNNI = "flags : fpu sse avx2 avx512f"
 
 def run_of(*ops: str, device: str = "host", evidence: Evidence = Evidence.EMULATED) -> DeviceRun:
     nodes = tuple(PlacedNode(name=f"n{i}", op=op, domain="", provider=CPU_PROVIDER) for i, op in enumerate(ops))
-    return DeviceRun(
-        device=device,
-        evidence=evidence,
-        outputs=from_list([]),
-        placement=nodes,
-        placement_source="session",
-        load_ms=1.0,
-        latency_ms=(),
-        peak_rss_bytes=1,
-        versions={},
-        failure=None,
-    )
+    refused = refuse_run(Stub(name=device, evidence=evidence), "")
+    return replace(refused, placement=nodes, placement_source="session", failure=None)
 
 
 @pytest.fixture

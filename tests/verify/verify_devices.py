@@ -37,8 +37,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
     It reports `times`, if given. With `nodes` it reports that many nodes that do no work; with `provider` it reports
-    that this provider took every node. `retell` returns what
-    else it says otherwise of the run.
+    that this provider took every node. `retell` returns what else it says otherwise of the run.
     """
 
     name: str = "emulated"

@@ -50,7 +50,7 @@ TESTS = {
         "--deselect=tests/verify/test_verify_placement.py::test_layers_that_fall_back_fail_the_run"
     ),
     "verify/history.py": "verify/test_verify_history.py",
-    "verify/layers/on_device.py": "verify/test_verify_device_layers.py -m not(slow)",
+    "verify/layers/on_device.py": "verify/test_verify_device_layers.py -mnot(slow)",
     "verify/task_metrics.py": "quantize/test_quantize_predict.py",
     "bundle/multi.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
     "bundle/sign.py": "bundle/test_bundle_sign.py verify/test_verify_recorded.py",
