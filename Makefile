@@ -33,7 +33,7 @@ emulators: .venv/dev.stamp
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for use while you edit
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'
 
-test-long: ready tools/docs/node_modules/.package-lock.json  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
+test-long: ready .venv/long.stamp tools/docs/node_modules/.package-lock.json  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
 	$(PYTEST) $(WORKERS) -m 'long and not faults'
 
 check: mypy lint shape  ## types, lint, layers, sizes
@@ -76,7 +76,7 @@ format: .venv/dev.stamp
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tools/*/node_modules
 
-.venv/demo.stamp .venv/dev.stamp .venv/docs.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
+.venv/demo.stamp .venv/dev.stamp .venv/docs.stamp .venv/long.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
 	tools/install_python.sh $(PYTHON) tools/lock/$*.txt
 	touch $@
 

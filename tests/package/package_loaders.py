@@ -65,7 +65,7 @@ def compile_java(source: Path, package: str, path: str, out: Path) -> None:
     """Compiles a program as a class in an archive's own Java package."""
     text = source.read_text().replace("package edgekit.loader;", f"package {package};")
     (out / source.name).write_text(text)
-    run_program(["javac", "-cp", path, "-d", out, out / source.name])
+    run_program(["javac", "-J-XX:TieredStopAtLevel=1", "-cp", path, "-d", out, out / source.name])
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
