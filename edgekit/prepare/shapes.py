@@ -355,8 +355,7 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
     ]
     for output, stated, found in zip(outputs, declared, inferred, strict=True):
         output.CopyFrom(stated)
-        fits = not stated.HasField("shape") or len(found.shape.dim) == len(stated.shape.dim)
-        if found.HasField("shape") and fits:
+        if found.HasField("shape"):
             output.shape.CopyFrom(found.shape)
             for dim, known in zip(output.shape.dim, stated.shape.dim, strict=False):
                 if not _is_known(dim):

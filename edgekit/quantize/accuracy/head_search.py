@@ -83,16 +83,12 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
     """
     best, reached = None, (0, False, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
-        sides, rows = _sides(outputs[0], boxes[0]), 0
-        for name in boxes[0].outputs:
-            shape = outputs[0][name].shape
-            rows += math.prod(shape) // shape[boxes[0].axis] * boxes[0].anchors
+        sides, rows = _sides(outputs[0], boxes[0]), len(boxes[0].view(outputs[0]))
         if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
             continue
         for head in _read_scores(outputs, boxes, scores):
             sure = _find_high_scores(head, outputs)
-            columns = tuple(each.count for each in boxes)
-            for code, grid in lay_grids(columns, rows, sides, image) if sure else ():
+            for code, grid in lay_grids(tuple(each.count for each in boxes), rows, sides, image) if sure else ():
                 if grid is None and len(boxes[0].outputs) > 1:
                     continue
                 peaks = sides[0][1:] if code in CENTRED else None
@@ -195,14 +191,10 @@ def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
     """Returns anchors, height and width of each level, nothing where outputs are no maps."""
-    found: list[tuple[int, int, int]] = []
-    for name in columns.outputs:
-        shape = outputs[name].shape
-        if len(shape) < 4:
-            return ()
-        height, width = shape[2:4] if columns.axis == -3 or len(shape) == 5 else shape[1:3]
-        found.append((shape[1] if len(shape) == 5 else columns.anchors, height, width))
-    return tuple(found)
+    shapes = [outputs[name].shape for name in columns.outputs]
+    rank = len(shapes[0])
+    at = slice(1, 3) if rank == 4 and columns.axis == -1 else slice(2, 4)
+    return tuple((shape[1] if rank == 5 else columns.anchors, *shape[at]) for shape in shapes if rank >= 4)
 
 
 def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: tuple[Columns, ...]) -> Iterator[Head]:
@@ -219,9 +211,8 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
         whether = "" if _are_shares(float(there.min()), float(there.max())) else "sigmoid"
         there = squash_scores(there, whether)
         # A sigmoid is monotonic, so it may follow the maximum.
-        both = there * squash_scores(
-            np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64), squash
-        )
+        best = np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64)
+        both = there * squash_scores(best, squash)
         # Where an object is, one class scores high too; beside the column of a class no other would.
         is_told = both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12)
         # Both are probabilities, or both come before a sigmoid; other numbers, such as points of a face, do neither.
@@ -233,9 +224,7 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
     if parts[0].count > 1:
         ends, tops = (0, parts[0].count - 1), np.stack([each.argmax(axis=-1) for each in scores])
         shares = [float((tops == end).mean()) for end in ends]
-        sums_to_one = (
-            are_shares and max(np.abs(each.sum(axis=-1, dtype=np.float64) - 1).max() for each in scores) < 1e-2
-        )
+        sums_to_one = are_shares and all(np.abs(each.sum(axis=-1) - 1).max() < 1e-2 for each in scores)
         if max(shares) >= _BACKGROUND and (sums_to_one or not are_shares):
             over = "" if sums_to_one else "softmax"
             yield Head(boxes=boxes, scores=parts[0], squash=over, background=ends[int(np.argmax(shares))], code="")

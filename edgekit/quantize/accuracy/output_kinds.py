@@ -110,10 +110,8 @@ def may_be_image(shape: tuple[int, ...]) -> bool:
 
 def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, guess: Reading | None) -> Reading:
     """Returns how a stated output is read; an axis that is not stated is guessed."""
-    if stated.kind == "labels":
-        return Reading(kind="labels")
-    if stated.kind == "image":
-        return Reading(kind="image")
+    if stated.kind in {"labels", "image"}:
+        return Reading(kind=stated.kind)
     if stated.axis is not None:
         axis = stated.axis % value.ndim
     elif guess is not None and guess.kind == stated.kind:
