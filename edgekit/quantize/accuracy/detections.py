@@ -24,11 +24,11 @@ _MOST_BOXES, _LEAST_SCORE = 100, 0.01
 _MOST_CANDIDATES = 300
 # Boxes with at least this IoU show one object. No IoU reaches _NEVER, so with it nothing is suppressed.
 _SAME_OBJECT, _NEVER = 0.5, 2.0
-# The probability that a detection is right is its score to the power _CERTAINTY: the power lowers small scores most,
+# The probability that a detection is right is its score to the power CERTAINTY: the power lowers small scores most,
 # since most boxes that non-maximum suppression wrongly leaves are false detections. _MISS is the deviation of each of
 # the four error components of a box (in units of 1 - IoU), so a box misses its object by about twice that. Both are
 # fitted on the small detectors of docs/reference/measured.md ("What detectors lose") that are not marked as held out.
-_CERTAINTY = 1.8
+CERTAINTY = 1.8
 _MISS = 0.13
 _DRAWS = 100
 # The true AP as a share of the AP computed from scores, which is too high, because scores do not tell which objects the
@@ -160,9 +160,9 @@ def _likelihood(chances: Array, *, centred: bool) -> Array:
     1.5 % (measured once, the program is gone).
     """
     if not centred or not len(chances):
-        return np.asarray(chances**_CERTAINTY)
+        return np.asarray(chances**CERTAINTY)
     most, level = float(chances.max()), float(np.median(chances))
-    return np.asarray(most * (np.maximum(chances - level, 0) / max(most - level, 1e-12)) ** _CERTAINTY)
+    return np.asarray(most * (np.maximum(chances - level, 0) / max(most - level, 1e-12)) ** CERTAINTY)
 
 
 def _suppress(boxes: Array, chances: Array, overlap: float) -> _Detections:

@@ -98,7 +98,20 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
                 rank = (_PREFERRED.get(code, 0), head.objectness is not None, round(near, 2))
                 if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
                     best, reached = coded, rank
-    return best
+    return best and msgspec.structs.replace(best, beside=_find_beside(best, outputs[0]))
+
+
+def _find_beside(head: Head, outputs: Tensors) -> tuple[Columns, ...]:
+    """Returns what else is told of the rows of boxes: other outputs, and columns behind those that are read."""
+    boxes, stops = head.boxes[0], dict[tuple[str, ...], int]()
+    for each in (*head.boxes, head.scores, *filter(None, [head.objectness])):
+        stops[each.outputs] = max(each.stop * each.anchors, stops.get(each.outputs, 0))
+    groups = _join_levels(outputs)
+    group = next(
+        group for group in groups if any(each.outputs == boxes.outputs and each.axis == boxes.axis for each in group)
+    )
+    rest = (msgspec.structs.replace(each, start=stops.get(each.outputs, 0)) for each in group)
+    return tuple(each for each in rest if each.count)
 
 
 def may_be_head(outputs: Tensors) -> bool:
@@ -307,6 +320,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     columns: ListColumns
 
     keeps_places: ClassVar[bool] = False
+    beside: ClassVar[tuple[Columns, ...]] = ()
     centred: ClassVar[bool] = False
 
     @property

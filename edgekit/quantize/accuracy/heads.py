@@ -4,7 +4,7 @@ The codes of the usual heads, and the grids of places that they are relative to.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import msgspec
@@ -153,15 +153,10 @@ def _decode_shares(values: Array, at: _Places) -> Array:
     return _corners((np.tanh(values[:, :2]) + at.corner) * at.cell, sigmoid(values[:, 2:]) * at.image)
 
 
-def _decode_distances(values: Array, at: _Places) -> Array:
-    """Distances to the four sides in cells (Z. Tian et al., "FCOS", arXiv:1904.01355)."""
-    middle = (at.corner + 0.5) * at.cell
-    return np.concatenate([middle - values[:, :2] * at.cell, middle + values[:, 2:] * at.cell], axis=1)
-
-
-def _decode_pixel_distances(values: Array, at: _Places) -> Array:
-    middle = (at.corner + 0.5) * at.cell
-    return np.concatenate([middle - values[:, :2], middle + values[:, 2:]], axis=1)
+def _decode_distances(values: Array, at: _Places, *, in_pixels: bool = False) -> Array:
+    """Distances to the four sides, in cells or in pixels (Z. Tian et al., "FCOS", arXiv:1904.01355)."""
+    middle, unit = (at.corner + 0.5) * at.cell, 1.0 if in_pixels else at.cell
+    return np.concatenate([middle - values[:, :2] * unit, middle + values[:, 2:] * unit], axis=1)
 
 
 def _decode_offsets(values: Array, at: _Places) -> Array:
@@ -169,13 +164,9 @@ def _decode_offsets(values: Array, at: _Places) -> Array:
     return _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:])
 
 
-def _decode_centres(values: Array, at: _Places) -> Array:
-    """Shifts and sizes in cells, from the corner of the cell (X. Zhou et al., "CenterNet", arXiv:1904.07850)."""
-    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0) * at.cell)
-
-
-def _decode_centre_pixels(values: Array, at: _Places) -> Array:
-    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0))
+def _decode_centres(values: Array, at: _Places, *, in_pixels: bool = False) -> Array:
+    """Shifts in cells from the corner of the cell, and sizes (X. Zhou et al., "CenterNet", arXiv:1904.07850)."""
+    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0) * (1 if in_pixels else at.cell))
 
 
 def _decode_bins(values: Array, at: _Places) -> Array:
@@ -196,11 +187,11 @@ CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
     "yolov5": _decode_yolov5,
     "shares": _decode_shares,
     "distances": _decode_distances,
-    "pixel distances": _decode_pixel_distances,
+    "pixel distances": partial(_decode_distances, in_pixels=True),
     "offsets": _decode_offsets,
     "binned distances": _decode_bins,
     "centres": _decode_centres,
-    "centres and pixels": _decode_centre_pixels,
+    "centres and pixels": partial(_decode_centres, in_pixels=True),
 }
 """Codes of raw heads, by the names that are used here."""
 _ANCHORED = frozenset({"yolov3", "yolov5"})
@@ -268,6 +259,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         background: the column of scores that stands for no object.
         peaks: the sides of a map of scores of which only those that are higher than their neighbours are detections,
             and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
+        beside: columns of the same rows that are neither, such as points of a face: they count where an object is.
     """
 
     boxes: tuple[Columns, ...]
@@ -279,6 +271,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     squash_objectness: str = ""
     background: int | None = None
     peaks: tuple[int, int] | None = None
+    beside: tuple[Columns, ...] = ()
 
     keeps_places: ClassVar[bool] = True
 
@@ -295,7 +288,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
-        return frozenset(name for each in (*self.boxes, self.scores) for name in each.outputs)
+        every = (*self.boxes, self.scores, *filter(None, [self.objectness]), *self.beside)
+        return frozenset(name for each in every for name in each.outputs)
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""

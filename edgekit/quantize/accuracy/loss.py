@@ -310,12 +310,14 @@ def _soften_image(records: Sequence[Array]) -> Array:
     return np.array([record[0] for record in records])
 
 
-def _record_values(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns for each channel sums of its values, of their squares and of squared differences, and their number."""
+def record_values(expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0) -> Array:
+    """Returns for each channel sums of its values, of their squares and of squared differences, and their number.
+
+    `weights` says how much each place counts.
+    """
     numbers = (np.atleast_1d(value.astype(np.float64)) for value in (expected, found))
     one, two = (np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1) for value in numbers)
-    count = np.full(len(one), float(one.shape[1]))
-    return np.stack([one.sum(axis=1), (one**2).sum(axis=1), ((one - two) ** 2).sum(axis=1), count])
+    return np.stack([(weights * each).sum(axis=1) for each in (one, one**2, (one - two) ** 2, np.ones_like(one))])
 
 
 def _judge_values(records: Sequence[Array]) -> Loss:
@@ -415,7 +417,7 @@ MEASURES: Mapping[MeasuredKind, Measure] = {
     "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _soften_map),
     "sequence": Measure("whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_sequences, _soften_steps),
     "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _soften_labels),
-    "values": Measure("spread of the values (R2)", _DIFFERENCES, _record_values, _judge_values, _soften_values),
+    "values": Measure("spread of the values (R2)", _DIFFERENCES, record_values, _judge_values, _soften_values),
     "embedding": Measure(
         "nearest neighbours (recall@1)", _NEIGHBOURS, _record_vectors, _judge_vectors, _soften_vectors
     ),

@@ -110,8 +110,10 @@ def may_be_image(shape: tuple[int, ...]) -> bool:
 
 def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, guess: Reading | None) -> Reading:
     """Returns how a stated output is read; an axis that is not stated is guessed."""
-    if stated.kind in {"labels", "image"}:
-        return Reading(kind=stated.kind)
+    if stated.kind == "labels":
+        return Reading(kind="labels")
+    if stated.kind == "image":
+        return Reading(kind="image")
     if stated.axis is not None:
         axis = stated.axis % value.ndim
     elif guess is not None and guess.kind == stated.kind:
@@ -243,7 +245,8 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
         readout = "unknown" if is_chance else find_readout(graph, name)
         is_ranking = is_chance or not (readout == "shaped" or _is_one_shape(values) or _is_rating(values))
-        is_sure = is_ranking and _confidence(values, reading) > _least_confidence(first.size)
+        # The largest probability is more than chance on average; of few classes, a little more.
+        is_sure = is_ranking and _confidence(values, reading) * first.size > (1.15 if first.size <= 4 else 2.0)
         if is_sure and reading.axis not in places:
             is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING
             yield msgspec.structs.replace(reading, other="embedding") if is_either else reading
@@ -292,11 +295,6 @@ def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
     is_likely = size > 1 and (is_made or size <= _MOST_CLASSES)
     return is_likely and float(means.max()) <= _MOST_UNEVEN * float(means.min())
-
-
-def _least_confidence(classes: int) -> float:
-    """Returns what the largest probability of so many classes must exceed on average: little more than chance."""
-    return 1.15 / classes if classes <= 4 else 2.0 / classes
 
 
 def _is_one_shape(values: Sequence[Array]) -> bool:

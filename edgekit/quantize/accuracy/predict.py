@@ -168,7 +168,7 @@ class FloatReference:
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
         chosen = others if first is None else {first: others[first]}
-        heads = () if head is None else (read_head(head, shapes),)
+        heads = () if head is None else read_head(head, shapes)
         return (*heads, *(read_output(name, reading, shapes[name]) for name, reading in chosen.items()))
 
     def predict_drop(self, quantized: Model) -> Prediction:
