@@ -113,3 +113,16 @@ def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
     )  # fmt: skip
     shown = describe_prediction(worst)
     assert "the output that loses most decides nothing that is known, and its spread (R2) falls by 20.00 %" in shown
+
+
+@pytest.mark.parametrize(
+    ("measure", "reference", "unit"), [("image", None, "%"), ("map", None, "points"), ("map", 36.0, "%")]
+)
+def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
+    measure: str, reference: float | None, unit: str
+) -> None:
+    told = Prediction(
+        samples=32, sqnr_db=34.0, top1_agreement=None, drop_estimate=0.034, drop_interval=(0.03, 0.04), source="",
+        measure=MEASURES[measure].name, reference=reference, got=reference,
+    )  # fmt: skip
+    assert f"by 3.40 {unit} (" in describe_prediction(told)
