@@ -1,16 +1,19 @@
-"""Every kind of rule says no to one tiny model, with the offending value, and yes to its mended twin."""
+"""Every kind of rule says no to one tiny model and yes to its mended twin; files of rules are decoded strictly."""
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from check_models import check_text, graph_of, why_not
+from check_models import TARGETS, check_text, graph_of, why_not
 
-from edgekit.check.rules.rulebook import Rule
+from edgekit.check.rules.rulebook import Rule, derive_settings, load_rules
 from edgekit.check.rules.rules import BaseRule, Forms, Never, Subject, When
 from edgekit.check.rules.units import group_units
+from edgekit.errors import TargetError
+from edgekit.target import load_target
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 
@@ -104,3 +107,44 @@ def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -
     assert (subject_of("Add").number("level"), subject_of("Add").number("kind")) == (29, 0)
     assert Never(text="not here").refuse(subject_of("Add")) == "not here"
     assert Forms(allowed=("float32",), note="a note").refuse(subject_of("Add")) is None
+
+
+FOLDER = Path(__file__).parents[2] / "targets"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_operator_and_rule_has_a_source(target: str) -> None:
+    book = load_rules(load_target(target))
+    sourced = {op for entry in book.op if entry.source for op in entry.types}
+    assert sourced == {op for entry in book.op for op in entry.types}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('style = "wave"', 'style = "waves"', "waves"),
+        ('kind = "static"', 'kind = "statics"', "statics"),
+        ('kind = "static"', 'kind = "static", dim = 1', "dim"),
+        ('use = ["api29"]', 'use = ["api99"]', "uses group 'api99', which it does not define"),
+    ],
+)
+def test_a_wrong_word_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    shutil.copytree(FOLDER / "nnapi", tmp_path / "mine")
+    rules = tmp_path / "mine" / "rules.toml"
+    text = rules.read_text()
+    rules.write_text(text.replace(old, new, 1))
+    with pytest.raises(TargetError, match=message):
+        load_rules(load_target(str(tmp_path / "mine")))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "nnapi", tmp_path / "mine")
+    (tmp_path / "mine" / "rules.toml").unlink()
+    with pytest.raises(TargetError, match="cannot read"):
+        load_rules(load_target(str(tmp_path / "mine")))
+
+
+@pytest.mark.parametrize(("soc", "htp"), [("30", "v68"), ("36", "v69"), ("69", "v73"), ("34", "quantized")])
+def test_the_soc_decides_what_the_htp_can(soc: str, htp: str) -> None:
+    book = load_rules(load_target("qnn"))
+    assert derive_settings(book, {"soc_model": soc})["htp_class"] == htp

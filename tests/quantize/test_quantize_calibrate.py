@@ -1,3 +1,5 @@
+import contextlib
+import hashlib
 import math
 from pathlib import Path
 
@@ -5,17 +7,19 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper, parser
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.data.samples import spread_indices
+from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
 from edgekit.model.file_arrays import ArrayFile
-from edgekit.model.model import Model
+from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
-from edgekit.quantize.calibration.moments import open_moments
+from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
 from edgekit.target import load_target
 
@@ -247,3 +251,94 @@ def test_an_array_in_a_file_keeps_what_was_written_while_it_rests(tmp_path: Path
     assert (first.values == 2).all()
     assert second.values.tolist() == [[0, 0], [0, 7]]
     assert none.values.shape == (0, 4)
+
+
+ARRAYS: dict[str, Array] = {
+    "floats": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "count": np.array(5, np.int64),
+    "none": np.zeros((0, 7)),
+    "flags": np.array([True, False]),
+    "half": np.ones((2, 3, 1), np.float16)[:, ::-1],
+    "big endian": np.arange(3, dtype=">i4").astype("<i4"),
+}
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    seen = {7: b"a" * 32, 0: b"b" * 32}
+    write_checkpoint(tmp_path / "c", "key", Checkpoint(seen=seen, arrays=ARRAYS))
+    found = read_checkpoint(tmp_path / "c", "key", 1 << 20)
+    assert found is not None
+    assert list(found.seen.items()) == list(seen.items())
+    assert list(found.arrays) == list(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert (found.arrays[name].dtype, found.arrays[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(found.arrays[name], array)
+    assert read_checkpoint(tmp_path / "absent", "key", 1 << 20) is None
+
+
+def test_bytes_changed_and_signed_again_are_refused_or_read_but_never_crash(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", "key", Checkpoint(seen={0: b"a" * 32}, arrays=ARRAYS))
+    good, random = (tmp_path / "c").read_bytes()[:-32], np.random.default_rng(0)
+    for _ in range(500):
+        bad = bytearray(good)
+        for at in random.integers(0, min(len(bad), 330), random.integers(1, 4)):
+            bad[at] = random.integers(0, 256)
+        (tmp_path / "c").write_bytes(bad + hashlib.sha256(bad).digest())
+        with contextlib.suppress(DataError):
+            read_checkpoint(tmp_path / "c", "key", 1 << 20)
+
+
+def _write(path: Path, rows: str, opset: int) -> Model:
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+      g (float[1,{rows},6] x) => (float[1,{rows},4] y) {{ r = Relu(x)  y = MatMul(r, w) }}"""
+    proto = parser.parse_model(text)
+    weight = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    proto.graph.node[1].name = "layer"
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def _measure(model: Model, lengths: list[int], work: Path) -> InputMoments:
+    def draw(index: int) -> dict[str, np.ndarray]:
+        return {"x": np.random.default_rng(index).normal(size=(1, lengths[index], 6)).astype(np.float32)}
+
+    samples = Samples(source="drawn", count=len(lengths), read=lambda: map(draw, range(len(lengths))))
+    calibrate_model(model, samples, work=work)
+    with open_moments(work / "moments.npz") as stored:
+        found = stored("layer")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("opset", [13, 17])
+@pytest.mark.parametrize("rows", [5, 100])
+def test_open_rows_give_the_moments_of_fixed_ones(tmp_path: Path, rows: int, opset: int) -> None:
+    fixed = _measure(_write(tmp_path / "fixed.onnx", str(rows), opset), [rows] * 20, tmp_path / "a")
+    free = _measure(_write(tmp_path / "open.onnx", "S", opset), [rows] * 20, tmp_path / "b")
+    assert free.count == fixed.count > 0
+    np.testing.assert_array_equal(free.covariance, fixed.covariance)
+    np.testing.assert_array_equal(free.mean, fixed.mean)
+
+
+def test_samples_give_as_many_rows_as_they_have(tmp_path: Path) -> None:
+    every = _measure(_write(tmp_path / "open.onnx", "S", 17), [3] * 20, tmp_path / "a")
+    mixed = _measure(load_model(tmp_path / "open.onnx"), [3, 4] * 10, tmp_path / "b")
+    # Some samples are kept back, to judge by; no row is counted twice.
+    assert every.count % 3 == 0
+    assert every.count < mixed.count < every.count * 4 / 3
+
+
+def test_inputs_that_hardly_vary_beside_their_mean_keep_a_covariance(tmp_path: Path) -> None:
+    model = _write(tmp_path / "fixed.onnx", "40", 17)
+    rng = np.random.default_rng(0)
+    rows = [(3000 + 0.05 * rng.normal(size=(1, 40, 6))).astype(np.float32) for _ in range(20)]
+    samples = Samples(source="drawn", count=20, read=lambda: iter([{"x": each} for each in rows]))
+    calibrate_model(model, samples, work=tmp_path / "a")
+    with open_moments(tmp_path / "a" / "moments.npz") as stored:
+        found = stored("layer")
+    assert found is not None
+    # E[xx'] - E[x]E[x]' of sums in float32 is off by a hundred times the variance here, and has negative eigenvalues.
+    assert np.diagonal(found.covariance[0]) == pytest.approx(0.05**2, rel=0.2)
+    assert np.linalg.eigvalsh(found.covariance[0]).min() > 0
+    assert found.second_moment()[0] == pytest.approx(np.full((6, 6), 9e6), rel=1e-3)

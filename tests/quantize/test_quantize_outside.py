@@ -1,4 +1,4 @@
-"""Large weights stay in their files while a model is quantized, and what comes out is the same."""
+"""Large weights, and what rounding found, lie in files while a model is quantized, and what comes out is the same."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph, set_weights_asi
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
+from edgekit.quantize.rounding import recall, remember
 from edgekit.target import load_target
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
@@ -167,3 +168,23 @@ def test_weights_are_rounded_part_by_part_as_at_once(axis: int | None, monkeypat
     shape = () if axis is None else [-1 if each == axis else 1 for each in range(2)]
     assert np.array_equal(whole, np.clip(np.rint(weight / np.asarray(scale).reshape(shape)), -128, 127))
     assert door._round_weight(np.float32(2) * np.ones(()), np.asarray(np.float32(0.5)), np.asarray(np.int8(0)), 0) == 4
+
+
+def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
+    assert recall(tmp_path, "a") is None
+    remember(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
+    found = recall(tmp_path, "a")
+    assert found is not None
+    assert {name: value.tolist() for name, value in found.items()} == {"integers": [0, 1, 2], "scale": [0.5]}
+    assert recall(tmp_path, "b") is None
+
+
+def test_a_damaged_file_is_as_if_there_were_none(tmp_path: Path) -> None:
+    remember(tmp_path, "a", {"scale": np.zeros(100)})
+    path = next(tmp_path.rglob("*.npz"))
+    path.write_bytes(path.read_bytes()[:150])
+    assert recall(tmp_path, "a") is None
+    remember(tmp_path, "a", {"scale": np.ones(1)})
+    found = recall(tmp_path, "a")
+    assert found is not None
+    assert found["scale"].tolist() == [1.0]

@@ -77,9 +77,9 @@ TESTS = {
     "quantize/accuracy/loss.py": (
         "quantize/test_quantize_compared_tensors.py quantize/test_quantize_predict.py quantize/test_quantize_compare.py"
     ),
-    "check/rules/rules.py": "check/test_check_rules.py check/test_check_rulebook.py",
+    "check/rules/rules.py": "check/test_check_rules.py",
     "check/report.py": "check/test_check_verdicts.py",
-    "check/check.py": "check/test_check_verdicts.py check/test_check_placement.py check/test_check_units.py",
+    "check/check.py": "check/test_check_verdicts.py check/test_check_placement.py",
     "convert/ort_format/canonical.py": "convert/test_convert_canonical.py",
     "convert/equality.py": "convert/test_convert_equality.py",
     "prepare/rewrites/activations.py": "prepare/test_prepare_rewrites.py",
