@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
 
-from edgekit.model.outputs import Reading, StatedOutput
+from edgekit.model.outputs import MeasuredKind, Reading, StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
@@ -119,7 +119,7 @@ def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
     ("measure", "reference", "unit"), [("image", None, "%"), ("map", None, "points"), ("map", 36.0, "%")]
 )
 def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
-    measure: str, reference: float | None, unit: str
+    measure: MeasuredKind, reference: float | None, unit: str
 ) -> None:
     told = Prediction(
         samples=32, sqnr_db=34.0, top1_agreement=None, drop_estimate=0.034, drop_interval=(0.03, 0.04), source="",
