@@ -25,8 +25,8 @@ MASKS = {
                    m = Add(s, f) p = Softmax(m)""",
     "added to a bias": "b = Add(bias, f) m = Add(s, b) p = Softmax(m)",
 }
-MASK_VALUE = (-100.0, -1e4, float(np.finfo(np.float32).min), -np.inf)
-LOWEST = {"computed": MASK_VALUE[:3], "added to a bias": MASK_VALUE[:3]}
+MASK_VALUE = (-100.0, float(np.finfo(np.float32).min), -np.inf)
+LOWEST = {"computed": MASK_VALUE[:2], "added to a bias": MASK_VALUE[:2]}
 """Zero times infinity is no number, and an input may not be infinite."""
 
 

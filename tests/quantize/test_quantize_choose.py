@@ -322,8 +322,10 @@ def test_best_goes_on_to_30_db_where_what_leaves_8_bits_is_float(tmp_path: Path)
     assert len(best.float_nodes) > 1
 
 
-@pytest.mark.parametrize("precision", ["int8", "int16"])
-@pytest.mark.parametrize("body", ["y = Relu(x)", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)"])
+@pytest.mark.parametrize(
+    ("precision", "body"),
+    [("int16", "y = Relu(x)"), ("int8", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)")],
+)
 def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
     model = make_model(f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}", tmp_path / "m.onnx")
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")

@@ -59,7 +59,7 @@ def roundings_before(proto: onnx.ModelProto, name: str) -> list[np.dtype[np.gene
     return found
 
 
-@pytest.mark.parametrize("target", ["qnn", "nnapi", "xnnpack"])
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, target: str, tmp_path: Path) -> None:
     model, calibration = make_net(activation, tmp_path)
