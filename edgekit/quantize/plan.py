@@ -123,7 +123,8 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     if calibration.model_sha256 != model.sha256:
         raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
     rules = target.quantization.at(precision)
-    present = {node.op_type for node in graph.nodes} - set(rules.float_ops)
+    # Trees, scalers and maps of ai.onnx.ml are looked up or computed in float by every provider.
+    present = {node.op_type for node in graph.nodes if node.domain != "ai.onnx.ml"} - set(rules.float_ops)
     allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
     op_types = tuple(sorted(present & set(rules.op_types) if rules.op_types else allowed))
     # Tensors that need more than 8 bits get 16 if the target supports them, and stay float otherwise.
@@ -162,7 +163,8 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         judged=(),
     )
     if not quantizes_any(graph, plan):
-        raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
+        why = "".join(f": {reason}" for reason in sorted({node.reason for node in float_nodes})[:1])
+        raise ModelError(f"no node of '{model.path.name}' can be quantized{why}", hint="build it with --precision fp32")
     return plan
 
 

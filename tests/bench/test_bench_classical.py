@@ -101,3 +101,18 @@ def test_a_model_of_maps_is_quantized_where_it_can_be(
     command = ["quantize", pipeline.name, "--data", "rows.npz", "--target", "cpu", "--dim", "N=1", "--out", "int8.onnx"]
     assert run_command(command) == 0
     assert "no rule of this target quantizes LinearClassifier" in capsys.readouterr().out
+
+
+def test_trees_are_not_quantized_and_that_is_said_with_their_operator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]> trees (float[1,1] x) => (float[1,1] y) {
+        y = ai.onnx.ml.TreeEnsembleRegressor <n_targets = 1, nodes_treeids = [0, 0, 0], nodes_nodeids = [0, 1, 2],
+            nodes_featureids = [0, 0, 0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"], nodes_values = [0.0, 0.0, 0.0],
+            nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0], target_treeids = [0, 0],
+            target_nodeids = [1, 2], target_ids = [0, 0], target_weights = [-1.0, 1.0]> (x) }"""
+    parse_model(text, tmp_path / "trees.onnx")
+    np.savez("rows.npz", x=np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1, 1))
+    assert run_command(["quantize", "trees.onnx", "--data", "rows.npz", "--target", "qnn", "--out", "int8.onnx"]) == 2
+    assert "TreeEnsembleRegressor" in capsys.readouterr().err
