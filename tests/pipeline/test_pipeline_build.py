@@ -201,7 +201,7 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same
     assert run.returncode == 0, run.stderr
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert json.loads(run.stdout) == written
-    files = [[msgspec.to_builtins(file) for file in bundle.files] for bundle in demo.bundles]
+    files = [dict(bundle.files) for bundle in demo.bundles]
     assert [bundle["files"] for bundle in written["bundles"]] == files
 
 

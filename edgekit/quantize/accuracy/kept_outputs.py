@@ -65,10 +65,11 @@ class KeptOutputs:
         self._largest = max(self._largest, size)
         return self._known.get(index, outputs)
 
-    def release(self, index: int) -> None:
-        """Frees the memory of the outputs of a sample that lie in the file, until they are read again."""
-        for array in self._stored.get(index, ()):
-            array.release()
+    def release(self, *indices: int) -> None:
+        """Frees the memory of outputs that lie in the file, of some samples or of all, until they are read again."""
+        for index in indices or self._stored:
+            for array in self._stored.get(index, ()):
+                array.release()
 
 
 def _open_file(folder: Path) -> ArrayFile:

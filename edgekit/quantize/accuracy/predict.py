@@ -169,6 +169,7 @@ class FloatReference:
         first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
         chosen = others if first is None else {first: others[first]}
         heads = () if head is None else read_head(head, shapes)
+        self._kept.release()
         return (*heads, *(read_output(name, reading, shapes[name]) for name, reading in chosen.items()))
 
     def predict_drop(self, quantized: Model) -> Prediction:
