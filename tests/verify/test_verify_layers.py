@@ -28,7 +28,14 @@ from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.report.text import list_comparison_remarks
 from edgekit.target import load_target
 from edgekit.tune.race import judge_outputs
-from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad, name_first_bad
+from edgekit.verify.layers.comparison import (
+    LayerReport,
+    compare_layers,
+    explain_layers,
+    find_first_bad,
+    name_first_bad,
+    spread_golden,
+)
 from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.two_models import compare_models
@@ -54,6 +61,15 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
     assert deep.sqnr_db is not None
     assert deep.own_sqnr_db is not None
     assert deep.sqnr_db < deep.own_sqnr_db - 3
+
+
+def test_layers_are_compared_on_four_samples_from_all_over_the_data(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    images = make_images(8)
+    golden = make_golden(models[0], images, tmp_path / "golden")
+    wanted = list(images)[::2]
+    assert [sample["x"].tobytes() for sample in spread_golden(golden)] == [each["x"].tobytes() for each in wanted]
 
 
 def swap_channels(weight: Array) -> Array:
