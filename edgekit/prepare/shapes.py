@@ -288,9 +288,8 @@ def _drop_shared_names(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
     given: dict[str, set[int]] = {}
     for value in _real_inputs(graph):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            given.setdefault(dim.dim_param, set()).update(
-                {dims[key]} if (key := f"{value.name}:{axis}") in dims else ()
-            )
+            if (key := f"{value.name}:{axis}") in dims:
+                given.setdefault(dim.dim_param, set()).add(dims[key])
     for value in (*graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param and len(given.get(dim.dim_param, ())) > 1:

@@ -201,7 +201,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
     rows = order_for_runs(golden.samples, plan.samples, bundle.manifest.steps)
-    job = make_job(bundle, plan, select_samples(keep_small(read_inputs(golden)), rows))
+    job = make_job(bundle, plan, keep_small(select_samples(read_inputs(golden), rows)))
     if (tuned := find_tuned(bundle.manifest, device)) is not None:
         # The file of the manifest's plan, one run at a time: what an app does around its session is not verified.
         job = set_job(job, msgspec.structs.replace(tuned, concurrency=1))

@@ -14,7 +14,7 @@ import numpy as np
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
 from edgekit.data.labels import Label
-from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples
+from edgekit.data.samples import Samples, order_for_runs, select_samples
 from edgekit.devices.bundled import make_job
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
@@ -96,7 +96,7 @@ def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence
     forms: list[Form] = [form for form in TESTED_FORMS if bundle.manifest.forms.get(form)]
     samples = read_inputs(golden)
     order = order_for_runs(samples.count, samples.count, bundle.manifest.steps)
-    samples = select_samples(keep_small(samples), order)
+    samples = select_samples(samples, order)
     for form in forms:
         plan = Verification(device="host", form=form, samples=samples.count)
         job = msgspec.structs.replace(make_job(bundle, plan, samples), budget_s=_BUDGET_S)
