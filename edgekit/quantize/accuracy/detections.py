@@ -112,18 +112,20 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
     return np.concatenate([records, np.array(more).reshape(-1, 5)])
 
 
-def soften_detections(records: Sequence[Array]) -> Array:
+def soften_detections(records: Sequence[Array], *, centred: bool = False) -> Array:
     """Returns how far the detections of each sample moved, as a share of how many there are.
 
-    Whether a row shows an object is a decision of the float model's score, compared by the Hellinger distance; where it
-    does, the box counts by what it no longer overlaps.
+    Whether a row shows an object is a decision of the float model's score, compared by the Hellinger distance; its box
+    counts by what it no longer overlaps. Both count as far as the row is likely to show an object by either model: most
+    of a head's rows have low scores, which move far and decide nothing.
     """
     table = np.concatenate([*records, np.zeros((0, 5))])
     scores, others = np.clip(table[:, 2], 0, 1), np.clip(table[:, 3], 0, 1)
-    moved = measure_hellinger(np.stack([scores, 1 - scores]), np.stack([others, 1 - others])) + scores * table[:, 4]
+    moved = measure_hellinger(np.stack([scores, 1 - scores]), np.stack([others, 1 - others])) + table[:, 4]
     images = np.repeat(np.arange(len(records)), [len(record) for record in records])
-    expected = max(float(scores.sum()) / max(len(records), 1), 1e-12)
-    return np.bincount(images, moved, minlength=len(records)) / expected
+    expected = max(float(_likelihood(scores, centred=centred).sum()) / max(len(records), 1), 1e-12)
+    likely = _likelihood(np.maximum(scores, others), centred=centred)
+    return np.bincount(images, likely * moved, minlength=len(records)) / expected
 
 
 def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:

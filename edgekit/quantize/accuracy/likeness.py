@@ -24,6 +24,8 @@ BESIDE = "R2 of the numbers beside boxes"
 # Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for these it was computed
 # with a million draws.
 _RACE_Z = 2.41
+# Losses that differ by less, a hundredth of a point, are chance.
+_LEAST_LOSS = 1e-4
 # What every row counts, so that images without objects have a mean too.
 _TINY = 1e-12
 
@@ -58,7 +60,7 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
         source="the float model's detections",
         record=partial(record_detections, head),
         judge=partial(estimate_drop, centred=head.centred),
-        soften=soften_detections,
+        soften=partial(soften_detections, centred=head.centred),
     )
     values = MEASURES["values"]
     beside = (
@@ -164,16 +166,27 @@ class Likeness:
         count = len(self._samples)
         if not (self.is_whole and other.is_whole and count > 1):
             return False
-        farther = other.moves() - self.moves()
+        farther = other.compare(self)
         error, z, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), _RACE_Z, count - 1
         bound = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
         lost, others = (max(loss.estimate for _, loss in each.judge()) for each in (self, other))
         return float(farther.mean()) > bound * error and lost <= others
 
+    def compare(self, other: "Likeness") -> Array:
+        """Returns by how much farther the outputs of each sample moved than in another model, as accuracy that is lost.
+
+        Parts move in units of their own, such as the distance of decisions or the noise of values. The loss of a part
+        is about proportional to how far it moves, so the price of its unit is what both models lose in it for each unit
+        that they move it. What estimates do not resolve (_LEAST_LOSS) is taken to be lost too.
+        """
+        ones, others = (each.moves() for each in (self, other))
+        lost = np.sum([[max(loss.estimate, _LEAST_LOSS) for _, loss in each.judge()] for each in (self, other)], axis=0)
+        prices = lost / np.maximum((ones + others).mean(axis=1), _TINY)
+        return np.asarray(prices @ (ones - others))
+
     def moves(self) -> Array:
-        """Returns how far the outputs of each sample moved, summed over the parts."""
-        pairs = zip(self._parts, self._records, strict=True)
-        return np.asarray(np.sum([part.soften(records) for part, records in pairs], axis=0))
+        """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
+        return np.stack([part.soften(own) for part, own in zip(self._parts, self._records, strict=True)])
 
     def judge(self) -> list[tuple[Part, Loss]]:
         """Returns each part with its loss; only a broken one if there is one, and none if records are missing."""

@@ -186,13 +186,15 @@ class FloatReference:
         return _predict(self._judge(quantized), len(self.indices))
 
     def compare(self, first: Model, second: Model) -> float:
-        """Returns by how much farther the first of two quantized models moves the decisions; 0 where none are known.
+        """Returns by how much farther the first of two quantized models moves the outputs; 0 where none are known.
+
+        It is told as accuracy that is lost (`Likeness.compare`), to which all samples and all parts contribute.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
         one, two = (self._judge(each) for each in (first, second))
-        return float(one.moves().mean() - two.moves().mean()) if one.is_whole and two.is_whole else 0.0
+        return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
     def race(self, first: Model, second: Model) -> Prediction | None:
         """Returns what a second quantized model loses over a part of the samples that shows that it is clearly worse.
