@@ -18,9 +18,15 @@ from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import find_by_name, tensor_proto_to_array
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.graph.constants import read_array
 from edgekit.model.tensors import Array
+
+GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
+"""The operators that ORT's general rules can quantize."""
+QNN_EXCLUDED_OPS = frozenset({"Cast"})
+"""The operators that ORT's QNN rules leave alone (execution_providers/qnn/quant_config.py, OP_TYPES_TO_EXCLUDE)."""
 
 _folder: ContextVar[Path] = ContextVar("folder")
 

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,18 +15,16 @@ from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, Te
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
 from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
-from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
 from edgekit.graph.constants import read_array
+from edgekit.graph.graph import Graph
 from edgekit.model.model import copy_fields, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
-
-GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
-"""The operators that ORT's general rules can quantize."""
-QNN_EXCLUDED_OPS = frozenset({"Cast"})
-"""The operators that ORT's QNN rules leave alone (execution_providers/qnn/quant_config.py, OP_TYPES_TO_EXCLUDE)."""
+from edgekit.quantize.gains import NORM
+from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
 
 DYNAMIC_OPS = ("Attention", "EmbedLayerNormalization", "Gather", "LSTM", "MatMul")
 """Operators with kernels for int8 weights and dynamically quantized activations; ConvInteger has none for them."""
@@ -37,7 +35,9 @@ _TYPES: dict[str, Any] = {
     "uint16": QuantType.QUInt16,
     "int16": QuantType.QInt16,
 }
-_FULL = 127
+# Operators whose own grid is replaced by the shared range of their group: a provider that requires one scale for all
+# inputs of a Concat accepts any scale of a Sigmoid. A Softmax keeps its own.
+_REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
 # Initializers with at least this many values are weights: ORT's quantizer does not need their values for the scales of
 # activations.
 _LARGE = 1024
@@ -45,73 +45,36 @@ _ROUNDED_AT_ONCE = 1 << 20
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
-class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fixed scale and zero point that a provider demands of a tensor."""
+def place_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph, with every weight rounded to nearest.
 
-    scale: float
-    zero_point: int
-
-
-class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of ORT's quantizer.
-
-    `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale per
-    channel. `wide` holds low and high of activations that get 16 bits where the others get 8; a reader that takes only
-    8 bits of such an activation gets the range in `ranges`. `weight_limit` is the largest magnitude of a weight. With
-    `float_bias` biases get no Q and DQ. `unsigned` weights are asymmetric: they have a zero point. With `contrib`, ONNX
-    Runtime's own Q and DQ nodes are placed, for types that those of the model's opset do not support.
-    """
-
-    scheme: Literal["qnn", "ort"]
-    activation: str
-    weight: str
-    activation_symmetric: bool
-    weight_symmetric: bool
-    op_types: tuple[str, ...]
-    excluded: tuple[str, ...]
-    ranges: dict[str, tuple[float, float]]
-    grids: dict[str, Grid]
-    axes: dict[str, int]
-    wide: dict[str, tuple[float, float]] = {}
-    unsigned: tuple[str, ...] = ()
-    weight_limit: int = 127
-    contrib: bool = False
-    float_bias: bool = False
-
-
-def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> onnx.ModelProto:
-    """Returns the QDQ form of a float model; `proto` needs inferred types in value_info.
-
-    External weights are read from `folder`; those that stay float are not moved.
+    Weights that stay float are not moved.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
     # The scales of these weights are given, so the quantizer does not read their values before they are rounded.
-    weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
-    quantizer = _open_quantizer(proto, request, subject, left_out=weights.keys(), folder=folder)
+    weights = {tensor.name: tensor for tensor in graph.proto.initializer if tensor.name in plan.axes}
+    quantizer = _open_quantizer(graph, plan, subject, left_out=weights.keys())
     quantizer.model = IndexedModel(quantizer.model.model)
-    with _asking_ort(subject), reading_from(folder):
+    with _asking_ort(subject), reading_from(graph.folder):
         quantized: onnx.ModelProto = quantizer.quantize_model()
-    _quantize_weights(quantized.graph, weights, folder)
-    del quantized.metadata_props[:]
-    quantized.metadata_props.extend(proto.metadata_props)
+    _quantize_weights(quantized.graph, weights, graph.folder)
+    refill(quantized.metadata_props, graph.model.metadata_props)
     return quantized
 
 
-def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> dict[str, Array]:
+def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
     """Returns the scales and zero points of activations, by their names in the graph that `place_qdq` returns.
 
     The placement of Q and DQ does not depend on the ranges: to try other ranges, these scales replace those of a placed
-    graph, without a second placement. External weights are read from `folder`.
+    graph, without a second placement. The names are the same for all plans that differ only in ranges.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    large = {tensor.name for tensor in proto.graph.initializer if math.prod(tensor.dims) >= _LARGE}
-    quantizer = _open_quantizer(
-        proto, msgspec.structs.replace(request, axes={}), subject, left_out=large, folder=folder
-    )
+    large = {tensor.name for tensor in graph.proto.initializer if math.prod(tensor.dims) >= _LARGE}
+    quantizer = _open_quantizer(graph, msgspec.structs.replace(plan, axes={}), subject, left_out=large)
     found: dict[str, Array] = {}
     for name, parameters in quantizer.quantization_params.items():
         for suffix, each in (("", parameters.original), ("_convert", parameters.converted)):
@@ -121,19 +84,15 @@ def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder
     return found
 
 
-def _open_quantizer(
-    proto: onnx.ModelProto, request: QdqRequest, subject: str, *, left_out: Collection[str], folder: Path
-) -> Any:
+def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Collection[str]) -> Any:
     """Returns ORT's quantizer for a copy of a model in which some initializers have no values."""
-    options, op_types = _options(proto, request, subject, folder)
+    plan = _share_scales(graph, plan)
+    proto, (options, op_types) = graph.model, _options(graph, plan, subject)
     options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
-    ranges = TensorsData(
-        CalibrationMethod.MinMax,
-        {
-            name: TensorData(lowest=np.float32(low), highest=np.float32(high))
-            for name, (low, high) in request.ranges.items()
-        },
-    )
+    ranges = {
+        name: TensorData(lowest=np.float32(span.low), highest=np.float32(span.high))
+        for name, span in plan.ranges.items()
+    }
     # A copy without metadata, in which some initializers have a type and a shape but no values.
     copy = onnx.ModelProto()
     copy_fields(proto, copy, {"graph", "metadata_props"})
@@ -143,17 +102,17 @@ def _open_quantizer(
             copy.graph.initializer.append(tensor)
         else:
             copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    with _asking_ort(subject), reading_from(folder):
+    with _asking_ort(subject), reading_from(graph.folder):
         add_infer_metadata(copy)
         return ChannelQuantizer(
             copy,
             False,  # noqa: FBT003 - per_channel: `axes` says it weight by weight
-            request.weight_limit < _FULL,
-            _TYPES[request.weight],
-            _TYPES[request.activation],
-            ranges,
+            plan.reduce_range,
+            _weight_type(plan),
+            _TYPES[plan.activation],
+            TensorsData(CalibrationMethod.MinMax, ranges),
             [],
-            list(request.excluded),
+            [node.name for node in plan.float_nodes],
             op_types,
             options,
         )
@@ -236,59 +195,78 @@ def quantize_dynamically(
         return quantized
 
 
-def _options(
-    proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path
-) -> tuple[dict[str, Any], list[str]]:
-    weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
+def _weight_type(plan: QuantPlan) -> Any:
+    return QuantType.QInt8 if plan.weight_symmetric else _TYPES[plan.weight]
+
+
+def _share_scales(graph: Graph, plan: QuantPlan) -> QuantPlan:
+    """Returns the plan with one range for all inputs and the output of each operator of which the target demands it."""
+    if not plan.shared_ops:
+        return plan
+    floats = {node.name for node in plan.float_nodes}
+    shared = shared_tensors(graph, plan.shared_ops, floats)
+    freed = {name for name in shared & plan.grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
+    ranges = share_ranges(graph, plan.ranges, plan.shared_ops, floats)
+    grids = {name: grid for name, grid in plan.grids.items() if name not in freed}
+    return msgspec.structs.replace(plan, ranges=ranges, grids=grids)
+
+
+def _options(graph: Graph, plan: QuantPlan, subject: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options of ORT's quantizer, and the operators that it quantizes."""
+    proto, kind, dtype = graph.model, _TYPES[plan.activation], np.dtype(plan.activation)
+
+    def own_range(span: TensorRange) -> dict[str, Any]:
+        return {"rmin": np.float32(span.low), "rmax": np.float32(span.high)}
+
     overrides: dict[str, list[dict[str, Any]]] = {
-        name: channel_overrides(
-            channel_scales(read_array(weights[name], folder), axis, request.weight_limit), axis, QuantType.QInt8
-        )
-        for name, axis in request.axes.items()
+        name: channel_overrides(channel_scales(graph.weight(name), axis, plan.weight_limit), axis, QuantType.QInt8)
+        for name, axis in plan.axes.items()
     }
-    kind, dtype = _TYPES[request.activation], np.dtype(request.activation)
-    overrides |= {name: [{"quant_type": QuantType.QUInt8, "symmetric": False}] for name in request.unsigned}
-    for name, grid in request.grids.items():
+    # The gains of normalizations are positive, and a transformer's largest is ten times the others: as asymmetric uint8
+    # they use all steps.
+    floats = [node.name for node in plan.float_nodes]
+    norms = [node for node in graph.nodes if node.op_type == NORM and node.name not in floats]
+    gains = [node.input[1] for node in norms if graph.is_float_constant(node.input[1])]
+    for name in gains if NORM in plan.unsigned_ops else ():
+        overrides[name] = [{"quant_type": QuantType.QUInt8, "symmetric": False}]
+    for name, grid in plan.grids.items():
         numbers = {"scale": np.array(grid.scale, np.float32), "zero_point": np.array(grid.zero_point, dtype)}
         overrides[name] = [{"quant_type": kind, **numbers}]
     # To a graph output that a Relu or Clip reads too ORT would give the range after the Relu or Clip.
     clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
-    for name in clamped & {value.name for value in proto.graph.output} & request.ranges.keys():
-        low, high = request.ranges[name]
-        own = {"rmin": np.float32(low), "rmax": np.float32(high)}
-        overrides[name] = [{"quant_type": kind, **own}]
+    for name in clamped & graph.outputs & plan.ranges.keys():
+        overrides[name] = [{"quant_type": kind, **own_range(plan.ranges[name])}]
     # ORT itself gives these the 16-bit scale that QNN requires, and refuses a range in addition.
     fixed = {node.output[0] for node in proto.graph.node if node.op_type in {"Sigmoid", "Tanh"}}
-    for name, (low, high) in request.wide.items():
-        own = {"rmin": np.float32(low), "rmax": np.float32(high)}
-        own = {} if request.scheme == "qnn" and name in fixed else own
+    for name, span in plan.wide.items():
+        own = {} if plan.scheme == "qnn" and name in fixed else own_range(span)
         overrides[name] = [{"quant_type": QuantType.QUInt16, **own}]
-    if request.scheme == "qnn":
+    if plan.scheme == "qnn":
         configure: Any = get_qnn_qdq_config
         with _asking_ort(subject):
             config: Any = configure(
                 proto,
                 None,
-                activation_type=_TYPES[request.activation],
-                weight_type=_TYPES[request.weight],
+                activation_type=kind,
+                weight_type=_weight_type(plan),
                 init_overrides=overrides,
-                activation_symmetric=request.activation_symmetric,
-                weight_symmetric=request.weight_symmetric,
-                op_types_to_quantize=list(request.op_types),
-                nodes_to_exclude=list(request.excluded),
+                activation_symmetric=plan.activation_symmetric,
+                weight_symmetric=plan.weight_symmetric,
+                op_types_to_quantize=list(plan.op_types),
+                nodes_to_exclude=floats,
             )
-        opset = max(entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"})
-        contrib = {"UseQDQContribOps": True} if (request.wide or request.contrib) and opset < 21 else {}
+        # ONNX Runtime's own Q and DQ nodes have types that those of the model's opset do not support.
+        contrib = {"UseQDQContribOps": True} if (plan.wide or plan.bits) and graph.opset < 21 else {}
         return {**config.extra_options, **contrib}, sorted(config.op_types_to_quantize)
     return {
-        "ActivationSymmetric": request.activation_symmetric,
-        "WeightSymmetric": request.weight_symmetric,
-        "QuantizeBias": not request.float_bias,
+        "ActivationSymmetric": plan.activation_symmetric,
+        "WeightSymmetric": plan.weight_symmetric,
+        "QuantizeBias": not plan.float_bias,
         "TensorQuantOverrides": overrides,
-    }, list(request.op_types)
+    }, list(plan.op_types)
 
 
-def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
+def channel_scales(weight: Array, axis: int, limit: int) -> Array:
     """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`.
 
     A channel of zeros gets the largest scale: its bias, whose scale is this one times the input's, then fits into

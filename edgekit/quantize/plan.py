@@ -10,8 +10,9 @@ import onnx
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
-from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
+from edgekit.quantize._ort_model import GENERAL_OPS, QNN_EXCLUDED_OPS
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
@@ -30,6 +31,13 @@ _FOLLOWERS = frozenset(
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 # Floating-point types that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fixed scale and zero point that a provider demands of a tensor."""
+
+    scale: float
+    zero_point: int
 
 
 class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +114,11 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wide: dict[str, TensorRange]
     narrow: NarrowConstants = NarrowConstants()
     judged: tuple[Candidate, ...]
+
+    @property
+    def weight_limit(self) -> int:
+        """The largest magnitude of a weight's integers."""
+        return REDUCED_LIMIT if self.reduce_range else LIMIT
 
 
 def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Target, precision: Precision) -> QuantPlan:

@@ -32,15 +32,13 @@ from edgekit.model.model import (
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import import_contrib, name_nodes, restore_stamps, sort_values
-from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
+from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
-from edgekit.quantize.gains import NORM, multiply_gains
-from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
+from edgekit.quantize.gains import multiply_gains
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.ranges import share_ranges, shared_tensors
 from edgekit.quantize.rounding import read_moments, recall, remember, round_qdq_weights
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 
@@ -116,11 +114,6 @@ def _learn(
     return values, scales
 
 
-# Operators whose own grid is replaced by the shared range of their group: a provider that requires one scale for all
-# inputs of a Concat accepts any scale of a Sigmoid. A Softmax keeps its own.
-_REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
-
-
 def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph:
     """Returns the float graph of a calibrated model, with channels scaled as planned (equalization).
 
@@ -157,23 +150,12 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    placed = place_qdq(graph.model, _request(plan, graph), subject, graph.folder)
+    placed = place_qdq(graph, plan, subject)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     multiply_gains(placed.graph, graph)
     nodes = order_nodes(placed.graph)
     refill(placed.graph.node, nodes)
     return placed
-
-
-def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
-    """Returns the scales and zero points of activations, by their names in the graph that `place_plan` returns.
-
-    The names are the same for all plans that differ only in ranges.
-
-    Raises:
-        ModelError: ORT's quantizer refuses the model.
-    """
-    return find_grids(graph.model, _request(plan, graph), subject, graph.folder)
 
 
 def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:
@@ -185,47 +167,10 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan), plan.bits)
+    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, plan.weight_limit, plan.bits)
     if plan.block:
         store_blocks(qdq, graph, plan, statistics, scaled)
     return qdq
-
-
-def _limit(plan: QuantPlan) -> int:
-    return REDUCED_LIMIT if plan.reduce_range else LIMIT
-
-
-def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
-    ranges, grids, floats = plan.ranges, plan.grids, {node.name for node in plan.float_nodes}
-    # The gains of normalizations are positive, and a transformer's largest is ten times the others.
-    gains = tuple(
-        node.input[1]
-        for node in graph.nodes
-        if node.op_type == NORM and NORM in plan.unsigned_ops and node.name not in floats
-        if graph.is_float_constant(node.input[1])
-    )
-    if plan.shared_ops:
-        shared = shared_tensors(graph, plan.shared_ops, floats)
-        ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
-        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
-        grids = {name: grid for name, grid in grids.items() if name not in freed}
-    return QdqRequest(
-        scheme=plan.scheme,
-        activation=plan.activation,
-        weight="int8" if plan.weight_symmetric else plan.weight,
-        activation_symmetric=plan.activation_symmetric,
-        weight_symmetric=plan.weight_symmetric,
-        op_types=plan.op_types,
-        excluded=tuple(node.name for node in plan.float_nodes),
-        ranges={name: (span.low, span.high) for name, span in ranges.items()},
-        grids=grids,
-        weight_limit=_limit(plan),
-        axes=plan.axes,
-        wide={name: (span.low, span.high) for name, span in plan.wide.items()},
-        unsigned=gains,
-        contrib=bool(plan.bits),
-        float_bias=plan.float_bias,
-    )
 
 
 def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:

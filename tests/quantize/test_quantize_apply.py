@@ -26,9 +26,10 @@ from edgekit._proc import run_process
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, save_proto
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
+from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.plan import draft_plan
 from edgekit.target import Precision, load_target
 
 TARGETS = ["nnapi", "qnn", "xnnpack"]
@@ -180,12 +181,12 @@ def test_control_flow_stays_float(tmp_path: Path) -> None:
     assert op_types(quantized.model).count("If") == 1
 
 
-def test_only_what_ort_itself_raises_is_called_its_refusal(net: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = read_float_graph(net).model
-    empty = QdqRequest(
-        scheme="ort", activation="uint8", weight="int8", activation_symmetric=False, weight_symmetric=True,
-        op_types=("Conv",), excluded=(), ranges={}, grids={}, axes={},
-    )  # fmt: skip
+def test_only_what_ort_itself_raises_is_called_its_refusal(
+    net: Model, calibration: Calibration, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = read_float_graph(net)
+    plan = draft_plan(net, graph, calibration, load_target("nnapi"), "int8")
+    empty = msgspec.structs.replace(plan, op_types=("Conv",), ranges={}, grids={}, axes={})
     with pytest.raises(ModelError, match=r"ONNX Runtime's quantizer refuses 'm': Quantization parameters are not"):
         place_qdq(graph, empty, "m")
     with pytest.raises(KeyError):

@@ -10,6 +10,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import Judged, prefer_draft
@@ -27,7 +28,7 @@ from edgekit.quantize.mixed_precision.candidates import (
 from edgekit.quantize.mixed_precision.relief import relieve_step
 from edgekit.quantize.mixed_precision.score import free_grids, judge_candidate, judge_grids, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
-from edgekit.quantize.qdq import build_qdq, find_plan_grids, place_plan
+from edgekit.quantize.qdq import build_qdq, place_plan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target

@@ -18,9 +18,10 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize._ort_model import ChannelQuantizer
+from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import free_grids
-from edgekit.quantize.qdq import find_plan_grids, place_plan
+from edgekit.quantize.qdq import place_plan
 from edgekit.target import load_target
 
 # A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in

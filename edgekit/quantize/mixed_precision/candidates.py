@@ -20,6 +20,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.prepare.constants import round_by_channel
 from edgekit.progress import Budget
+from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.gains import NORM
@@ -38,7 +39,7 @@ from edgekit.quantize.mixed_precision.score import (
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
-from edgekit.quantize.qdq import find_plan_grids, place_plan, plan_graph, round_weights
+from edgekit.quantize.qdq import place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.quantize.rounding import Rounding
 
