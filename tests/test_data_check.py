@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgekit.data.data_check import check_samples, warn_if_few
+from edgekit.data.data_check import accept_pixels, check_samples, warn_if_few
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array, Tensors
@@ -23,8 +23,11 @@ def noise(count: int) -> Iterable[Array]:
 
 def test_raw_pixels_are_suspicious() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 3, 4, 4)).astype(np.float32)
-    (warning,) = check_samples(samples_of(*pixels)).warnings
+    facts = check_samples(samples_of(*pixels))
+    (warning,) = facts.warnings
     assert warning.startswith("input 'x' holds whole numbers from")
+    assert accept_pixels(facts, lambda name: name != "x").warnings == (warning,)
+    assert accept_pixels(facts, lambda name: name == "x").warnings == ()
     assert check_samples(samples_of(*(pixels / 255))).warnings == ()
 
 

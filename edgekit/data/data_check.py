@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -39,13 +39,20 @@ _GRAY = 0.02
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about all samples: the sha256 of their content, their number, and a line for each thing that looks wrong.
 
-    `digests` holds the sha256 of each single sample.
+    `digests` holds the sha256 of each single sample, `raw_pixels` the warnings of raw pixels by the name of the input.
     """
 
     sha256: str
     count: int
     digests: tuple[bytes, ...]
     warnings: tuple[str, ...]
+    raw_pixels: dict[str, str] = {}
+
+
+def accept_pixels(facts: SampleFacts, takes_raw: Callable[[str], bool]) -> SampleFacts:
+    """Returns the facts without warnings of raw pixels in inputs that take them."""
+    accepted = {line for name, line in facts.raw_pixels.items() if takes_raw(name)}
+    return msgspec.structs.replace(facts, warnings=tuple(each for each in facts.warnings if each not in accepted))
 
 
 def refusing_bad(samples: Samples) -> Samples:
@@ -98,7 +105,13 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
             others.setdefault(name, _Input()).add(sample[name])
     apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))
     warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs), *apart)
-    return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
+    return SampleFacts(
+        sha256=digest.hexdigest(),
+        count=len(contents),
+        digests=tuple(contents),
+        warnings=warnings,
+        raw_pixels={name: line for name, seen in inputs.items() if (line := seen.pixels(name))},
+    )
 
 
 def digest_sample(sample: Tensors) -> bytes:
@@ -213,21 +226,29 @@ class _Input:
         """The median over the samples of the largest magnitude; 0 if there were no floats."""
         return float(np.median(np.maximum(np.abs(self._lows), np.abs(self._highs)))) if self._lows else 0.0
 
+    def pixels(self, name: str) -> str:
+        """Returns a warning if the values look like raw pixels, else ""."""
+        if not (self._lows and self._is_float):
+            return ""
+        low, high = min(self._lows), max(self._highs)
+        in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
+        looks = ""
+        # Values up to 1 may be a mask, a one-hot code, or pixels that were scaled.
+        if in_bytes and self._whole and high > 1:
+            looks = f"whole numbers from {low:g} to {high:g}, as raw pixels do"
+        # Interpolation makes fractional values. Only rank 4, because tables of features have such ranges too.
+        elif in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
+            looks = f"values from {low:g} to {high:g}, as resized pixels do"
+        return looks and _doubt(name, looks)
+
     def raw(self) -> str:
-        """Returns which raw data the values look like, "" if they look normalised."""
+        """Returns which other data that were not normalised, or were rounded after it, the values look like."""
         low, high = min(self._lows), max(self._highs)
         if not self._is_float:
             scaled = bool(self._colored) and 0 <= low < high <= 1
             return (
                 "nothing but 0 and 1, as pixels do that were scaled before they became whole numbers" if scaled else ""
             )
-        in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
-        # Values up to 1 may be a mask, a one-hot code, or pixels that were scaled.
-        if in_bytes and self._whole and high > 1:
-            return f"whole numbers from {low:g} to {high:g}, as raw pixels do"
-        # Interpolation makes fractional values. Only rank 4, because tables of features have such ranges too.
-        if in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
-            return f"values from {low:g} to {high:g}, as resized pixels do"
         if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
             return f"whole numbers from {low:g} to {high:g}, as raw 16-bit sound does"
         return ""
@@ -264,7 +285,9 @@ class _Input:
                 " makes of colors is not seen"
             )
         if self.raw():
-            yield f"input '{name}' holds {self.raw()}: check that this model wants them so"
+            yield _doubt(name, self.raw())
+        if self.pixels(name):
+            yield self.pixels(name)
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         # Compared with the median, which the outlier itself does not move.
@@ -273,6 +296,10 @@ class _Input:
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
                 " it stretches every range"
             )
+
+
+def _doubt(name: str, looks: str) -> str:
+    return f"input '{name}' holds {looks}: check that this model wants them so"
 
 
 def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:

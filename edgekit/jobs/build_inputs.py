@@ -15,12 +15,14 @@ from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
+from edgekit.data.data_check import accept_pixels
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, Sequences, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
+from edgekit.graph.pixels import takes_raw_pixels
 from edgekit.jobs.check import gain_on_target
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import describe_machine
@@ -217,6 +219,8 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         idle=recipe.freeze,
         sequences=_filling(sequences, sized),
     )
+    facts = accept_pixels(samples.facts, partial(takes_raw_pixels, read_graph(prepared)))
+    samples = msgspec.structs.replace(samples, facts=facts)
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = _run_float(source, samples, job, folder / "golden")

@@ -13,13 +13,14 @@ from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import CheckReport
-from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
+from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
 from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
+from edgekit.graph.pixels import takes_raw_pixels
 from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
@@ -191,7 +192,8 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         if gained is not None:
             fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
             budget.progress(gained[1])
-    if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):
+    graph = read_graph(fixed.model)
+    if reason := explain_no_gain(graph, target, precision, partial(check_model, fixed.model, target)):
         budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
@@ -212,7 +214,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     measure = reference.predict_drop
     if labels is not None:
         measure = partial(measure_drop, reference, labels=labels, limit=limit)
-    facts = check_samples(samples, computed=sequences.computed)
+    facts = accept_pixels(check_samples(samples, computed=sequences.computed), partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
     return _Job(
