@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.declare import Answer, Option, as_command
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.jobs.build import build
+from edgekit.progress import Progress
 from edgekit.recipe import Data, Recipe
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
@@ -52,9 +53,8 @@ def build_command(
     verify: Annotated[bool, options.verifying("bundle")],
     out: Annotated[Path, Option("Where the bundles go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Make a verified bundle of MODEL for each target.
 
     \b
@@ -72,20 +72,18 @@ def build_command(
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = options.choose_recipe(recipe, tables, given, steps)
     samples_from = options.read_data(data, preprocess, evaluation=evaluation, labels=labels, golden=golden)
-    with showing_progress(volume) as progress:
-        report = build(
-            model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
-        )
-    show_json(report) if as_json else show_build(report)
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    report = build(
+        model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
+    )
+    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_build(report), code)
 
 
 @as_command
 def demo_command(
     out: Annotated[Path, Option("Where they go.", "DIR", default="edgekit-demo")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Build and verify four bundles of the demo model, a small network trained on handwritten digits.
 
     \b
@@ -95,15 +93,14 @@ def demo_command(
     Exit code 0: none failed; the table says what is not proven on this machine. 1: one failed.
     """
     recipe = Recipe(targets=("nnapi", "coreml", "qnn", "xnnpack"))
-    with as_file(files("edgekit") / "demo") as folder, showing_progress(volume) as progress:
+    with as_file(files("edgekit") / "demo") as folder:
         data = Data(
             source=str(folder / "calibration.npz"),
             evaluation=str(folder / "evaluation.npz"),
             labels=folder / "evaluation_labels.npy",
         )
         report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
-    show_json(report) if as_json else show_build(report)
-    return options.exit_code(report.verdict, accept_unproven=True)
+    return Answer(report, lambda: show_build(report), options.exit_code(report.verdict, accept_unproven=True))
 
 
 def show_build(report: BuildReport) -> None:

@@ -4,10 +4,11 @@ from typing import Annotated
 
 from edgekit._files import write_file
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
+from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.main import NO, UNPROVEN, YES
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.jobs.check import check_targets, describe_checks
+from edgekit.progress import Progress
 from edgekit.report import checked
 from edgekit.report.forecasts import describe_forecast
 
@@ -24,9 +25,8 @@ def check_command(
     observe: Annotated[bool, Option("Ask the real provider too, where one can run here.")],
     html: options.HtmlFile,
     compare_ort: Annotated[bool, Option("Say what ONNX Runtime's own checker says, and why that differs.")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Say node by node what each target would take of MODEL, why not, and what to do.
 
     \b
@@ -46,15 +46,12 @@ def check_command(
         "freeze": freeze,
     }
     chosen = options.choose_recipe(recipe, tables, {"targets": targets}, None)
-    with showing_progress(volume) as progress:
-        summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
+    summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
         write_file(html, checked.render_check(summary).encode())
-    show_json(describe_checks(summary)) if as_json else show_checks(summary)
-    if summary.forecast is not None and not as_json:
-        show_line(describe_forecast(summary.forecast))
     kept = "pass" if summary.forecast is None else summary.forecast.verdict
-    return NO if summary.is_refused or kept == "fail" else YES if kept == "pass" else UNPROVEN
+    code = NO if summary.is_refused or kept == "fail" else YES if kept == "pass" else UNPROVEN
+    return Answer(describe_checks(summary), lambda: show_checks(summary), code)
 
 
 def show_checks(summary: checked.CheckSummary) -> None:
@@ -77,3 +74,5 @@ def show_checks(summary: checked.CheckSummary) -> None:
         show_line(line)
     show_line(checked.describe_runtimes(summary.minimum_ort))
     show_line(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")
+    if summary.forecast is not None:
+        show_line(describe_forecast(summary.forecast))

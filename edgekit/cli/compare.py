@@ -9,9 +9,8 @@ import msgspec
 
 from edgekit._files import work_folder, write_file
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command, number
-from edgekit.cli.main import YES
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.declare import Answer, Argument, Option, as_command, number
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
@@ -24,6 +23,7 @@ from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import size_inputs
+from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
 from edgekit.report.charts import draw_outputs
@@ -62,9 +62,8 @@ def compare_command(
     custom_ops: options.CustomOps,
     html: Annotated[Path | None, Option("Write the comparison as a page too.", "FILE")],
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Compare model B with model A on the same samples, both on this machine's CPU without optimization.
 
     \b
@@ -86,16 +85,14 @@ def compare_command(
             )
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
         own: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
-        with showing_progress(volume) as progress:
-            found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or own, progress)
-        show_json(found) if as_json else _show_formats(found)
-        return YES
+        found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or own, progress)
+        return Answer(found, lambda: _show_formats(found))
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     if target and device is None:
         raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
     options.require_places((html,), ())
-    with work_folder() as work, showing_progress(volume) as progress:
+    with work_folder() as work:
         first = freeze_model(load_model(a, custom_ops=custom_ops), work / "frozen-a", freeze)
         inputs = size_inputs(first.inputs, dims, may_stay_open=True)
         given = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
@@ -118,8 +115,8 @@ def compare_command(
             report = add_task(report, first, second, chosen, limit, labels=(labels, given))
     if html is not None:
         write_file(html, render_comparison(report, draw_outputs(chosen, report), min_sqnr_db=min_sqnr).encode())
-    show_json(report) if as_json else show_comparison(report, min_sqnr)
-    return options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
+    code = options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_comparison(report, min_sqnr), code)
 
 
 def _show_formats(report: FormatReport) -> None:

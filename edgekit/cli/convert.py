@@ -8,10 +8,9 @@ import click
 
 from edgekit._ort import Level
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
-from edgekit.cli.main import YES
+from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.options import split_names
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.equality import Equality
 from edgekit.convert.levels import LevelModel
@@ -20,6 +19,7 @@ from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
+from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
@@ -140,9 +140,8 @@ def convert_command(
         bool, Option("Run each .ort file against its source.", words="--check/--no-check", default=True)
     ],
     out: Annotated[Path, Option("Where the files go.", "DIR")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Write the files of MODEL that a runtime loads, in canonical bytes.
 
     \b
@@ -190,10 +189,8 @@ def convert_command(
         checked=checked,
         runtime=options.read_release(runtime),
     )
-    with showing_progress(volume) as progress:
-        report = convert_for(model, out, recipe, wanted, progress)
-    show_json(report) if as_json else _show_conversion(report)
-    return YES
+    report = convert_for(model, out, recipe, wanted, progress)
+    return Answer(report, lambda: _show_conversion(report))
 
 
 def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:

@@ -2,23 +2,39 @@
 
     @as_command
     def command(
-        model: Annotated[Path, Argument()], html: Annotated[Path | None, Option("Write a page.", "FILE")]
-    ) -> int:
+        model: Annotated[Path, Argument()], html: Annotated[Path | None, Option("Write a page.", "FILE")],
+        progress: Progress,
+    ) -> Answer:
 
 The type says the rest: a `bool` is a flag, a `tuple` may be given several times, what may be `None` may be left out.
 `Annotated[DeviceChoice, From(choose_devices)]` is what a function makes of the options that its own parameters name.
+A command with the parameter `progress` has -v and -q; one that returns an `Answer` has --json.
 """
 
 import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
+import msgspec
 
-_Function = Callable[..., int]
+from edgekit.cli.main import YES
+from edgekit.cli.screen import show_json, showing_progress
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a command found: the value that --json prints, the function that prints it for people, the exit code."""
+
+    value: object
+    show: Callable[[], object]
+    code: int = YES
+
+
+_Function = Callable[..., int | Answer]
 
 
 class Argument:
@@ -98,37 +114,63 @@ def subcommand(group: click.Group, name: str, line: str | None = None) -> Callab
     return add
 
 
+Json = Annotated[bool, Option("Print one JSON object on stdout.", words="--json")]
+# Both options write one parameter, so that the last one given counts: -1, 0 or 1.
+Volume = Annotated[
+    int,
+    Option("Say each step.", words="-v --verbose", flag_value=1, type=int, default=0),
+    Option("No progress.", words="-q --quiet", flag_value=-1, type=int),
+]
+
+
 def _make(function: _Function, name: str | None, line: str | None) -> click.Command:
+    hints = get_type_hints(function)
+    answers, reports = hints["return"] is Answer, "progress" in hints
+    shared = {**({"as_json": Json} if answers else {}), **({"volume": Volume} if reports else {})}
+
     def run(**values: Any) -> int:
-        code: int = _call(function, values)
-        return code
+        as_json = values.pop("as_json") if answers else False
+        with showing_progress(values.pop("volume")) if reports else nullcontext() as progress:
+            found = _call(function, values, **({"progress": progress} if reports else {}))
+        if not isinstance(found, Answer):
+            code: int = found
+            return code
+        show_json(found.value) if as_json else found.show()
+        return found.code
 
     return click.Command(
         name,
         callback=run,
-        params=list(_list_parameters(function)),
+        params=[*_list_parameters(_read_annotations(function)), *_list_parameters(_read_marks(shared))],
         help=inspect.cleandoc(function.__doc__ or ""),
         short_help=line,
     )
 
 
-def _list_parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
-    for name, hint, marks in _read_annotations(function):
+_Annotations = Iterator[tuple[str, Any, tuple[Any, ...]]]
+
+
+def _list_parameters(annotations: _Annotations) -> Iterator[click.Parameter]:
+    for name, hint, marks in annotations:
         for mark in marks:
-            yield from _list_parameters(mark.make) if isinstance(mark, From) else (mark.make(name, hint),)
+            made = isinstance(mark, From)
+            yield from _list_parameters(_read_annotations(mark.make)) if made else (mark.make(name, hint),)
 
 
-def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    given: dict[str, Any] = {}
+def _call(function: Callable[..., Any], values: Mapping[str, Any], **given: Any) -> Any:
     for name, _, marks in _read_annotations(function):
         made = next((mark.make for mark in marks if isinstance(mark, From)), None)
         given[name] = values[name] if made is None else _call(made, values)
     return function(**given)
 
 
-def _read_annotations(function: Callable[..., Any]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Yields name, type and marks of each parameter of a function, or field of a class, that is annotated with some."""
-    for name, hint in get_type_hints(function, include_extras=True).items():
+def _read_annotations(function: Callable[..., Any]) -> _Annotations:
+    """Returns name, type and marks of each annotated parameter of a function, or field of a class."""
+    return _read_marks(get_type_hints(function, include_extras=True))
+
+
+def _read_marks(hints: Mapping[str, Any]) -> _Annotations:
+    for name, hint in hints.items():
         marks = tuple(mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Argument | Option | From))
         if marks:
             yield name, get_args(hint)[0], marks

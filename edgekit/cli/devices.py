@@ -8,22 +8,23 @@ import click
 from rich.text import Text
 
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command, subcommand
+from edgekit.cli.declare import Answer, Argument, Option, as_command, subcommand
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_line
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.find import default_target, find_device, install_device, list_devices, serve_device
 from edgekit.devices.local.provider import OfferedProvider, list_offered
 from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
 from edgekit.devices.remote.examine import PhoneReport, examine_phone
 from edgekit.devices.remote.remote import AdbDevice, check_address
-from edgekit.devices.self_test import try_device
+from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.errors import UsageError
 from edgekit.jobs.prepare import list_versions
 from edgekit.phones import read_phones
+from edgekit.progress import Progress
 from edgekit.report.tables import make_table
 from edgekit.report.text import color_verdict
-from edgekit.target import load_target, target_names
+from edgekit.target import Target, load_target, target_names
 
 
 @click.group(invoke_without_command=True)
@@ -43,12 +44,10 @@ def devices_command(ctx: click.Context) -> int:
 @subcommand(devices_command, "list")
 def list_command(
     target: Annotated[str | None, Option("Only those that can run this target.", "NAME")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """List the devices, what they prove, and what they lack here."""
     statuses, offered = list_devices(load_target(target) if target else None), () if target else list_offered()
-    show_json({"devices": statuses, "providers": offered}) if as_json else show_devices(statuses, offered)
-    return YES
+    return Answer({"devices": statuses, "providers": offered}, lambda: show_devices(statuses, offered))
 
 
 @subcommand(devices_command, "install")
@@ -56,11 +55,10 @@ def install_command(
     name: Annotated[str, Argument()],
     library: Annotated[Path | None, Option("ONNX Runtime for android: an .aar.", "FILE")],
     framework: Annotated[Path | None, Option("ONNX Runtime for ios-sim: an .xcframework.", "FOLDER")],
-    volume: options.Volume,
+    progress: Progress,
 ) -> int:
     """Install what the device NAME needs into your cache."""
-    with showing_progress(volume) as progress:
-        install_device(name, progress, library=library, framework=framework)
+    install_device(name, progress, library=library, framework=framework)
     missing = find_device(name, default_target(name)).find_missing()
     show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
     return YES
@@ -69,32 +67,29 @@ def install_command(
 @subcommand(devices_command, "test")
 def test_command(
     name: Annotated[str, Argument()],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Try each provider of the device NAME with a model whose outputs are known, and with two on which it must say no.
 
     Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
     """
-    with showing_progress(volume) as progress:
-        test = try_device(serve_device(name), progress)
-    if as_json:
-        show_json(test)
-    else:
-        rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
-        print_table(make_table("check", "result", "what was seen", rows=rows))
-        if test.skipped is not None:
-            show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
-        show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
-    return YES if test.passed else NO
+    test = try_device(serve_device(name), progress)
+    return Answer(test, lambda: _show_test(test), YES if test.passed else NO)
+
+
+def _show_test(test: SelfTest) -> None:
+    rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
+    print_table(make_table("check", "result", "what was seen", rows=rows))
+    if test.skipped is not None:
+        show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
+    show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
 
 @as_command
 def targets_command(
     name: Annotated[str | None, Argument()],
     settings: options.Settings,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """List the targets, or show the one called NAME with its parameters.
 
     \b
@@ -107,12 +102,12 @@ def targets_command(
             (one.name, one.title, one.precision, ", ".join(each.device for each in one.verification)) for one in targets
         ]
         table = make_table("target", "what it is", "precision", "verified here by", rows=rows)
-        show_json({"targets": targets}) if as_json else print_table(table)
-        return YES
+        return Answer({"targets": targets}, lambda: print_table(table))
     target = load_target(name, settings)
-    if as_json:
-        show_json(target)
-        return YES
+    return Answer(target, lambda: _show_target(target))
+
+
+def _show_target(target: Target) -> None:
     show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
     table = make_table("--set", "value", "allowed", "what it is")
     for parameter_name, parameter in target.parameters.items():
@@ -121,7 +116,6 @@ def targets_command(
             allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
         table.add_row(parameter_name, target.settings.get(parameter_name, ""), allowed, parameter.description)
     print_table(table)
-    return YES
 
 
 @click.group
@@ -140,9 +134,8 @@ def build_command(
     ndk: Annotated[Path | None, Option("The Android NDK, for Android.", "PATH")],
     library: Annotated[Path | None, Option("ONNX Runtime for Android: its .aar or .so.", "FILE")],
     out: Annotated[Path | None, Option("Copy the runner and its library there.", "DIR")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Build the runner for a kind of machine, once; devices find it in your cache.
 
     \b
@@ -150,23 +143,18 @@ def build_command(
       edgekit runner build
       edgekit runner build --abi arm64-v8a --ndk ~/ndk --library onnxruntime-android.aar --out runner
     """
-    with showing_progress(volume) as progress:
-        built = build_runner(abi or host_abi(), progress, ndk=ndk, library=library)
+    built = build_runner(abi or host_abi(), progress, ndk=ndk, library=library)
     if out is not None:
         built = copy_runner(built, out)
     size_bytes = built.program.stat().st_size
-    if as_json:
-        show_json({"abi": built.abi, "files": built.files, "size_bytes": size_bytes})
-    else:
-        show_line(f"{built.program}: {size_bytes} bytes, for {built.abi}, with {built.library.name}")
-    return YES
+    line = f"{built.program}: {size_bytes} bytes, for {built.abi}, with {built.library.name}"
+    return Answer({"abi": built.abi, "files": built.files, "size_bytes": size_bytes}, lambda: show_line(line))
 
 
 @as_command
 def doctor_command(
     device: Annotated[str | None, Option("Examine a phone: what would refuse a session there.", "adb:SERIAL", "--on")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Say what this machine, or a phone behind adb, has, what it lacks, and how to get it.
 
     \b
@@ -182,15 +170,15 @@ def doctor_command(
         if kind != "adb":
             raise UsageError(f"'{device}' is no phone behind adb", hint="give adb:SERIAL; adb devices -l lists them")
         report = examine_phone(AdbDevice(serial=serial and check_address("adb", serial)))
-        show_json(report) if as_json else _show_phone(report)
-        return NO if any(finding.level == "fault" for finding in report.findings) else YES
+        is_faulty = any(finding.level == "fault" for finding in report.findings)
+        return Answer(report, lambda: _show_phone(report), NO if is_faulty else YES)
     versions, devices, offered = list_versions(), list_devices(), list_offered()
-    if as_json:
-        show_json({"versions": versions, "devices": devices, "providers": offered})
-    else:
+
+    def show() -> None:
         show_line(", ".join(f"{name} {version}" for name, version in versions.items()))
         show_devices(devices, offered)
-    return YES
+
+    return Answer({"versions": versions, "devices": devices, "providers": offered}, show)
 
 
 def _show_phone(report: PhoneReport) -> None:

@@ -7,14 +7,15 @@ import click
 
 from edgekit._files import work_folder, write_file
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command, number
+from edgekit.cli.declare import Answer, Argument, Option, as_command, number
 from edgekit.cli.main import NO, UNPROVEN, YES
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.errors import UsageError
-from edgekit.forecasts.forecast import BITS, KnownTime, read_precisions
+from edgekit.forecasts.forecast import BITS, ForecastReport, KnownTime, read_precisions
 from edgekit.jobs.forecast import CpuTime, forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
+from edgekit.progress import Progress
 from edgekit.report import forecasts as text
 
 
@@ -41,9 +42,8 @@ def forecast_command(
     freeze: options.Freeze,
     shapes: options.Shapes,
     html: Annotated[Path | None, Option("Write an HTML page as well.", "FILE")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Say how long SUBJECT, a model or a bundle, would take on phones and boards with Qualcomm's NPU. Nothing runs.
 
     The figures are drawn from what other networks took on these devices. 80 % of networks of kinds that took no part in
@@ -66,7 +66,7 @@ def forecast_command(
     known += [] if history is None else read_history(history, subject)
     known += [time for each in on_cpu for time in parse_cpu_times(each)]
     sizes = options.add_shapes(dims, shapes, subject)
-    with showing_progress(volume) as progress, work_folder() as work:
+    with work_folder() as work:
         progress("count the work")
         frozen = freeze_model(load_model(subject), work, freeze).path if freeze else subject
         if compiles:
@@ -74,10 +74,12 @@ def forecast_command(
         report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
         write_file(html, text.render_forecast(report).encode())
-    if as_json:
-        show_json(report)
-    else:
-        show_line(text.headline_forecast(report))
-        print_table(text.table_forecast(report))
-        show_remarks(text.list_forecast_remarks(report))
-    return NO if report.too_slow else UNPROVEN if report.unproven else YES
+    return Answer(
+        report, lambda: _show_forecast(report), NO if report.too_slow else UNPROVEN if report.unproven else YES
+    )
+
+
+def _show_forecast(report: ForecastReport) -> None:
+    show_line(text.headline_forecast(report))
+    print_table(text.table_forecast(report))
+    show_remarks(text.list_forecast_remarks(report))

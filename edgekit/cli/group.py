@@ -7,10 +7,11 @@ import click
 
 from edgekit.bundle.group.group import opened_group
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, subcommand
-from edgekit.cli.screen import show_json, show_line, show_lines, showing_progress
+from edgekit.cli.declare import Answer, Argument, Option, subcommand
+from edgekit.cli.screen import show_lines
 from edgekit.cli.subjects import Devices, Required, add_required
 from edgekit.jobs.group import build_group
+from edgekit.progress import Progress
 from edgekit.report.tables import describe_group, describe_group_build
 from edgekit.verify.groups import choosing, verify_group
 
@@ -47,9 +48,8 @@ def build(
     verify: Annotated[bool, options.verifying("group")],
     out: Annotated[Path, Option("Where the folders go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Make a verified folder for each target of GROUP, a .toml that names models and what feeds what.
 
     The float models run the whole on every sample: that calibrates each member, and says what the whole should give.
@@ -65,10 +65,9 @@ def build(
         recipe, tables, {"targets": targets, "precision": precision, "samples": samples}, None
     )
     given = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)
-    with showing_progress(volume) as progress:
-        report = build_group(group, given, out, chosen, verify=verify, progress=progress)
-    show_json(report) if as_json else show_lines(describe_group_build(report))
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    report = build_group(group, given, out, chosen, verify=verify, progress=progress)
+    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_lines(describe_group_build(report)), code)
 
 
 @subcommand(group_command, "verify", "Run a group on devices, from its inputs to its result.")
@@ -78,9 +77,8 @@ def verify(
     require: Required,
     key: options.PublicKey,
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Run FOLDER, made by `edgekit group build`, on devices: each member by itself, and the whole.
 
     FOLDER may be the archive that `edgekit package` wrote; then nothing is written into it.
@@ -92,11 +90,8 @@ def verify(
 
     Exit code 0: every device that ran passed. 1: one failed. 2: the usage or an input is wrong. 3: it is not proven.
     """
-    with showing_progress(volume) as progress, opened_group(folder, key=key) as group:
+    with opened_group(folder, key=key) as group:
         report = verify_group(group, choosing(add_required(choice, require)), required=require, progress=progress)
-    if as_json:
-        show_json(report)
-    else:
-        show_lines(describe_group(report))
-        show_line(f"{report.group}-{report.target}: {report.verdict}")
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    lines = (*describe_group(report), f"{report.group}-{report.target}: {report.verdict}")
+    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_lines(lines), code)

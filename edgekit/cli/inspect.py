@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command
+from edgekit.cli.declare import Answer, Argument, Option, as_command
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_line, show_lines
+from edgekit.cli.screen import print_table, show_lines
 from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
 from edgekit.errors import UsageError
 from edgekit.inspect.diff import compare_versions
@@ -22,8 +22,7 @@ def inspect_command(
     dims: options.Dims,
     freeze: options.Freeze,
     sizes: Annotated[bool, Option("Bytes file by file and layer by layer; MODEL may be a bundle.")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Print what MODEL (.onnx or .ort) contains: inputs, outputs, operators, weights, work.
 
     \b
@@ -33,16 +32,10 @@ def inspect_command(
     """
     if sizes:
         measured = measure_sizes(model)
-        if as_json:
-            show_json(measured)
-            return YES
-        print_table(tables.table_files(measured))
-        if measured.layers:
-            print_table(tables.table_layer_sizes(measured))
-        return YES
+        shown = [tables.table_files(measured), *([tables.table_layer_sizes(measured)] if measured.layers else [])]
+        return Answer(measured, lambda: print_table(*shown))
     report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
-    show_json(report) if as_json else print_table(text.table_contents(report))
-    return YES
+    return Answer(report, lambda: print_table(text.table_contents(report)))
 
 
 @as_command
@@ -50,8 +43,7 @@ def diff_command(
     old: Annotated[Path, Argument()],
     new: Annotated[Path, Argument()],
     target: Annotated[str | None, Option("Which variant of bundles of several targets.", "NAME")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Say what is different between OLD and NEW: files, placement, layers, accuracy, size.
 
     Both are bundles (folders or archives) or both are models (.onnx or .ort). Accuracy is what their verify.json say.
@@ -63,8 +55,7 @@ def diff_command(
     Exit code, as that of diff: 0: they are the same. 1: they are different. 2: one cannot be read.
     """
     delta = compare_versions(old, new, target=target)
-    show_json(delta) if as_json else show_lines(tables.list_changes(delta))
-    return YES if delta.is_same else NO
+    return Answer(delta, lambda: show_lines(tables.list_changes(delta)), YES if delta.is_same else NO)
 
 
 @as_command
@@ -75,8 +66,7 @@ def operators_command(
     compare: Annotated[
         Path | None, Option("List the operators of MODELS that a build with this config lacks.", "CONFIG")
     ],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Write the operators config that lets a custom build of ONNX Runtime run MODELS (.ort), or say what a build lacks.
 
     \b
@@ -90,11 +80,9 @@ def operators_command(
     if out is not None:
         write_operators(models, out, types=types)
     lacking = {str(model): find_lacking(model, compare) for model in models} if compare else {}
-    if as_json:
-        show_json({"operators": list_operators(models, types=types), "out": out, "lacking": lacking})
-    elif not compare and out is None:
-        for line in list_operators(models, types=types):
-            show_line(line)
-    for model, names in () if as_json else lacking.items():
-        show_line(f"{model}: {'lacks ' + ', '.join(names) if names else 'has all it needs'}")
-    return NO if any(lacking.values()) else YES
+    operators = list_operators(models, types=types)
+    lines = list(operators) if not compare and out is None else []
+    words = {model: f"lacks {', '.join(names)}" if names else "has all it needs" for model, names in lacking.items()}
+    lines += (f"{model}: {said}" for model, said in words.items())
+    value = {"operators": operators, "out": out, "lacking": lacking}
+    return Answer(value, lambda: show_lines(lines), NO if any(lacking.values()) else YES)

@@ -156,13 +156,6 @@ MetricDrop = Annotated[
     float | None, number("Largest drop of the metric below the float model, in points.", click.FloatRange(min=0))
 ]
 AcceptUnproven = Annotated[bool, Option('Count a verdict of "not proven" as a pass; the result says so.')]
-Json = Annotated[bool, Option("Print one JSON object on stdout.", words="--json")]
-# Both options write one parameter, so that the last one given counts: -1, 0 or 1.
-Volume = Annotated[
-    int,
-    Option("Say each step.", words="-v --verbose", flag_value=1, type=int, default=0),
-    Option("No progress.", words="-q --quiet", flag_value=-1, type=int),
-]
 
 
 def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
-from edgekit.cli.main import YES
-from edgekit.cli.screen import show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.declare import Answer, Option, as_command
+from edgekit.cli.screen import show_line, show_remarks
 from edgekit.devices.register import load_target_here
 from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
 from edgekit.prepare.interface import InterfaceChanges
+from edgekit.progress import Progress
 
 
 @as_command
@@ -49,9 +49,8 @@ def prepare_command(
     target: Annotated[str | None, Option("Also apply the rewrites by which this target takes more.", "NAME")],
     settings: options.Settings,
     out: Annotated[Path, Option("The prepared model.", "FILE")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Fix the shapes of MODEL and clean its graph, as a provider will see it.
 
     \b
@@ -77,10 +76,8 @@ def prepare_command(
         external=external,
         target=None if target is None else load_target_here(target, settings),
     )
-    with showing_progress(volume) as progress:
-        report = prepare_for(source, out, wanted, progress)
-    show_json(report) if as_json else _show_prepared(report, out)
-    return YES
+    report = prepare_for(source, out, wanted, progress)
+    return Answer(report, lambda: _show_prepared(report, out))
 
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:

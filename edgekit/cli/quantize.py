@@ -9,11 +9,12 @@ import click
 
 from edgekit._files import write_file
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
+from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import show_json, show_lines, showing_progress
+from edgekit.cli.screen import show_json, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
+from edgekit.progress import Progress
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
 from edgekit.report.tables import describe_quantization
@@ -56,9 +57,8 @@ def quantize_command(
     plan: Annotated[Path | None, Option("Apply a plan that --plan-only printed.", "FILE")],
     html: Annotated[Path | None, Option("A page with a chart of every layer.", "FILE")],
     out: Annotated[Path | None, Option("The QDQ model.", "FILE")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
 
     Labels tell the true drop, by top1 or the --metric that is named; else it is estimated.
@@ -81,19 +81,17 @@ def quantize_command(
     options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     layers = html is not None
     how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget)
-    with showing_progress(volume) as progress:
-        if plan_only:
-            show_json(plan_for(model, source, chosen, how, progress))
-            return YES
-        if out is None:
-            raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
-        report = quantize_for(model, source, out, chosen, how, progress)
+    if plan_only:
+        planned = plan_for(model, source, chosen, how, progress)
+        return Answer(planned, lambda: show_json(planned))
+    if out is None:
+        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+    report = quantize_for(model, source, out, chosen, how, progress)
     if html is not None:
         # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
         pages = importlib.import_module("edgekit.report.html")
         write_file(html, pages.render_quantization(report).encode())
-    show_json(report) if as_json else show_lines(describe_quantization(report))
-    return NO if report.met is False else YES
+    return Answer(report, lambda: show_lines(describe_quantization(report)), NO if report.met is False else YES)
 
 
 def _refuse_idle(given: Mapping[str, object]) -> None:

@@ -10,14 +10,12 @@ from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.archive import Kind as ArchiveKind
 from edgekit.bundle.sign import TestResult, make_key, require_private_key
-from edgekit.cli import options
-from edgekit.cli.declare import Argument, From, Option, as_command
-from edgekit.cli.main import YES
+from edgekit.cli.declare import Answer, Argument, From, Option, as_command
 from edgekit.cli.options import AcceptUnproven
-from edgekit.cli.screen import print_table, show_json, show_line, show_lines
+from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
-from edgekit.package.package import FORMS, Kind
+from edgekit.package.package import FORMS, Kind, PackageReport
 from edgekit.package.variant import Identity, parse_extras
 from edgekit.report.tables import list_size_remarks, table_sizes
 from edgekit.serialize import to_builtins
@@ -63,8 +61,7 @@ def package_command(
         Option("What to add of each bundle: golden, forms, onnx, or all.", "NAME,...", "--with"),
     ],
     allowed: Allowance,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
 
     An app tries the bundles in the order in which they are given. Same bundles, same bytes. A package carries the form
@@ -84,9 +81,10 @@ def package_command(
         bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
     )
     show_doubts(doubts)
-    if as_json:
-        show_json({**to_builtins(report), "allowed": doubts})
-        return YES
+    return Answer({**to_builtins(report), "allowed": doubts}, lambda: _show_package(report))
+
+
+def _show_package(report: PackageReport) -> None:
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
     print_table(table_sizes(report))
@@ -95,7 +93,6 @@ def package_command(
     show_lines(report.remarks if report.store is None else report.store.remarks)
     show_lines(list_size_remarks(report))
     show_line(f"{report.out} (sha256 {report.sha256})")
-    return YES
 
 
 @as_command
@@ -104,8 +101,7 @@ def join_command(
     out: Annotated[Path, Option("A folder, or an archive: .zip or .tar.", "PATH")],
     key: Annotated[Path | None, Option("Sign the index with this private key.", "FILE")],
     allowed: Allowance,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
 
     Files that several targets have are stored once. `index.json` says which target to take on which operating system
@@ -130,13 +126,10 @@ def join_command(
         if kind is not None:
             write_archive(list_files(joined.folder), out, kind)
     show_doubts(doubts)
-    if as_json:
-        show_json({"out": out, "sha256": joined.sha256, "index": joined.index, "allowed": doubts})
-        return YES
-    for variant in joined.index.variants:
-        show_line(f"{variant.target}: {variant.provider}, {variant.precision}, {variant.model_file}")
-    show_line(f"{out} ({joined.sha256}): {len(joined.index.shared)} files are stored once for several targets")
-    return YES
+    lines = [f"{one.target}: {one.provider}, {one.precision}, {one.model_file}" for one in joined.index.variants]
+    lines.append(f"{out} ({joined.sha256}): {len(joined.index.shared)} files are stored once for several targets")
+    value = {"out": out, "sha256": joined.sha256, "index": joined.index, "allowed": doubts}
+    return Answer(value, lambda: show_lines(lines))
 
 
 @as_command
@@ -145,8 +138,7 @@ def sign_command(
     key: Annotated[Path | None, Option("The private key, Ed25519 in PEM.", "FILE")],
     new_key: Annotated[Path | None, Option("Make a key: FILE is private, FILE.pub goes to others.", "FILE")],
     allowed: Allowance,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
 
     BUNDLE/signature.json is an in-toto statement in a DSSE envelope: the sha256 of every file, and what was verified,
@@ -163,15 +155,10 @@ def sign_command(
     """
     if new_key is not None and bundle is None and key is None:
         public = make_key(new_key)
-        show_json({"private": new_key, "public": public}) if as_json else show_line(f"{new_key}, {public}")
-        return YES
+        return Answer({"private": new_key, "public": public}, lambda: show_line(f"{new_key}, {public}"))
     if bundle is None or key is None or new_key is not None:
         raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
     signed, doubts = sign_verified(bundle, key, allowed=allowed)
     show_doubts(doubts)
-    if as_json:
-        show_json({**to_builtins(signed), "allowed": doubts})
-    else:
-        said = describe_attested(signed.attested)
-        show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}: {said}")
-    return YES
+    line = f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}: {describe_attested(signed.attested)}"
+    return Answer({**to_builtins(signed), "allowed": doubts}, lambda: show_line(line))

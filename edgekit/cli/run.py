@@ -15,7 +15,7 @@ from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
 from edgekit.app.workers import run_anywhere
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command
+from edgekit.cli.declare import Argument, Json, Option, Volume, as_command
 from edgekit.cli.defaults import check_defaults
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
@@ -46,8 +46,8 @@ def run_command(
     again: Annotated[bool, Option("Build everything again, whatever earlier runs kept.")],
     watch: Annotated[bool, Option("Run again whenever a file changes, until Ctrl-C.")],
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
+    as_json: Json,
+    volume: Volume,
 ) -> int:
     """Build, verify and pack what FILE names, where something changed since the last run.
 

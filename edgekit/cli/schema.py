@@ -6,17 +6,14 @@ import click
 from click.shell_completion import get_completion_class
 
 from edgekit.app.config import describe_schema
-from edgekit.cli import options
-from edgekit.cli.declare import Argument, as_command
+from edgekit.cli.declare import Answer, Argument, as_command
 from edgekit.cli.defaults import SECTION, describe_options
 from edgekit.cli.main import COMMANDS, YES, group
 from edgekit.cli.screen import show_json, show_line
 
 
 @as_command
-def schema_command(
-    as_json: options.Json,
-) -> int:
+def schema_command() -> Answer:
     """Print the JSON Schema of edgekit.toml for editors; with --json also every command and option, for agents.
 
     \b
@@ -25,9 +22,6 @@ def schema_command(
       edgekit schema --json
     """
     schema = describe_file()
-    if not as_json:
-        show_json(schema)
-        return YES
     context = click.Context(group, info_name="edgekit")
     known = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
     commands = {
@@ -35,8 +29,8 @@ def schema_command(
         for name, entry in known.items()
         if entry is not None
     }
-    show_json({"schema_version": 1, "edgekit.toml": schema, "commands": commands})
-    return YES
+    value = {"schema_version": 1, "edgekit.toml": schema, "commands": commands}
+    return Answer(value, lambda: show_json(schema))
 
 
 def describe_file() -> dict[str, Any]:

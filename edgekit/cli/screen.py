@@ -61,8 +61,9 @@ def showing_progress(volume: int) -> Generator[Progress]:
             yield lambda step: status.update(Text(escape_controls(step)))
 
 
-def print_table(table: RenderableType) -> None:
-    """Prints a table, as wide as the terminal."""
+def print_table(*tables: RenderableType) -> None:
+    """Prints tables, as wide as the terminal."""
     # rich takes 80 columns where there is no terminal, and would fold every row of a log.
     wide = None if sys.stdout.isatty() else 160
-    _Screen(width=wide).print(table)
+    for table in tables:
+        _Screen(width=wide).print(table)

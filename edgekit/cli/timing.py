@@ -12,20 +12,23 @@ from edgekit._files import write_file
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
 from edgekit.bench.history import compare_with_last, record_bench
+from edgekit.bench.report import BenchReport
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, as_command, number
+from edgekit.cli.declare import Answer, Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.devices.device import Queue
 from edgekit.errors import UsageError
 from edgekit.profile.measure import ProfileOptions
 from edgekit.profile.profile import encode_chrome, profile_on
 from edgekit.profile.report import ProfileReport
+from edgekit.progress import Progress
 from edgekit.report import profiles, tuning
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 from edgekit.serialize import to_json
+from edgekit.tune.report import TuneReport
 from edgekit.tune.space import GOALS, Goal
 from edgekit.tune.tune import Tuning, tune_on
 
@@ -90,9 +93,8 @@ def bench_command(
     max_slowdown: Annotated[
         float | None, number("With --history: largest ratio of the median to the last one's.", click.FloatRange(min=1))
     ],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
 
     Cold start, the session and its first run, stands apart; runs count once their times are steady. Without --runs each
@@ -123,8 +125,7 @@ def bench_command(
     if max_slowdown is not None and history is None:
         raise UsageError("--max-slowdown compares with a history", hint="give --history FILE")
     options.require_places((markdown, series, history), (subject, against))
-    with showing_progress(volume) as progress:
-        report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
+    report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     if history is not None:
         # The report is recorded as it came: what it is held against is its own.
         held = compare_with_last(report, history, max_slowdown)
@@ -134,13 +135,13 @@ def bench_command(
         write_file(markdown, render_bench_markdown(report).encode())
     if series is not None:
         write_file(series, to_json(list_series(report)).encode())
-    if as_json:
-        show_json(report)
-        return YES if report.succeeded else NO
+    return Answer(report, lambda: _show_bench(report), YES if report.succeeded else NO)
+
+
+def _show_bench(report: BenchReport) -> None:
     if report.runs or report.skipped:
         print_table(table_bench(report))
     show_remarks(list_bench_remarks(report))
-    return YES if report.succeeded else NO
 
 
 def _list_efforts(
@@ -175,9 +176,8 @@ def profile_command(
     html: options.HtmlFile,
     no_roofline: Annotated[bool, Option("Do not measure the machine's roofline (its peak rates).")],
     probe_again: Annotated[bool, Option("Measure the machine's roofline again.")],
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, and what each reaches.
 
     ONNX Runtime's profiler watches rounds of runs, between rounds without it, so that its own cost is known. With
@@ -201,8 +201,7 @@ def profile_command(
         probe_again=probe_again,
         raw=trace is not None,
     )
-    with showing_progress(volume) as progress:
-        found = profile_on(subject, choice, asked, opening, against=against, progress=progress)
+    found = profile_on(subject, choice, asked, opening, against=against, progress=progress)
     if trace is not None:
         write_file(trace, encode_chrome(found.profiled))
         for number, one in enumerate(found.profiled):
@@ -210,8 +209,7 @@ def profile_command(
                 write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
     if html is not None:
         write_file(html, profiles.render_profile(found).encode())
-    show_json(found.report) if as_json else show_profile(found.report, top)
-    return YES if found.report.succeeded else NO
+    return Answer(found.report, lambda: show_profile(found.report, top), YES if found.report.succeeded else NO)
 
 
 def show_profile(report: ProfileReport, top: int) -> None:
@@ -219,8 +217,7 @@ def show_profile(report: ProfileReport, top: int) -> None:
     for profile in report.profiles:
         show_line(profiles.headline_profile(profile))
         if profile.failure is None:
-            for table in profiles.list_tables(profile, top):
-                print_table(table)
+            print_table(*profiles.list_tables(profile, top))
             show_remarks(profiles.list_profile_remarks(profile))
     if report.comparison is not None:
         show_line(profiles.describe_profiles(report.comparison))
@@ -251,9 +248,8 @@ def tune_command(
     ],
     apply: Annotated[bool, Option("Write the settings into the bundle, for this kind of machine.")],
     html: options.HtmlFile,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Find the best session settings for SUBJECT, a bundle or a model, on a device.
 
     Settings race in interleaved rounds, each in a session of its own, its outputs held against the reference. The
@@ -276,15 +272,13 @@ def tune_command(
         state=state,
         apply=apply,
     )
-    with showing_progress(volume) as progress:
-        report = tune_on(subject, choice, asked, opening, progress=progress)
+    report = tune_on(subject, choice, asked, opening, progress=progress)
     if html is not None:
         write_file(html, tuning.render_tuning(report).encode())
-    if as_json:
-        show_json(report)
-        return YES
-    for table in tuning.list_tables(report):
-        print_table(table)
+    return Answer(report, lambda: _show_tuning(report))
+
+
+def _show_tuning(report: TuneReport) -> None:
+    print_table(*tuning.list_tables(report))
     show_line(tuning.headline_tuning(report))
     show_remarks(tuning.list_tuning_remarks(report))
-    return YES

@@ -15,13 +15,14 @@ from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import opened_any, opened_bundle
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, From, Option, as_command, number, subcommand
+from edgekit.cli.declare import Answer, Argument, From, Option, as_command, number, subcommand
 from edgekit.cli.main import NO, YES
 from edgekit.cli.options import Metric, MetricDrop
 from edgekit.cli.release import describe_attested
-from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
+from edgekit.cli.screen import print_table, show_line, show_lines, show_remarks
 from edgekit.cli.subjects import Devices, Required, add_required
 from edgekit.errors import UsageError
+from edgekit.progress import Progress
 from edgekit.recipe import load_metric
 from edgekit.report import text
 from edgekit.report.charts import Picture, draw_worst
@@ -148,9 +149,8 @@ def verify_command(
     html: Annotated[Path | None, Option("Write the result as an HTML page too.", "FILE")],
     markdown: Annotated[Path | None, Option("Write the result as Markdown too, for a pull request.", "FILE")],
     accept_unproven: options.AcceptUnproven,
-    as_json: options.Json,
-    volume: options.Volume,
-) -> int:
+    progress: Progress,
+) -> Answer:
     """Run BUNDLE (a folder, .zip or .tar) on devices and compare with the float model.
 
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
@@ -188,7 +188,7 @@ def verify_command(
         )
         if bundle is None:
             raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
-        return _check_files(bundle, key, as_json=as_json)
+        return _check_files(bundle, key)
     places = {"--junit": junit, "--html": html, "--markdown": markdown, "--history": history, "--export": export}
     for option, place in places.items():
         # A report in the bundle is a file that the manifest does not list: the bundle could not be opened again.
@@ -199,40 +199,32 @@ def verify_command(
     # Before the run, which may write over it.
     earlier = None if baseline is None else read_report(baseline)
     pictures: Sequence[Picture] = ()
-    with showing_progress(volume) as progress:
-        if recheck is not None:
-            report = read_report(recheck)
-        else:
-            with opened_bundle(bundle or Path(), key=key, target=target) as opened:
-                task, choice = limits.find_task(opened.manifest), add_required(devices, require)
-                given_data = None if data is None else options.read_data(data, preprocess, labels=labels)
-                if given_data is None or reference is None:
-                    files = RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
-                    report = verify_on(opened, choice, progress, task=task, layers=layers, files=files)
-                else:
-                    report = verify_with(
-                        opened,
-                        reference,
-                        given_data,
-                        choice,
-                        samples=samples,
-                        task=task,
-                        layers=layers,
-                        progress=progress,
-                    )
-                # The worst samples are drawn where they are at hand.
-                inputs = None if html is None else open_inputs(opened, given_data, samples)
-                pictures = () if inputs is None else draw_worst(inputs, report)
-        # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
-        in_ci = os.environ.get("CI", "").lower() in {"1", "true"} and (devices.names or devices.file is not None)
-        report = require_devices(report, (*require, *(skip.device for skip in report.skipped if in_ci)))
-        if report.runs:
-            # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
-            report = recheck_report(report, limits.apply(report.runs[0].thresholds))
-        if earlier is not None:
-            report = compare_with_baseline(report, earlier, str(baseline))
-        elif history is not None and (last := find_last_good(history, report)) is not None:
-            report = compare_with_baseline(report, last.report, f"run {last.id}")
+    if recheck is not None:
+        report = read_report(recheck)
+    else:
+        with opened_bundle(bundle or Path(), key=key, target=target) as opened:
+            task, choice = limits.find_task(opened.manifest), add_required(devices, require)
+            given_data = None if data is None else options.read_data(data, preprocess, labels=labels)
+            if given_data is None or reference is None:
+                files = RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
+                report = verify_on(opened, choice, progress, task=task, layers=layers, files=files)
+            else:
+                report = verify_with(
+                    opened, reference, given_data, choice, progress, samples=samples, task=task, layers=layers
+                )
+            # The worst samples are drawn where they are at hand.
+            inputs = None if html is None else open_inputs(opened, given_data, samples)
+            pictures = () if inputs is None else draw_worst(inputs, report)
+    # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
+    in_ci = os.environ.get("CI", "").lower() in {"1", "true"} and (devices.names or devices.file is not None)
+    report = require_devices(report, (*require, *(skip.device for skip in report.skipped if in_ci)))
+    if report.runs:
+        # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
+        report = recheck_report(report, limits.apply(report.runs[0].thresholds))
+    if earlier is not None:
+        report = compare_with_baseline(report, earlier, str(baseline))
+    elif history is not None and (last := find_last_good(history, report)) is not None:
+        report = compare_with_baseline(report, last.report, f"run {last.id}")
     # After the comparison, so that a run is never held against itself.
     if history is not None:
         record_report(history, report)
@@ -242,8 +234,8 @@ def verify_command(
         write_file(html, render_verify(report, pictures).encode())
     if markdown is not None:
         write_file(markdown, render_markdown((report,)).encode())
-    show_json(report) if as_json else show_verify(report)
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_verify(report), code)
 
 
 def _check_options(given: Collection[str]) -> None:
@@ -275,16 +267,14 @@ def _refuse(given: Collection[str], idle: Sequence[str], reason: str) -> None:
             raise UsageError(f"{option} means nothing here", hint=reason)
 
 
-def _check_files(bundle: Path, key: Path | None, *, as_json: bool) -> int:
+def _check_files(bundle: Path, key: Path | None) -> Answer:
     """Says that the bundle is whole; one that is not raises an error."""
     with opened_any(bundle, key=key) as found:
         said = found.attested
         facts = {"bundle": bundle, "whole": True, "sha256": found.sha256, "signed": said is not None}
         signed = f"signed with that key: {describe_attested(said)}" if said else "signature not checked"
-        show_json({**facts, "attested": said}) if as_json else show_line(
-            f"{bundle} is whole ({found.sha256}), {signed}"
-        )
-    return YES
+        line = f"{bundle} is whole ({found.sha256}), {signed}"
+    return Answer({**facts, "attested": said}, lambda: show_line(line))
 
 
 def show_verify(report: VerifyReport) -> None:
@@ -317,49 +307,39 @@ def runs_command() -> None:
 def list_command(
     history: History,
     bundle: Annotated[str | None, Option("Only those of this bundle.", "NAME")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """List the verifications, oldest first."""
     runs = list_runs(history, bundle=bundle)
-    if as_json:
-        names = ("id", "time", "bundle", "target", "passed", "verdict")
-        show_json({"runs": [{name: getattr(run, name) for name in names} for run in runs]})
-    for run in () if as_json else runs:
-        show_line(f"{run.id}  {run.time}  {run.bundle}  {run.verdict}")
-    if not runs and not as_json:
-        show_line(f"no verification of '{bundle}' is recorded" if bundle else "no verification is recorded")
-    return YES
+    names = ("id", "time", "bundle", "target", "passed", "verdict")
+    lines = [f"{run.id}  {run.time}  {run.bundle}  {run.verdict}" for run in runs]
+    none = f"no verification of '{bundle}' is recorded" if bundle else "no verification is recorded"
+    facts = [{name: getattr(run, name) for name in names} for run in runs]
+    return Answer({"runs": facts}, lambda: show_lines(lines or [none]))
 
 
 @subcommand(runs_command, "bench")
 def bench_command(
     history: History,
     subject: Annotated[str | None, Option("Only those of this bundle or model.", "NAME")],
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """List the benchmarks that `edgekit bench --history FILE` recorded, oldest first."""
     benches = list_benches(history, subject=subject)
-    if as_json:
-        show_json({"benches": benches})
-    for one in () if as_json else benches:
+    lines = [] if benches else ["no benchmark is recorded"]
+    for one in benches:
         for run in one.report.runs:
             time = run.failure or f"{run.median_ms:.3g} ms, 95 % {run.interval_ms[0]:.3g} to {run.interval_ms[1]:.3g}"
-            show_line(f"{one.id}  {one.time}  {one.subject}  {run.device}  batch {run.batch}  {time}")
-    if not benches and not as_json:
-        show_line("no benchmark is recorded")
-    return YES
+            lines.append(f"{one.id}  {one.time}  {one.subject}  {run.device}  batch {run.batch}  {time}")
+    return Answer({"benches": benches}, lambda: show_lines(lines))
 
 
 @subcommand(runs_command, "show")
 def show_command(
     number: Annotated[int, Argument()],
     history: History,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Show one verification. Exit code 1: it failed. 3: it is not proven."""
     run = read_run(history, number)
-    show_json(run) if as_json else show_verify(run.report)
-    return options.exit_code(run.verdict)
+    return Answer(run, lambda: show_verify(run.report), options.exit_code(run.verdict))
 
 
 @subcommand(runs_command, "diff")
@@ -367,16 +347,13 @@ def diff_command(
     before: Annotated[int, Argument()],
     now: Annotated[int, Argument()],
     history: History,
-    as_json: options.Json,
-) -> int:
+) -> Answer:
     """Say what was different about two verifications. Exit code 1: something became worse."""
     found = diff_runs(read_run(history, before), read_run(history, now))
-    if as_json:
-        show_json(found)
-        return NO if found.regressions else YES
-    for change in found.changes:
-        show_line(f"changed: {change}")
-    for line in found.regressions:
-        show_line(f"worse: {line}")
-    show_line("nothing became worse" if not found.regressions else f"{len(found.regressions)} figures became worse")
-    return NO if found.regressions else YES
+    count = len(found.regressions)
+    lines = (
+        *(f"changed: {change}" for change in found.changes),
+        *(f"worse: {line}" for line in found.regressions),
+        f"{count} figures became worse" if count else "nothing became worse",
+    )
+    return Answer(found, lambda: show_lines(lines), NO if count else YES)

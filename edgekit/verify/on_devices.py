@@ -90,11 +90,11 @@ def verify_with(
     reference: Path,
     data: Data,
     choice: DeviceChoice,
+    progress: Progress | None = None,
     *,
     samples: int | None = None,
     task: TaskLimit | None = None,
     layers: bool = False,
-    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verifies a bundle with other samples than its golden ones, at most `samples`; nothing is written into it.
 
