@@ -7,6 +7,7 @@ It also tells whether values stay finite: attention masks hold the lowest float3
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -146,12 +147,33 @@ def square_of(graph: Graph, name: str) -> str | None:
     return node.input[0] if graph.number(node.input[1]) == 2 else None
 
 
-def mean_of(graph: Graph, name: str) -> str | None:
-    """Returns x where a value is the mean of x over its last axis, which stays as 1."""
-    node = made_by(graph, name, "ReduceMean")
-    if node is None or node.integer("keepdims", 1) != 1:
+def mean_of(graph: Graph, name: str) -> tuple[str, int] | None:
+    """Returns x and an axis where a value is the mean of x along this axis, in whatever shape.
+
+    JAX writes a mean as a sum, times one over the number of values.
+    """
+    mean = made_by(graph, unshape(graph, name), "ReduceMean")
+    share, values = (1.0, ()) if mean is not None else factors(graph, unshape(graph, name))
+    total = made_by(graph, unshape(graph, values[0]), "ReduceSum") if len(values) == 1 else mean
+    axis = None if total is None else reduced_axis(graph, total)
+    shape = () if total is None else graph.value(total.input[0]).shape or ()
+    if total is None or axis is None or not -len(shape) <= axis < len(shape):
         return None
-    return node.input[0] if reduced_axis(graph, node) in {-1, len(graph.value(node.input[0]).shape or ()) - 1} else None
+    is_mean = total is mean or is_near(share * (shape[axis] or 0), 1)
+    return (total.input[0], axis % len(shape)) if is_mean else None
+
+
+def unshape(graph: Graph, name: str) -> str:
+    """Returns the value that a value repeats, entry by entry, in the same or another shape."""
+    while (node := made_by(graph, name, "Identity", "Reshape", "Squeeze", "Unsqueeze")) is not None:
+        name = node.input[0]
+    return name
+
+
+def keeps_axis(graph: Graph, name: str, data: str, axis: int) -> bool:
+    """Returns True if a value has the shape of `data`, but for one axis, whose size is 1."""
+    shape = graph.value(data).shape
+    return shape is not None and graph.value(name).shape == (*shape[:axis], 1, *shape[axis + 1 :])
 
 
 def reduced_axis(graph: Graph, node: Node) -> int | None:
@@ -176,24 +198,15 @@ def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
     return None
 
 
-def quotient_of(graph: Graph, name: str) -> tuple[str, str] | None:
-    """Returns x and y where a value is x / y: as one Div, or as x times one over y."""
-    node = made_by(graph, name, "Div", "Mul")
+def fraction_of(
+    graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns a value as factors above and below a line, through Mul, Div and Reciprocal; `stop` is not looked into."""
+    node = made_by(graph, name, "Mul", "Div", "Reciprocal") if name != stop and depth else None
     if node is None:
-        return None
-    if node.op_type == "Div":
-        return node.input[0], node.input[1]
-    for value, factor in (node.input, node.input[::-1]):
-        over = made_by(graph, factor, "Reciprocal", "Div")
-        if over is not None and (over.op_type == "Reciprocal" or graph.number(over.input[0]) == 1):
-            return value, over.input[-1]
-    return None
-
-
-def vector_beside(graph: Graph, node: Node | None) -> tuple[str, str] | None:
-    """Returns the computed and the constant operand of a node, if the constant is float32 and has one axis."""
-    for value, vector in (node.input, node.input[::-1]) if node is not None and len(node.input) == 2 else ():
-        tensor = graph.constants.get(vector)
-        if value not in graph.constants and tensor is not None and len(tensor.dims) == 1:
-            return (value, vector) if graph.is_float_constant(vector) else None
-    return None
+        return (() if graph.number(name) == 1 else (name,)), ()
+    parts = [fraction_of(graph, each, stop, depth - 1) for each in node.input]
+    if node.op_type != "Mul":
+        parts[-1] = parts[-1][::-1]
+    above, below = zip(*parts, strict=True)
+    return tuple(chain.from_iterable(above)), tuple(chain.from_iterable(below))

@@ -142,3 +142,12 @@ class Writer(msgspec.Struct, kw_only=True):
         name = f"{self.node.proto.name}/{part}"
         self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
+
+    def reshaped(self, part: str, name: str, shape: Sequence[int]) -> str:
+        """Adds a constant with the data of another one in another shape, and returns its name; no data are read."""
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(self.graph.constants[name])
+        tensor.name = f"{self.node.proto.name}/{part}"
+        tensor.dims[:] = shape
+        self.graph.proto.initializer.append(tensor)
+        return tensor.name

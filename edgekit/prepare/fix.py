@@ -48,18 +48,19 @@ FIXES = _by_id(
     layout.plain_reshape,
     layout.gather_to_reshape,
     layout.gather_from_start,
+    norms.join_layer_norm,
     norms.join_rms_norm,
     activations.join_gelu,
     activations.join_softmax,
 )
 """Rewrites that help or do no harm on every provider."""
 
-JOINS = frozenset({norms.join_rms_norm.id, activations.join_gelu.id})
+JOINS = frozenset({norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id})
 """Those of them that another rewrite undoes for a target that lacks the operator they write."""
 
 _SHAPED = (
     idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax, layout.gather_to_reshape,
-    layout.gather_from_start,
+    layout.gather_from_start, norms.join_layer_norm, norms.join_rms_norm,
 )  # fmt: skip
 _SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
 
@@ -190,18 +191,20 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
     """Applies the rewrites of these ids in place, and returns those that found something to do."""
     known = {value.name for value in proto.graph.value_info}
-    opset = read_opset(proto)
+    opset, is_inferred = read_opset(proto), False
     fixes: list[Fix] = []
     for name, rewrite in REWRITES.items():
         if name not in ids:
             continue
-        if name not in _SHAPELESS:
+        if name not in _SHAPELESS and not is_inferred:
             # Shapes after the rewrites before it.
             inferred = infer_model(proto).graph.value_info
             refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
+            is_inferred = True
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
+            is_inferred = False
             # Where one node replaces several, the others are idle now. ONNX Runtime would keep them, and the next
             # rewrite see them.
             drop_idle_nodes(proto.graph)

@@ -195,18 +195,35 @@ def _put_back(proto: onnx.ModelProto) -> None:
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:
-    """Returns True if a graph seems to have a LayerNormalization in parts: the root of a mean of squares."""
-    if not {"ReduceMean", "Sub", "Sqrt"} <= {node.op_type for node in graph.node}:
+    """Returns True if a graph seems to have a LayerNormalization in parts: values divided by the root of a variance.
+
+    The variance is the mean of (x - mean(x))^2, or mean(x^2) - mean(x)^2, as JAX writes it.
+    """
+    ops = {node.op_type for node in graph.node}
+    if not {"Sub", "Sqrt"} <= ops or ops.isdisjoint(_MEANS):
         return False
     makers = {name: node for node in graph.node for name in node.output}
 
-    def climb(node: onnx.NodeProto, *path: str) -> bool:
-        above = [makers[name] for name in node.input if name in makers]
-        return not path or any(climb(each, *path[1:]) for each in above if each.op_type == path[0])
+    def climb(name: str, *path: frozenset[str], most: int = _MOST_PARTS) -> bool:
+        node = makers.get(name)
+        if node is None or not path or not most:
+            return not path
+        if node.op_type in path[0]:
+            path = path[1:]
+        elif node.op_type not in _RESHAPES:
+            return False
+        return any(climb(each, *path, most=most - 1) for each in set(node.input))
 
+    divisors = [node.input[-1] for node in graph.node if node.op_type in {"Div", "Reciprocal"} and node.input]
+    centred, difference = (_SQUARES, _SUB, _MEANS), (_SUB, _MEANS, _SQUARES)
     return any(
-        climb(node, "Add", "ReduceMean", power, "Sub", "ReduceMean")
-        for node in graph.node
-        if node.op_type == "Sqrt"
-        for power in ("Pow", "Mul")
+        climb(name, frozenset({"Sqrt"}), frozenset({"Add"}), *variance)
+        for name in divisors
+        for variance in ((_MEANS, *centred), difference)
     )
+
+
+_SQUARES, _SUB, _MEANS = frozenset({"Mul", "Pow"}), frozenset({"Sub"}), frozenset({"ReduceMean", "ReduceSum"})
+# What stands between the parts: other shapes, a variance that is never negative, a sum times one over the size.
+_MOST_PARTS = 10
+_RESHAPES = frozenset({"Div", "Expand", "Identity", "Max", "Mul", "Reshape", "Squeeze", "Unsqueeze"})

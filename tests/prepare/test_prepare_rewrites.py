@@ -10,6 +10,7 @@ from prepare_models import assert_same, make_model, op_names, rewrite
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_OWN
 from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
+from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import ASKED, FIXES, REWRITES, SPELLINGS, fix_model
 
 WITH = {
@@ -110,10 +111,22 @@ WITH = {
     ),
     "join-softmax": (
         "g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z) "
-        "<int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}> "
-        "{ m = ReduceMax<axes=[1], keepdims=0>(x) n = Reshape(m, s) c = Sub(x, n) e = Exp(c) "
+        "<int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}, float b = {-inf}> "
+        "{ j = ReduceMax<axes=[1], keepdims=0>(x) m = Max(b, j) n = Reshape(m, s) c = Sub(x, n) e = Exp(c) "
         "t = ReduceSum<keepdims=0>(e, a) u = Unsqueeze(t, a) y = Div(e, u) "
         "f = Exp(x) g = ReduceSum(f, l) z = Div(f, g) }"
+    ),
+    "join-layer-norm": (
+        "g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z) <float[3] w = {1, -2, 3}, float t = {2}, "
+        "float[4,1] b = {1, -2, 3, 4}, float e = {0.001}, int64[1] a = {1}, int64[3] s = {2,1,3}, float q = {0.25}, "
+        "float o = {0}> "
+        # As PyTorch writes it, with the scale before the division, and as Flax does it, along axis 1.
+        "{ m = ReduceMean<axes=[-1]>(x) c = Sub(x, m) p = Pow(c, t) v = ReduceMean<axes=[2]>(p) f = Add(v, e) "
+        "r = Sqrt(f) cw = Mul(w, c) y = Div(cw, r) "
+        "k = ReduceSum<keepdims=0>(x, a) m1 = Mul(k, q) m2 = Reshape(m1, s) c1 = Sub(x, m2) h = Mul(x, x) "
+        "l = ReduceSum<keepdims=0>(h, a) n = Mul(q, l) u = Mul(m1, m1) d = Sub(n, u) g = Max(o, d) "
+        "j = Reshape(g, s) i = Add(e, j) r1 = Sqrt(i) r2 = Reciprocal(r1) rb = Mul(r2, b) cb = Mul(c1, rb) "
+        "z = Add(b, cb) }"
     ),
     "join-rms-norm": (
         "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
@@ -201,6 +214,11 @@ WITHOUT = {
         "{ e = Exp(x) t = ReduceSum<keepdims=0>(e, a) t2 = Reshape(t, s) y = Div(e, t2) h = ReduceSum(e, ab) "
         "z = Div(e, h) f = Exp(w) k = ReduceSum(f, b) v = Div(e, k) }"
     ),
+    "join-layer-norm": (
+        "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float t = {2}, float e = {0.001}> "
+        "{ m = ReduceMean<axes=[1]>(u) c = Sub(x, m) p = Pow(c, t) v = ReduceMean<axes=[1]>(p) f = Add(v, e) "
+        "r = Sqrt(f) y = Div(c, r) }"
+    ),
     "join-rms-norm": (
         "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
         "{ a = Pow(x, t) b = ReduceMean<axes=[1]>(a) c = Add(b, e) d = Sqrt(c) f = Div(x, d) y = Mul(w, f) }"
@@ -233,6 +251,7 @@ TOLERANCE = {
     "split-embed-norm": 1e-5,
     "join-gelu": 1e-6,
     "join-softmax": 1e-6,
+    "join-layer-norm": 1e-5,
     "join-rms-norm": 1e-5,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
@@ -303,6 +322,75 @@ def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
     text = f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}"
     assert rewrite(tmp_path, text, "join-hard-swish").fixes == ()
+
+
+FLAX_NORM = (
+    "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <int64[2] s = {4,1}, int64[2] t = {1,4}, float o = {0}, "
+    "float e = {0.001}, float[4] w = {1,-2,3,4}, float[4,4] full = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+    "int64[1] one = {1}> { a = ReduceMean<axes=[1], keepdims=0>(x) m = Reshape(a, s) c = Sub(x, m) p = Mul(x, x) "
+    "b = ReduceMean<axes=[1], keepdims=0>(p) q = Mul(a, a) d = Sub(b, q) f = Max(o, d) v = Reshape(f, s) "
+    "h = Add(v, e) r = Sqrt(h) n = Div(c, r) i = Mul(n, w) y = Add(i, w) }"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "instead"),
+    [
+        ("a = ReduceMean<axes=[1], keepdims=0>(x)", "a = ReduceMean<axes=[0], keepdims=0>(x)"),
+        ("a = ReduceMean<axes=[1], keepdims=0>(x)", "a = ReduceMean<axes=[1], keepdims=0>(u)"),
+        ("a = ReduceMean", "a = ReduceMax"),
+        ("m = Reshape(a, s)", "m = Reshape(a, t)"),
+        ("c = Sub(x, m)", "c = Sub(m, x)"),
+        ("c = Sub(x, m)", "c = Sub(u, m)"),
+        ("c = Sub(x, m)", "c = Add(x, m)"),
+        ("p = Mul(x, x)", "p = Mul(x, u)"),
+        ("p = Mul(x, x)", "p = Mul(u, u)"),
+        ("b = ReduceMean<axes=[1], keepdims=0>(p)", "b = ReduceMean<axes=[0], keepdims=0>(p)"),
+        ("b = ReduceMean<axes=[1], keepdims=0>(p)", "b = ReduceSum<keepdims=0>(p, one)"),
+        ("q = Mul(a, a)", "q = Mul(b, b)"),
+        ("q = Mul(a, a)", "q = Mul(a, b)"),
+        ("d = Sub(b, q)", "d = Sub(q, b)"),
+        ("f = Max(o, d)", "f = Max(e, d)"),
+        ("v = Reshape(f, s)", "v = Reshape(f, t)"),
+        ("r = Sqrt(h)", "r = Exp(h)"),
+        ("n = Div(c, r)", "n = Div(r, c)"),
+        ("n = Div(c, r)", "n = Mul(c, r)"),
+    ],
+)
+def test_what_is_nearly_a_layer_norm_stays(tmp_path: Path, part: str, instead: str) -> None:
+    assert op_names(rewrite(tmp_path, FLAX_NORM, "join-layer-norm").model.path) == ["LayerNormalization"]
+    assert FLAX_NORM.count(part) == 1
+    assert rewrite(tmp_path, FLAX_NORM.replace(part, instead), "join-layer-norm").fixes == ()
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "left"),
+    [
+        ("i = Mul(n, w)", "i = Mul(n, full)", ["LayerNormalization", "Mul", "Add"]),
+        ("y = Add(i, w)", "y = Add(i, full)", ["LayerNormalization", "Add"]),
+        ("y = Add(i, w)", "y = Sub(i, w)", ["LayerNormalization", "Sub"]),
+        ("y = Add(i, w)", "y = Add(n, w)", ["LayerNormalization"]),
+    ],
+)
+def test_a_scale_or_shift_that_does_not_lie_along_the_axis_stays_behind_a_layer_norm(
+    tmp_path: Path, part: str, instead: str, left: list[str]
+) -> None:
+    fixed = rewrite(tmp_path, FLAX_NORM.replace(part, instead), "join-layer-norm")
+    assert op_names(fixed.model.path) == left
+    assert_same(tmp_path, fixed, 1e-5)
+
+
+def test_an_older_model_gets_the_opset_that_has_layer_norms_only_where_it_divides_by_the_root_of_a_variance(
+    tmp_path: Path,
+) -> None:
+    for text, opset in ((FLAX_NORM, 17), (FLAX_NORM.replace("n = Div(c, r)", "n = Mul(c, r)"), 15)):
+        model = make_model(text, tmp_path / "m.onnx", opset=15)
+        assert prepare_model(model, tmp_path / "out.onnx", {}).opsets == {"ai.onnx": opset}
+
+
+@pytest.mark.parametrize(("opset", "joined"), [(16, False), (17, True)])
+def test_a_layer_norm_is_written_only_for_opsets_that_have_it(tmp_path: Path, opset: int, joined: bool) -> None:
+    assert bool(rewrite(tmp_path, FLAX_NORM, "join-layer-norm", opset=opset).fixes) == joined
 
 
 @pytest.mark.parametrize(("opset", "joined"), [(13, False), (14, True)])

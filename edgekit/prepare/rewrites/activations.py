@@ -8,7 +8,18 @@ import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, scaled_by, square_of, walk_product
+from edgekit.graph.match import (
+    beside,
+    factors,
+    is_near,
+    keeps_axis,
+    made_by,
+    reduced_axis,
+    scaled_by,
+    square_of,
+    unshape,
+    walk_product,
+)
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.split_attention import real
 
@@ -61,12 +72,8 @@ def plain_slope(writer: Writer) -> None:
     node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
     if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
         return
-    plain = onnx.TensorProto()
-    plain.CopyFrom(slope)
-    plain.name = f"{node.proto.name}/slope"
-    del plain.dims[:-_SLOPE_AXES]
-    writer.graph.proto.initializer.append(plain)
-    writer.add("PRelu", [node.input[0], plain.name])
+    plain = writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])
+    writer.add("PRelu", [node.input[0], plain])
 
 
 _HARD_SWISH_SINCE = 14
@@ -313,7 +320,8 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
 def join_softmax(writer: Writer) -> None:
     """Fuses exp(x - max(x)) / sum(exp(x - max(x))) along one axis into Softmax, which JAX exports in this form.
 
-    The form without the maximum, exp(x) / sum(exp(x)), is fused too. The last bits may differ (1e-6 relative).
+    The form without the maximum, exp(x) / sum(exp(x)), is fused too. JAX takes the maximum of the values and of minus
+    infinity. The last bits may differ (1e-6 relative).
     """
     graph, node = writer.graph, writer.node
     raised = made_by(graph, node.input[0], "Exp")
@@ -338,13 +346,8 @@ def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
 
     The value must still have this axis, with size 1, as with keepdims=1.
     """
-    shape, reduced = graph.value(data).static_shape, name
-    while (node := made_by(graph, reduced, "Reshape", "Unsqueeze", "Identity")) is not None:
-        reduced = node.input[0]
-    node = made_by(graph, reduced, op)
-    axis = None if node is None or node.input[0] != data or shape is None else reduced_axis(graph, node)
-    if axis is None or shape is None or graph.value(name).static_shape != (
-        *shape[: axis % len(shape)], 1, *shape[axis % len(shape) + 1 :]
-    ):  # fmt: skip
-        return None
-    return axis % len(shape)
+    reduced = unshape(graph, name)
+    node = made_by(graph, unshape(graph, beside(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced), op)
+    axis = None if node is None or node.input[0] != data else reduced_axis(graph, node)
+    axis = None if axis is None else axis % max(len(graph.value(data).shape or ()), 1)
+    return axis if axis is not None and keeps_axis(graph, name, data, axis) else None

@@ -1,13 +1,134 @@
 """Layer and RMS normalisation, fused into one node or split into ReduceMean, Sub, Sqrt and Div."""
 
+import msgspec
 import numpy as np
 
-from edgekit.graph.match import made_by, mean_of, quotient_of, root_of, square_of, vector_beside
+from edgekit.graph.graph import Graph
+from edgekit.graph.match import (
+    beside,
+    fraction_of,
+    keeps_axis,
+    made_by,
+    mean_of,
+    root_of,
+    square_of,
+    unshape,
+)  # fmt: skip
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
 
-# The first opsets with RMSNormalization, and with the axes of ReduceMean as an input.
-_RMS_NORM_SINCE, _AXES_INPUT_SINCE = 23, 18
+# The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
+_LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
+
+
+class _Norm(msgspec.Struct, frozen=True):
+    """A normalisation of `data` along an axis, (x - mean) / root(variance + epsilon) * scale + shift.
+
+    One of RMS has no mean. An absent scale or shift is "".
+    """
+
+    data: str
+    axis: int
+    epsilon: float
+    has_mean: bool
+    scale: str
+    shift: str
+
+
+def _find_norm(graph: Graph, name: str) -> _Norm | None:
+    """Returns the normalisation that makes a value in parts, in any order of its factors."""
+    added = made_by(graph, name, "Add")
+    scaled, shift = name, ""
+    if added is not None:
+        scaled, shift = added.input if added.input[1] in graph.constants else added.input[::-1]
+    below = fraction_of(graph, scaled)[1]
+    root = root_of(graph, unshape(graph, below[0])) if len(below) == 1 else None
+    spread = _find_spread(graph, root[0]) if root is not None else None
+    if root is None or spread is None:
+        return None
+    data, axis, squared = spread
+    above = fraction_of(graph, scaled, squared)[0]
+    vectors = [each for each in above if each in graph.constants]
+    moved = [each for each in above if each not in graph.constants]
+    has_mean = squared != data
+    if len(moved) != 1 or len(vectors) > 1 or not keeps_axis(graph, below[0], data, axis):
+        return None
+    is_divided = _find_mean(graph, moved[0]) == (data, axis) if has_mean else moved == [data]
+    along = [each for each in (*vectors, shift) if each]
+    if not is_divided or not all(_lies_along(graph, each, data, axis) for each in along):
+        return None
+    return _Norm(data, axis, root[1], has_mean, vectors[0] if vectors else "", shift)
+
+
+def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
+    """Returns x, the axis, and what is squared, where a value is a variance of x or a mean of its squares.
+
+    The variance is the mean of (x - mean(x))^2, or max(0, mean(x^2) - mean(x)^2), as JAX and Flax write it: then "" is
+    squared.
+    """
+    spread = unshape(graph, name)
+    spread = unshape(graph, beside(graph, made_by(graph, spread, "Max"), 0.0) or spread)
+    difference = made_by(graph, spread, "Sub")
+    mean = mean_of(graph, spread if difference is None else difference.input[0])
+    data = square_of(graph, mean[0]) if mean is not None else None
+    if mean is None or data is None:
+        return None
+    if difference is None:
+        centred = _find_mean(graph, data)
+        return (data, mean[1], data) if centred is None else (*centred, data)
+    squared = square_of(graph, unshape(graph, difference.input[1]))
+    return (data, mean[1], "") if squared and mean_of(graph, squared) == (data, mean[1]) else None
+
+
+def _find_mean(graph: Graph, name: str) -> tuple[str, int] | None:
+    """Returns x and an axis where a value is x minus its mean along this axis."""
+    node = made_by(graph, name, "Sub")
+    mean = mean_of(graph, node.input[1]) if node is not None else None
+    if node is None or mean is None or mean[0] != node.input[0] or not keeps_axis(graph, node.input[1], *mean):
+        return None
+    return mean
+
+
+def _lies_along(graph: Graph, name: str, data: str, axis: int) -> bool:
+    """Returns True if a constant has an entry for each place along an axis of `data`, and its type."""
+    value, shape = graph.value(name), graph.value(data).shape or ()
+    dims = [1] * (len(shape) - len(value.shape or ())) + list(value.shape or ())
+    wanted = [size if at == axis else 1 for at, size in enumerate(shape)]
+    return name in graph.constants and dims == wanted and value.dtype == graph.value(data).dtype
+
+
+@node_rewrite(
+    "join-layer-norm",
+    {"Add", "Div", "Mul"},
+    "write the parts of a layer normalisation as one node, {count}",
+    since=_LAYER_NORM_SINCE,
+)
+def join_layer_norm(writer: Writer) -> None:
+    """Fuses (x - mean(x)) / sqrt(variance(x) + epsilon) * scale + shift along one axis into one node.
+
+    JAX and Flax write the variance as mean(x^2) - mean(x)^2, a small difference of large numbers, which is lost in 8
+    bits and in half precision. An axis that is not the last, as of channels in [N, C, H, W], becomes the last between
+    two Transposes. The last bits may differ (1e-5 relative).
+    """
+    graph, node = writer.graph, writer.node
+    norm = _find_norm(graph, node.output[0])
+    shape = graph.value(norm.data).shape if norm is not None and norm.has_mean else None
+    readers = graph.readers(node.output[0])
+    # The scale or the shift behind this node belongs to the same normalisation.
+    is_part = readers and all(_find_norm(graph, reader.output[0]) is not None for reader in readers)
+    size = shape[norm.axis] if norm is not None and shape is not None else None
+    if norm is None or shape is None or size is None or is_part or graph.value(norm.data).dtype not in FLOATS:
+        return
+    ones = "" if norm.scale else writer.constant("scale", np.ones(size), graph.value(norm.data).dtype or "")
+    vectors = [ones or writer.reshaped("scale", norm.scale, [size])]
+    vectors += [writer.reshaped("shift", norm.shift, [size])] if norm.shift else []
+    order = [*(axis for axis in range(len(shape)) if axis != norm.axis), norm.axis]
+    if norm.axis == len(shape) - 1:
+        writer.add("LayerNormalization", [norm.data, *vectors], axis=-1, epsilon=norm.epsilon)
+    else:
+        moved = writer.add("Transpose", [norm.data], "moved", perm=order)
+        normal = writer.add("LayerNormalization", [moved, *vectors], "normal", axis=-1, epsilon=norm.epsilon)
+        writer.add("Transpose", [normal], perm=[order.index(axis) for axis in range(len(shape))])
 
 
 @node_rewrite("join-rms-norm", {"Mul"}, "write the parts of an RMS normalisation as one node, {count}")
@@ -18,21 +139,13 @@ def join_rms_norm(writer: Writer) -> None:
     SimplifiedLayerNormalization. The last bits may differ (1e-5 relative).
     """
     graph = writer.graph
-    scaled = vector_beside(graph, writer.node)
-    quotient = quotient_of(graph, scaled[0]) if scaled is not None else None
-    root = root_of(graph, quotient[1]) if quotient is not None else None
-    if scaled is None or quotient is None or root is None:
+    norm = _find_norm(graph, writer.node.output[0])
+    if norm is None or norm.has_mean or not norm.scale or not graph.is_float_constant(norm.scale):
         return
-    x, (squares, epsilon) = quotient[0], root
-    # The scale is a float32 constant, so x has this type even where type inference gave none.
-    is_float = x not in graph.constants and graph.value(x).dtype in {None, "float32"}
-    # With x - mean(x) the pattern is a layer normalisation, split for a provider without it.
-    centred = made_by(graph, x, "Sub")
-    is_centred = centred is not None and mean_of(graph, centred.input[1]) == centred.input[0]
-    if square_of(graph, mean_of(graph, squares) or "") != x or not is_float or is_centred:
-        return
-    op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
-    writer.add(op, [x, scaled[1]], axis=-1, epsilon=epsilon)
+    # Of x - mean(x) it is a layer normalisation, which an opset below 17 does not have.
+    if len(graph.value(norm.scale).shape or ()) == 1 and norm.axis == len(graph.value(norm.data).shape or ()) - 1:
+        op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
+        writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
 
 
 @node_rewrite(
@@ -83,7 +196,6 @@ def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:
     return writer.add("ReduceMean", [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
 
 
-_LAYER_NORM_SINCE = 17
 _SUM = 3
 
 
