@@ -6,7 +6,7 @@ It also tells whether values stay finite: attention masks hold the lowest float3
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 import numpy as np
@@ -199,10 +199,10 @@ def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
 
 
 def fraction_of(
-    graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST
+    graph: Graph, name: str, stop: Collection[str] = (), depth: int = _DEEPEST
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns a value as factors above and below a line, through Mul, Div and Reciprocal; `stop` is not looked into."""
-    node = made_by(graph, name, "Mul", "Div", "Reciprocal") if name != stop and depth else None
+    node = made_by(graph, name, "Mul", "Div", "Reciprocal") if name not in stop and depth else None
     if node is None:
         return (() if graph.number(name) == 1 else (name,)), ()
     parts = [fraction_of(graph, each, stop, depth - 1) for each in node.input]

@@ -363,6 +363,36 @@ def test_what_is_nearly_a_layer_norm_stays(tmp_path: Path, part: str, instead: s
     assert rewrite(tmp_path, FLAX_NORM.replace(part, instead), "join-layer-norm").fixes == ()
 
 
+TENSORFLOW_NORM = (
+    "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float e = {0.001}, float[4] w = {1,-2,3,4}, "
+    "float[4] b = {4,3,2,1}> { m = ReduceMean<axes=[1]>(x) c = Sub(x, m) p = Mul(c, c) "
+    "v = ReduceMean<axes=[1]>(p) h = Add(v, e) r = Sqrt(h) i = Reciprocal(r) f = Mul(i, w) s = Mul(x, f) n = Mul(m, f) t = Sub(b, n) y = Add(s, t) }"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "instead"),
+    [
+        ("s = Mul(x, f)", "s = Mul(u, f)"),
+        ("s = Mul(x, f)", "s = Mul(x, i)"),
+        ("n = Mul(m, f)", "n = Mul(m, i)"),
+        ("n = Mul(m, f)", "n = Mul(v, f)"),
+        ("n = Mul(m, f)", "n = Mul(x, f)"),
+        ("n = Mul(m, f)", "n = Mul(m, w)"),
+        ("t = Sub(b, n)", "t = Sub(n, b)"),
+        ("p = Mul(c, c)", "p = Mul(x, x)"),
+    ],
+)
+def test_a_layer_norm_of_tensorflow_is_joined_and_what_is_nearly_one_stays(
+    tmp_path: Path, part: str, instead: str
+) -> None:
+    fixed = rewrite(tmp_path, TENSORFLOW_NORM, "join-layer-norm")
+    assert op_names(fixed.model.path) == ["LayerNormalization"]
+    assert_same(tmp_path, fixed, 1e-5)
+    assert TENSORFLOW_NORM.count(part) == 1
+    assert rewrite(tmp_path, TENSORFLOW_NORM.replace(part, instead), "join-layer-norm").fixes == ()
+
+
 @pytest.mark.parametrize(
     ("part", "instead", "left"),
     [

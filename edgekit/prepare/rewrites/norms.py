@@ -1,19 +1,12 @@
 """Layer and RMS normalisation, fused into one node or split into ReduceMean, Sub, Sqrt and Div."""
 
+from itertools import permutations
+
 import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import (
-    beside,
-    fraction_of,
-    keeps_axis,
-    made_by,
-    mean_of,
-    root_of,
-    square_of,
-    unshape,
-)  # fmt: skip
+from edgekit.graph.match import beside, fraction_of, keeps_axis, made_by, mean_of, root_of, square_of, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
 
@@ -36,28 +29,46 @@ class _Norm(msgspec.Struct, frozen=True):
 
 
 def _find_norm(graph: Graph, name: str) -> _Norm | None:
-    """Returns the normalisation that makes a value in parts, in any order of its factors."""
-    added = made_by(graph, name, "Add")
-    scaled, shift = name, ""
-    if added is not None:
-        scaled, shift = added.input if added.input[1] in graph.constants else added.input[::-1]
+    """Returns the normalisation that makes a value in parts, in any order of its factors.
+
+    TensorFlow and Keras write it as x * f + (shift - mean(x) * f), where f is scale / root(variance + epsilon).
+    """
+    scaled, shift, subtracted = _find_shift(graph, name)
     below = fraction_of(graph, scaled)[1]
     root = root_of(graph, unshape(graph, below[0])) if len(below) == 1 else None
     spread = _find_spread(graph, root[0]) if root is not None else None
     if root is None or spread is None:
         return None
     data, axis, squared = spread
-    above = fraction_of(graph, scaled, squared)[0]
+    above = fraction_of(graph, scaled, (data, squared))[0]
     vectors = [each for each in above if each in graph.constants]
     moved = [each for each in above if each not in graph.constants]
-    has_mean = squared != data
     if len(moved) != 1 or len(vectors) > 1 or not keeps_axis(graph, below[0], data, axis):
         return None
-    is_divided = _find_mean(graph, moved[0]) == (data, axis) if has_mean else moved == [data]
+    has_mean = squared != data
+    if subtracted:
+        mean = [each for each in fraction_of(graph, subtracted)[0] if each not in graph.constants]
+        is_mean = len(mean) == 1 and mean_of(graph, mean[0]) == (data, axis) and keeps_axis(graph, mean[0], data, axis)
+        same = sorted(fraction_of(graph, subtracted)[0]) == sorted((*mean, *vectors))
+        is_norm = has_mean and is_mean and same and moved == [data] and fraction_of(graph, subtracted)[1] == below
+    else:
+        is_norm = _find_mean(graph, moved[0]) == (data, axis) if has_mean else moved == [data]
     along = [each for each in (*vectors, shift) if each]
-    if not is_divided or not all(_lies_along(graph, each, data, axis) for each in along):
+    if not is_norm or not all(_lies_along(graph, each, data, axis) for each in along):
         return None
     return _Norm(data, axis, root[1], has_mean, vectors[0] if vectors else "", shift)
+
+
+def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
+    """Returns a, the constant b and c where a value is a + (b - c), or a + b, or a; "" for what is absent."""
+    added = made_by(graph, name, "Add")
+    for scaled, shift in permutations(added.input) if added is not None else ():
+        difference = made_by(graph, shift, "Sub")
+        if shift in graph.constants:
+            return scaled, shift, ""
+        if difference is not None and difference.input[0] in graph.constants:
+            return scaled, difference.input[0], difference.input[1]
+    return name, "", ""
 
 
 def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
