@@ -366,7 +366,8 @@ def test_what_is_nearly_a_layer_norm_stays(tmp_path: Path, part: str, instead: s
 TENSORFLOW_NORM = (
     "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float e = {0.001}, float[4] w = {1,-2,3,4}, "
     "float[4] b = {4,3,2,1}> { m = ReduceMean<axes=[1]>(x) c = Sub(x, m) p = Mul(c, c) "
-    "v = ReduceMean<axes=[1]>(p) h = Add(v, e) r = Sqrt(h) i = Reciprocal(r) f = Mul(i, w) s = Mul(x, f) n = Mul(m, f) t = Sub(b, n) y = Add(s, t) }"
+    "v = ReduceMean<axes=[1]>(p) h = Add(v, e) r = Sqrt(h) i = Reciprocal(r) f = Mul(i, w) s = Mul(x, f) "
+    "n = Mul(m, f) t = Sub(b, n) y = Add(s, t) }"
 )
 
 
