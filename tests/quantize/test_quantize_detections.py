@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.likeness import AP, read_head
+from edgekit.quantize.accuracy.likeness import AP, BESIDE, MASKS, POINTS, read_head
+from edgekit.quantize.accuracy.loss import Loss
 from edgekit.quantize.accuracy.predict import predict_drop
 
 SIDE, KINDS = 64, 3
@@ -380,3 +382,74 @@ def test_numbers_beside_boxes_count_where_an_object_is() -> None:
 
     assert lose("objects") > 0.1
     assert lose("background") < 0.01
+
+
+def code_masks(boxes: Array, chances: Array) -> Tensors:
+    """Four maps are the quarters of the image: an object's mask is the quarter in which its middle lies, and others."""
+    quarters = np.zeros((1, 4, 16, 16), np.float32)
+    for number, (top, left) in enumerate(np.ndindex(2, 2)):
+        quarters[0, number, 8 * top : 8 * top + 8, 8 * left : 8 * left + 8] = 1
+    own = 2 * (boxes[:, 1] > SIDE / 2) + (boxes[:, 0] > SIDE / 2)
+    coefficients = np.where(np.arange(4) == own[:, None], 2.0, -1.5)
+    return {"y": np.concatenate([boxes, chances, coefficients], 1).T[None], "p": quarters}
+
+
+def code_points(boxes: Array, chances: Array) -> Tensors:
+    """Two points of each object: the middle, and a corner that is hardly seen."""
+    seen = np.full((len(boxes), 1), 0.9)
+    points = [boxes[:, :2], seen, boxes[:, :2] + boxes[:, 2:] / 2, seen / 30]
+    return {"y": np.concatenate([boxes, chances, *points], 1).T[None]}
+
+
+def code_angles(boxes: Array, chances: Array) -> Tensors:
+    angles = np.random.default_rng(3).uniform(-1, 1, (len(boxes), 1))
+    return {"y": np.concatenate([boxes, chances, angles], 1).T[None]}
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "measure"),
+    [(code_masks, "masks", MASKS), (code_points, "points", POINTS), (code_angles, "values", BESIDE)],
+)
+def test_what_lies_behind_the_scores_of_a_table_is_no_score(
+    code: Callable[[Array, Array], Tensors], kind: str, measure: str
+) -> None:
+    rows = [code(*draw_places(seed)) for seed in range(6)]
+    head = read(find_head(rows, (SIDE, SIDE)))
+    (beside,) = head.beside
+    assert (head.scores.start, head.scores.stop, beside.kind) == (4, 4 + KINDS, kind)
+    assert head.outputs == rows[0].keys()
+    detections, part = read_head(head, {name: value.shape for name, value in rows[0].items()})
+    assert part.measure == measure
+
+    def lose(by: float, where: str) -> tuple[Loss, float]:
+        """Returns the loss and the movement if numbers are off where objects are, or elsewhere."""
+        records = list[Array]()
+        for row in rows:
+            is_object = row["y"][0, 4 : 4 + KINDS].max(axis=0) > 0.3
+            columns = np.arange(row["y"].shape[1])[:, None]
+            changed = (columns >= 4 + KINDS) & (columns % 3 < 2 if kind == "points" else columns > 0)
+            off = by * changed * (is_object == (where == "objects"))
+            moved: Tensors = {**row, "y": row["y"] + off}
+            records.append(part.record(row, moved))
+            assert np.allclose(detections.record(row, moved)[:, 4], 0, atol=1e-6)
+        return part.judge(records), float(part.soften(records).mean())
+
+    nothing, little, much = (lose(by, "objects") for by in (0.0, 0.05, 4.0))
+    assert nothing[0].estimate == nothing[1] == 0
+    assert nothing[0].estimate <= little[0].estimate < much[0].estimate
+    assert much[0].estimate > 0.1
+    assert much[1] > 0.1
+    assert lose(0.5, "background")[0].estimate < 0.1 * much[0].estimate
+    assert little[0].interval[0] <= little[0].estimate <= little[0].interval[1]
+
+
+def test_points_that_are_not_seen_do_not_count() -> None:
+    rows = [code_points(*draw_places(seed)) for seed in range(6)]
+    _, part = read_head(read(find_head(rows, (SIDE, SIDE))), {"y": rows[0]["y"].shape})
+
+    def lose(point: int) -> float:
+        off = np.zeros((rows[0]["y"].shape[1], 1))
+        off[4 + KINDS + 3 * point] = 6
+        return part.judge([part.record(row, {"y": row["y"] + off}) for row in rows]).estimate
+
+    assert lose(0) > 5 * lose(1) > 0

@@ -18,6 +18,7 @@ from edgekit.quantize.accuracy.heads import (
     BINS,
     CENTRED,
     EXPLICIT,
+    Beside,
     Columns,
     Head,
     are_boxes,
@@ -61,8 +62,10 @@ _CLASS_SHARE = 0.65
 _MOST_COMPARED = 60
 # Decoded boxes come before those of a grid, and corners, which may also be read as middle and size, before all.
 _PREFERRED = {"corners": 2, "middle and size": 1}
-# At least this share of shifts lies within its cell.
+# At least this share of shifts lies within its cell, and of points within a box of twice the size of theirs.
 _MOSTLY = 0.95
+# Probabilities in float32 leave the range from 0 to 1 by less.
+_TOLERANCE = 1e-3
 
 
 _Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
@@ -98,20 +101,53 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
                 rank = (_PREFERRED.get(code, 0), head.objectness is not None, round(near, 2))
                 if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
                     best, reached = coded, rank
-    return best and msgspec.structs.replace(best, beside=_find_beside(best, outputs[0]))
+    return best and msgspec.structs.replace(best, beside=tuple(_find_beside(best, outputs, image)))
 
 
-def _find_beside(head: Head, outputs: Tensors) -> tuple[Columns, ...]:
-    """Returns what else is told of the rows of boxes: other outputs, and columns behind those that are read."""
+def _find_beside(head: Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[Beside]:
+    """Yields what else is told of the rows of boxes: other outputs, and columns behind those that are read."""
     boxes, stops = head.boxes[0], dict[tuple[str, ...], int]()
     for each in (*head.boxes, head.scores, *filter(None, [head.objectness])):
         stops[each.outputs] = max(each.stop * each.anchors, stops.get(each.outputs, 0))
-    groups = _join_levels(outputs)
+    groups = _join_levels(outputs[0])
     group = next(
         group for group in groups if any(each.outputs == boxes.outputs and each.axis == boxes.axis for each in group)
     )
-    rest = (msgspec.structs.replace(each, start=stops.get(each.outputs, 0)) for each in group)
-    return tuple(each for each in rest if each.count)
+    for each in group:
+        start = stops.get(each.outputs, 0)
+        rest = Beside(outputs=each.outputs, axis=each.axis, start=start, stop=each.stop, image=image)
+        prototypes = _find_prototypes(outputs[0], rest.count)
+        if prototypes and head.grid is None:
+            yield msgspec.structs.replace(rest, kind="masks", prototypes=prototypes)
+        elif rest.count:
+            numbers = _count_numbers(head, rest, outputs) if head.grid is None else 0
+            yield msgspec.structs.replace(rest, kind="points", numbers=numbers) if numbers else rest
+
+
+def _find_prototypes(outputs: Tensors, count: int) -> str:
+    """Returns the output with so many maps, "" if there is none."""
+    maps = {name: each for name, each in outputs.items() if each.ndim == 4 and each.dtype.kind == "f"}
+    return next((name for name, each in maps.items() if count > 1 and each.shape[:2] == (1, count)), "")
+
+
+def _count_numbers(head: Head, rest: Columns, outputs: Sequence[Tensors]) -> int:
+    """Returns how many numbers each point of an object has, 0 where columns are no points: those lie near their box."""
+    sure = _find_high_scores(head, outputs)
+    if not sure:
+        return 0
+    pairs = list(zip(outputs, sure, strict=True))
+    values = np.concatenate([rest.read(row, one.rows) for row, one in pairs])
+    boxes = np.concatenate([decode_boxes(head.code, head.read_boxes(row, one.rows), None) for row, one in pairs])
+    middle, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
+    for numbers in (3, 2):
+        if rest.count % numbers:
+            continue
+        points = values.reshape(len(values), -1, numbers)
+        seen = points[..., 2] if numbers > 2 else np.ones(points.shape[:2])
+        is_near = (np.abs(points[..., :2] - middle[:, None]) <= sides[:, None]).all(axis=-1)[seen >= 1 / 2]
+        if _are_shares(float(seen.min()), float(seen.max())) and is_near.size and is_near.mean() >= _MOSTLY:
+            return numbers
+    return 0
 
 
 def may_be_head(outputs: Tensors) -> bool:
@@ -139,7 +175,7 @@ def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
         for table in group if (is_one_level if rank < 4 else len(group) == 1) else ():
             for anchors in (1, 3) if rank == 4 else (1,):
                 columns = msgspec.structs.replace(table, stop=table.count // anchors, anchors=anchors)
-                for part, rest in _split_table(columns) if table.count % anchors == 0 else ():
+                for part, rest in _split_table(columns, outputs) if table.count % anchors == 0 else ():
                     yield (part,), rest
         for boxes, others in _pick_boxes(group, is_map=rank == 4 and is_one_level):
             for scores in others:
@@ -185,7 +221,7 @@ def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tup
         yield pair, [other for other in group if other not in pair]
 
 
-def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+def _split_table(table: Columns, outputs: Tensors) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
     """Yields the usual orders of columns: boxes first or last, with or without an objectness."""
     count = table.count
 
@@ -195,11 +231,26 @@ def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]
     for width in _BOX_WIDTHS:
         if width + 1 > count:
             continue
-        yield part(0, width), (part(width, count),)
+        end = width + _count_scores(part(width, count), outputs)
+        yield part(0, width), (part(width, end),)
         yield part(count - width, count), (part(0, count - width),)
-        if width + 2 <= count:
-            yield part(0, width), (part(width, width + 1), part(width + 1, count))
-            yield part(1, width + 1), (part(0, 1), part(width + 1, count))
+        if width + 2 <= end:
+            yield part(0, width), (part(width, width + 1), part(width + 1, end))
+            yield part(1, width + 1), (part(0, 1), part(width + 1, end))
+
+
+def _count_scores(rest: Columns, outputs: Tensors) -> int:
+    """Returns how many of the columns behind boxes may be scores; those behind them tell of masks, points or angles.
+
+    If the first is a probability, scores end at the first column that is none. Masks have as many coefficients as
+    another output has maps.
+    """
+    values = rest.view(outputs)
+    shares = (values.min(axis=0) >= -_TOLERANCE) & (values.max(axis=0) <= 1 + _TOLERANCE)
+    if shares[0] and not shares.all():
+        return int(shares.argmin())
+    behind = (count for count in range(rest.count - 1, 1, -1) if _find_prototypes(outputs, count))
+    return rest.count - next(behind, 0)
 
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
@@ -245,7 +296,7 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
 
 
 def _are_shares(low: float, high: float) -> bool:
-    return low >= -1e-3 and high <= 1 + 1e-3
+    return low >= -_TOLERANCE and high <= 1 + _TOLERANCE
 
 
 def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScores, ...]:
@@ -320,7 +371,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     columns: ListColumns
 
     keeps_places: ClassVar[bool] = False
-    beside: ClassVar[tuple[Columns, ...]] = ()
+    beside: ClassVar[tuple[Beside, ...]] = ()
     centred: ClassVar[bool] = False
 
     @property

@@ -5,7 +5,7 @@ The codes of the usual heads, and the grids of places that they are relative to.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -245,6 +245,23 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
         return rows.reshape(-1, rows.shape[-1])
 
 
+class Beside(Columns, frozen=True, kw_only=True):
+    """What a detector tells of an object beside its box and its class.
+
+    Attributes:
+        kind: "masks" are coefficients of the channels of the output `prototypes` (D. Bolya et al., "YOLACT",
+            arXiv:1904.02689), "points" are places in the image, and "values" anything else.
+        numbers: how many numbers a point has: x and y, and mostly whether it is seen.
+        prototypes: the output whose channels are combined to masks.
+        image: height and width of the image.
+    """
+
+    kind: Literal["values", "points", "masks"] = "values"
+    numbers: int = 0
+    prototypes: str = ""
+    image: tuple[int, int] = (0, 0)
+
+
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Where the boxes, the scores and the objectness of a detector lie, and how they are coded.
 
@@ -271,7 +288,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     squash_objectness: str = ""
     background: int | None = None
     peaks: tuple[int, int] | None = None
-    beside: tuple[Columns, ...] = ()
+    beside: tuple[Beside, ...] = ()
 
     keeps_places: ClassVar[bool] = True
 
@@ -289,7 +306,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
         every = (*self.boxes, self.scores, *filter(None, [self.objectness]), *self.beside)
-        return frozenset(name for each in every for name in each.outputs)
+        prototypes = frozenset(each.prototypes for each in self.beside if each.prototypes)
+        return prototypes.union(*(each.outputs for each in every))
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
@@ -360,12 +378,16 @@ def overlap_pairs(one: Array, two: Array) -> Array:
     return np.asarray(both / np.maximum(share(one, one) + share(two, two) - both, 1e-12))
 
 
+def find_sides(boxes: Array, image: tuple[int, int]) -> Array:
+    """Returns width and height of the image in the units of corners that the graph decodes: pixels, or shares of it."""
+    return np.array([1, 1] if np.abs(boxes).max(initial=0) <= _MOST_SHARE else image[::-1], np.float64)
+
+
 def are_boxes(boxes: Array, image: tuple[int, int], *, explicit: bool) -> bool:
     """Returns True if corners are those of boxes in several places of the image, neither specks nor all of it."""
     if not np.isfinite(boxes).all():
         return False
-    # Corners that the graph decodes may be shares of the image.
-    sides = np.array([1, 1] if explicit and np.abs(boxes).max() <= _MOST_SHARE else image[::-1], np.float64)
+    sides = find_sides(boxes, image) if explicit else np.array(image[::-1], np.float64)
     low, high = boxes[:, :2] / sides, boxes[:, 2:] / sides
     middle, area = (low + high) / 2, (high - low).prod(axis=1)
     good = (high > low).all(axis=1) & (middle > -0.2).all(axis=1) & (middle < 1.2).all(axis=1)

@@ -10,15 +10,16 @@ import numpy as np
 
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.detections import CERTAINTY, estimate_drop, record_detections, soften_detections
+from edgekit.quantize.accuracy.beside import judge_beside, record_beside, soften_beside
+from edgekit.quantize.accuracy.detections import estimate_drop, record_detections, soften_detections
 from edgekit.quantize.accuracy.head_search import DetectionList
-from edgekit.quantize.accuracy.heads import Columns, Head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db, record_values
+from edgekit.quantize.accuracy.heads import Head
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
-BESIDE = "R2 of the numbers beside boxes"
-"""The measure of what a detector tells of each object besides, such as points of a face."""
+BESIDE, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU)", "similarity of points (OKS)"
+"""The measures of what a detector tells of each object besides."""
 # The bound of a test that is looked at four times, each time over twice as many samples, in standard errors: with it,
 # all looks together find a difference where there is none in 5 % of cases. For steps of equal size it is 2.361 (S. J.
 # Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for these it was computed
@@ -26,7 +27,6 @@ BESIDE = "R2 of the numbers beside boxes"
 _RACE_Z = 2.41
 # Losses that differ by less, a hundredth of a point, are chance.
 _LEAST_LOSS = 1e-4
-# What every row counts, so that images without objects have a mean too.
 _TINY = 1e-12
 
 
@@ -63,24 +63,19 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
         soften=partial(soften_detections, centred=head.centred),
     )
     values = MEASURES["values"]
-    beside = (
-        msgspec.structs.replace(
-            detections,
-            measure=BESIDE,
-            source=values.source,
-            record=partial(_record_beside, head, columns),
-            judge=values.judge,
-            soften=values.soften,
+    told = {
+        "values": (BESIDE, values.source, values.judge, values.soften),
+        "masks": (MASKS, "the float model's masks", judge_beside, soften_beside),
+        "points": (POINTS, "the float model's points", judge_beside, soften_beside),
+    }
+    parts = [detections]
+    for each in head.beside:
+        measure, source, judge, soften = told[each.kind]
+        record = partial(record_beside, head, each)
+        parts.append(
+            Part(shapes=detections.shapes, measure=measure, source=source, record=record, judge=judge, soften=soften)
         )
-        for columns in head.beside
-    )
-    return (detections, *beside)
-
-
-def _record_beside(head: Head | DetectionList, columns: Columns, expected: Tensors, found: Tensors) -> Array:
-    """Returns the record of values of which each row counts as far as it shows an object."""
-    chances = np.maximum(head.decode(expected)[1].max(axis=1), _TINY) ** CERTAINTY
-    return record_values(columns.read(expected), columns.read(found), Reading(kind="values", axis=1), chances)
+    return tuple(parts)
 
 
 def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:

@@ -234,7 +234,7 @@ def _judge_map(records: Sequence[Array]) -> Loss:
     variance = _SAME_TRUTH * (total[6, counted] * ((1 + overlaps) / unions) ** 2).sum() / len(unions) ** 2
     estimate = float(score(total))
     reach = Z95 * math.hypot(math.sqrt(variance), _MAP_DEVIATION * estimate)
-    low, high = (math.hypot(end - estimate, reach) for end in _bootstrap(table, score))
+    low, high = (math.hypot(end - estimate, reach) for end in bootstrap(table, score))
     agreement = float(total[5].sum() / total[4].sum())
     return Loss(estimate=estimate, interval=(max(estimate - low, -1.0), min(estimate + high, 1.0)), agreement=agreement)
 
@@ -252,7 +252,7 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     """Returns half of the share of labels that changed: how sure the float model was of them is not known."""
     table = np.stack(records)
     changed = float(table[:, 0].sum() / table[:, 1].sum())
-    _, most = _bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
+    _, most = bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
     if table[:, 1].max() == 1:
         most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
@@ -303,7 +303,7 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     def score(sums: Array) -> Array:
         return np.asarray(sums[..., 0] / sums[..., 1])
 
-    return Loss(estimate=float(score(pairs.sum(axis=0))), interval=_bootstrap(pairs, score))
+    return Loss(estimate=float(score(pairs.sum(axis=0))), interval=bootstrap(pairs, score))
 
 
 def _soften_image(records: Sequence[Array]) -> Array:
@@ -350,7 +350,7 @@ def _judge_values(records: Sequence[Array]) -> Loss:
         means = [(lost * each).sum(axis=-1) / max(float(each.sum()), 1e-30) for each in weights]
         return np.asarray(np.max(means, axis=0))
 
-    lost, (low, high) = float(score(total)), _bootstrap(table, score)
+    lost, (low, high) = float(score(total)), bootstrap(table, score)
     reach = _CHANCE * math.sqrt(lost)
     if len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table):
         low, estimate = 0.0, discount_loss(lost)
@@ -457,7 +457,7 @@ def reach_without_labels(measure: str, estimate: float, changed: float) -> float
     return _UNKNOWN_COST * changed if measure == MEASURES["labels"].name else 0.0
 
 
-def _bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:
+def bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:
     """Returns the interval of a score of sums over samples: percentiles of a bootstrap (B. Efron, 1979), seeded."""
     count = len(table)
     weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)

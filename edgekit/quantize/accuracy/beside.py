@@ -1,0 +1,81 @@
+"""What a detector tells of an object beside its box: how far its masks, its points and other numbers are lost.
+
+Each row counts by how likely it shows an object (`CERTAINTY`), and the same row is compared in both models.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekit.model.outputs import Reading
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.accuracy.detections import CERTAINTY, Detector
+from edgekit.quantize.accuracy.heads import Beside, find_sides
+from edgekit.quantize.accuracy.loss import Loss, bootstrap, discount_loss, record_values
+
+# What every row counts, so that images without objects have a mean too.
+_TINY = 1e-12
+# Masks and points of so many rows are compared, the surest: a choice, for the time. Rows of lower scores show nothing.
+_MOST_ROWS, _LEAST_SCORE = 32, 0.1
+# Object keypoint similarity, exp(-d^2 / (2 area k^2)), with the mean of COCO's 17 constants k (M. R. Ronchi and P.
+# Perona, "Benchmarking and error diagnosis in multi-instance pose estimation", 2017).
+_POINT_SPREAD = 0.13
+
+
+def record_beside(head: Detector, beside: Beside, expected: Tensors, found: Tensors) -> Array:
+    """Returns the record of a sample; for masks and points the weight of all rows, and how much of it is lost."""
+    boxes, chances = head.decode(expected)
+    surest = chances.max(axis=1)
+    if beside.kind == "values":
+        weights = np.maximum(surest, _TINY) ** CERTAINTY
+        return record_values(beside.read(expected), beside.read(found), Reading(kind="values", axis=1), weights)
+    rows = np.argsort(-surest, kind="stable")[:_MOST_ROWS]
+    rows = rows[surest[rows] >= _LEAST_SCORE]
+    lose = _lose_masks if beside.kind == "masks" else _lose_points
+    weights = surest[rows] ** CERTAINTY
+    return np.array([weights.sum(), (weights * lose(beside, rows, boxes[rows], expected, found)).sum()])
+
+
+def _lose_masks(beside: Beside, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
+    """Returns one less the overlap (IoU) of the two masks of each row, within the box of the float model."""
+    masks = [_draw_masks(beside, rows, boxes, outputs) for outputs in (expected, found)]
+    both, either = (masks[0] & masks[1]).sum(axis=(1, 2)), (masks[0] | masks[1]).sum(axis=(1, 2))
+    return np.where(either > 0, 1 - both / np.maximum(either, 1), 0.0)
+
+
+def _draw_masks(beside: Beside, rows: Array, boxes: Array, outputs: Tensors) -> Array:
+    """Returns the mask of each row, bool [rows, height, width]: a place belongs to it where the sum is positive."""
+    prototypes = outputs[beside.prototypes][0].astype(np.float64)
+    masks = np.tensordot(beside.read(outputs, rows), prototypes, axes=1) > 0
+    height, width = masks.shape[1:]
+    cell = find_sides(boxes, beside.image) / (width, height)
+    columns, lines = (np.arange(width) + 0.5) * cell[0], (np.arange(height) + 0.5) * cell[1]
+    wide = (columns >= boxes[:, 0:1]) & (columns <= boxes[:, 2:3])
+    high = (lines >= boxes[:, 1:2]) & (lines <= boxes[:, 3:4])
+    return np.asarray(masks & wide[:, None, :] & high[:, :, None])
+
+
+def _lose_points(beside: Beside, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
+    """Returns one less the similarity of the points (OKS) of each row, over those that the float model sees."""
+    one, two = (beside.read(each, rows).reshape(len(rows), -1, beside.numbers) for each in (expected, found))
+    squares = ((one[..., :2] - two[..., :2]) ** 2).sum(axis=-1)
+    area = np.maximum((boxes[:, 2:] - boxes[:, :2]).prod(axis=1), _TINY)
+    lost = 1 - np.exp(-squares / (2 * area[:, None] * _POINT_SPREAD**2))
+    seen = one[..., 2] if beside.numbers > 2 else np.ones_like(squares)
+    return np.asarray((seen * lost).sum(axis=1) / np.maximum(seen.sum(axis=1), _TINY))
+
+
+def judge_beside(records: Sequence[Array]) -> Loss:
+    """Returns the share of masks or points that is lost: half of it is expected (`discount_loss`), all is possible."""
+    table = np.stack(records)
+
+    def score(sums: Array) -> Array:
+        return np.asarray(sums[..., 1] / np.maximum(sums[..., 0], _TINY))
+
+    return Loss(estimate=discount_loss(float(score(table.sum(axis=0)))), interval=(0.0, bootstrap(table, score)[1]))
+
+
+def soften_beside(records: Sequence[Array]) -> Array:
+    """Returns how much of the masks or points of each sample is lost, as a share of how many there are."""
+    table = np.stack(records)
+    return np.asarray(table[:, 1] / max(float(table[:, 0].mean()), _TINY))
