@@ -13,7 +13,7 @@ from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.likeness import AP, BESIDE, MASKS, POINTS, read_head
 from edgekit.quantize.accuracy.loss import Loss
-from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.accuracy.predict import SILENT, predict_drop
 
 SIDE, KINDS = 64, 3
 
@@ -337,6 +337,20 @@ def test_a_class_that_is_taken_for_another_is_lost() -> None:
 TEXT = """g (float[1,3,64,64] image, float[1,7,80] x) => (float[1,7,80] y)
   <float[1,7,1] off = {OFF}, float[1,7,1] scale = {SCALE}>
   { s = Mul(x, scale)  y = Add(s, off) }"""
+
+
+def test_a_detector_that_detects_nothing_is_said_to_be_judged_by_nothing(tmp_path: Path) -> None:
+    """Scores of 0.03 and less are rounded away beside boxes of 64 pixels, and no figure of the samples shows it."""
+    image = np.zeros((1, 3, SIDE, SIDE), np.float32)
+    faint = np.array([1.0] * 4 + [0.03] * KINDS, np.float32).reshape(1, -1, 1)
+    found = list[str]()
+    for scale in (np.ones_like(faint), faint):
+        rows = [{"image": image, "x": (row["y"] * scale).astype(np.float32)} for row in make_outputs("middle and size")]
+        model = make_model(
+            TEXT.replace("OFF", "0, 0, 0, 0, 0, 0, 0").replace("SCALE", "1, 1, 1, 1, 1, 1, 1"), tmp_path / "m.onnx"
+        )
+        found.append(predict_drop(model, model, make_samples(rows)).measure)
+    assert found == [AP, SILENT]
 
 
 @pytest.mark.slow

@@ -48,6 +48,8 @@ _MOST_HIGH = 0.3
 # _FAINT: correct readings rise by 0.32 of it or more, wrong ones by 0.22 (measured once, the program is gone).
 _LEAST_AGREEMENT, _LEAST_GAIN, _FAINT = 0.2, 0.3, 0.15
 _LEAST_SEEN = 8
+# With objects in fewer samples, boxes do not lie all over the image, and say little of what a detector loses: a choice.
+_LEAST_SHOWN = 4
 # One shuffle of some dozens of boxes tells overlaps to 0.03, so there are several: a choice, for the time.
 _SHUFFLES = 8
 # A CenterNet learns boxes only at centres, so the boxes of neighbouring cells overlap less. In exchange, correctly read
@@ -153,6 +155,26 @@ def _count_numbers(head: Head, rest: Columns, outputs: Sequence[Tensors]) -> int
 def may_be_head(outputs: Tensors) -> bool:
     """Returns True where the shapes of outputs allow them to be the raw head of a detector."""
     return next(_pair_columns(outputs), None) is not None
+
+
+def find_silent(outputs: Sequence[Tensors], image: tuple[int, int]) -> frozenset[str]:
+    """Returns the outputs of a detector that detects too little in all samples for its head to be judged.
+
+    Its boxes are decoded, and beside them are probabilities, nearly all of which are low.
+    """
+    for (boxes, *others), scores in _pair_columns(outputs[0]):
+        if others or boxes.count != _BOX or len(outputs[0][boxes.outputs[0]].shape) > 3:
+            continue
+        chances = np.stack([scores[-1].view(row) for row in outputs])
+        highest = float(chances.max())
+        shown = np.count_nonzero(chances.max(axis=(1, 2)) >= max(highest / 2, _LEAST_SCORE))
+        is_seen = shown >= _LEAST_SHOWN or shown == len(outputs)
+        if is_seen or not _are_shares(float(chances.min()), highest):
+            continue
+        corners = np.concatenate([boxes.read(row) for row in outputs])
+        if any(are_boxes(decode(corners), image, explicit=True) for decode in EXPLICIT.values()):
+            return frozenset((*boxes.outputs, *scores[-1].outputs))
+    return frozenset()
 
 
 def find_image(inputs: Tensors) -> tuple[int, int] | None:

@@ -17,7 +17,14 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import LAYOUT, find_cubics
-from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find_image, find_list, may_be_head
+from edgekit.quantize.accuracy.head_search import (
+    DetectionList,
+    find_head,
+    find_image,
+    find_list,
+    find_silent,
+    may_be_head,
+)
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
@@ -39,6 +46,8 @@ _MOST_REMEMBERED_BYTES = 4 << 20
 # A race looks at every eighth, fourth and second sample, if these are enough to tell a standard error: a choice.
 _STRIDES, _LEAST_RACED = (8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
+SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
+"""The measure of the head of a detector that detects too little in the samples."""
 LABELS = "labels"
 """The source of a drop that was measured with labels."""
 
@@ -163,14 +172,16 @@ class FloatReference:
         few samples.
         """
         few = self._run_few(_KIND_SAMPLES)
-        readings, head = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
+        readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
         shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
         chosen = others if first is None else {first: others[first]}
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
-        return (*heads, *(read_output(name, reading, shapes[name]) for name, reading in chosen.items()))
+        parts = {name: read_output(name, reading, shapes[name]) for name, reading in chosen.items()}
+        told = {name: msgspec.structs.replace(parts[name], measure=SILENT) for name in silent & parts.keys()}
+        return (*heads, *(parts | told).values())
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost; what it gave is remembered.
@@ -299,8 +310,11 @@ class FloatReference:
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
-    def _find_head(self, first: Tensors) -> Head | DetectionList | None:
-        """Returns how the outputs of a detector are decoded, but for those that are stated to be something else."""
+    def _find_head(self, first: Tensors) -> tuple[Head | DetectionList | None, frozenset[str]]:
+        """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
+
+        Outputs that are stated to be something else are left out.
+        """
         stated = self._stated
 
         def drop_stated(outputs: Tensors) -> dict[str, Array]:
@@ -310,11 +324,13 @@ class FloatReference:
         # Anchors and strides follow from the sizes of image and outputs, which differ from sample to sample here.
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
-            return None
-        find = find_list if find_list([drop_stated(first)], image) is not None else find_head
-        if find is find_head and not may_be_head(drop_stated(first)):
-            return None
-        return find([drop_stated(outputs) for outputs in self._run_few(_HEAD_SAMPLES)], image)
+            return None, frozenset()
+        is_list = find_list([drop_stated(first)], image) is not None
+        if not is_list and not may_be_head(drop_stated(first)):
+            return None, frozenset()
+        rows = [drop_stated(outputs) for outputs in self._run_few(_HEAD_SAMPLES)]
+        head = find_list(rows, image) if is_list else find_head(rows, image)
+        return head, frozenset() if is_list or head is not None else find_silent(rows, image)
 
 
 def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:
