@@ -220,7 +220,7 @@ def headline_app(report: AppReport) -> str:
 
 def render_app(report: AppReport) -> str:
     """Returns a run as an HTML page, with links to the page of each bundle."""
-    return make_page("app", {"bytes": format_bytes}, report=report, headline=headline_app(report))
+    return make_page("app", format_bytes, report=report, headline=headline_app(report))
 
 
 def fail_cell(cell: Cell, said: str) -> CellResult:

@@ -10,56 +10,18 @@ from PIL import Image
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.tensors import Array
+from edgekit.report.pages import Chart, Mark
 from edgekit.verify.layers.comparison import LayerReport, Located, find_first_bad
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
-# The chart is 1000 units wide: more points could not be told apart.
+# More points could not be told apart.
 _MOST_LAYERS, _MOST_LOCATED, _MOST_WORST = 150, 100, 40
 _MOST_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
 _THUMB = 112
 _MOST_PICTURES = 6
-
-
-class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the waterfall; `left` and `width` are in percent of the chart; `falls` if it reduced the error.
-
-    `share` is the whole percentage of all added error that came from this step; over all steps it sums to 100. For a
-    step that reduced the error, `share` is the removed error in percent of all added error. It is None if nothing was
-    measured.
-    """
-
-    step: AttributionStep
-    share: int | None
-    left: float
-    width: float
-    falls: bool
-
-
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer in the chart: its position, the heights of the accumulated and of its own error, and its label."""
-
-    x: float
-    sofar: float
-    own: float
-    bad: bool
-    note: str
-
-
-class GridLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A grid line of the chart: its height and its decibels."""
-
-    y: float
-    db: int
-
-
-class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers as a chart of 1000 by 240 units."""
-
-    points: tuple[Point, ...]
-    grid: tuple[GridLine, ...]
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +32,12 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     uri: str
 
 
-def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
-    """Returns the waterfall of the error's energy: each bar begins where the previous one ended."""
+def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep, Mark], ...]:
+    """Returns each step with its bar, in percent of the chart: each begins where the previous one ended.
+
+    A bar's label is the part of all added error that came from the step, or that it took back; the parts that were
+    added sum to 100 %.
+    """
     ends, level = [0.0], 0.0
     for step in steps:
         level += step.noise_share or 0.0
@@ -79,18 +45,20 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
     # Without any loss all ends are 0, and the scale would divide by zero.
     low, high = min(ends), max(*ends, 1e-9)
     scale = 100.0 / (high - low)
-    shares = share_out([step.noise_share for step in steps])
-    return tuple(
-        Bar(
-            step=step,
-            share=share,
-            left=(min(start, end) - low) * scale,
+    bars: list[tuple[AttributionStep, Mark]] = []
+    for step, share, start, end in zip(
+        steps, share_out([step.noise_share for step in steps]), ends, ends[1:], strict=False
+    ):
+        gains = end < start
+        bar = Mark(
+            x=(min(start, end) - low) * scale,
             # A step that changes nothing still needs a visible bar.
             width=max(abs(end - start) * scale, 0.4),
-            falls=end < start,
+            kind="gain" if gains else "loss",
+            label="-" if share is None else f"takes {share}% back" if gains else f"{share}%",
         )
-        for step, share, start, end in zip(steps, shares, ends, ends[1:], strict=False)
-    )
+        bars.append((step, bar))
+    return tuple(bars)
 
 
 def share_out(parts: Sequence[float | None]) -> list[int | None]:
@@ -123,17 +91,20 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
     bad = find_first_bad(layers) if located is None else named
     # A single layer is drawn at the left.
     step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
-    points = tuple(
-        Point(
-            x=round(_LEFT + index * step, 1),
-            sofar=_height(layer.sqnr_db),
-            own=_height(layer.own_sqnr_db),
-            bad=layer is bad,
-            note=f"{layer.name} ({layer.op}): {_decibels(layer.sqnr_db)} so far, {_decibels(layer.own_sqnr_db)} own",
+    places = [round(_LEFT + index * step, 1) for index in range(len(shown))]
+    marks = tuple(
+        Mark(
+            x=x,
+            y=_height(layer.own_sqnr_db),
+            radius=6 if layer is bad else 3.5,
+            kind="bad" if layer is bad else "",
+            title=f"{layer.name} ({layer.op}): {_decibels(layer.sqnr_db)} so far, {_decibels(layer.own_sqnr_db)} own",
         )
-        for index, layer in enumerate(shown)
+        for x, layer in zip(places, shown, strict=True)
     )
-    return Chart(points=points, grid=tuple(GridLine(y=_height(db), db=db) for db in (0, 20, 40, 60, 80)))
+    sofar = " ".join(f"{x},{_height(layer.sqnr_db)}" for x, layer in zip(places, shown, strict=True))
+    rows = tuple((_height(db), str(db)) for db in (0, 20, 40, 60, 80))
+    return Chart(marks=marks, lines={"sofar": sofar}, rows=rows, left=44, right=995, height=240)
 
 
 def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:

@@ -1,7 +1,7 @@
 """The check of a model against several targets: its report, its text, and its page with the nodes as blocks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Literal
 
@@ -13,7 +13,7 @@ from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement,
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
-from edgekit.report.pages import make_page
+from edgekit.report.pages import Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
 
@@ -223,28 +223,14 @@ _MOST_STRETCHES = 200
 Place = Literal["taken", "left", "fatal"]
 
 
-class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive nodes that go to one place: the position and width of the stretch, in percent of the whole graph.
-
-    `odd` alternates, so that adjacent partitions can be told apart.
-    """
-
-    place: Place
-    odd: bool
-    left: float
-    width: float
-    title: str
-
-
-def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
+def draw_stages(stages: Sequence[StageTime]) -> tuple[Mark, ...]:
     """Returns the stages of a build in order; the width of each is its share of the seconds."""
     ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
     total = ends[-1] or 1.0
     return tuple(
-        Stretch(
-            place="taken",
-            odd=bool(index % 2),
-            left=100 * start / total,
+        Mark(
+            kind="taken odd" if index % 2 else "taken",
+            x=100 * start / total,
             width=100 * stage.seconds / total,
             title=f"{stage.stage}{f' for {stage.target}' if stage.target else ''}: {stage.seconds:.1f} s",
         )
@@ -252,23 +238,25 @@ def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
     )
 
 
-def draw_strip(report: CheckReport) -> tuple[Stretch, ...]:
-    """Returns the stretches of a graph in its order; if there are more than 200, adjacent short ones are merged."""
+def draw_strip(report: CheckReport) -> tuple[Mark, ...]:
+    """Returns the stretches of a graph that go to one place, in percent of it; more than 200 are merged.
+
+    Adjacent partitions differ in their shade ("odd").
+    """
     nodes = report.node_list
     stretches = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
     if len(stretches) > _MOST_STRETCHES:
         size = -(-len(nodes) // _MOST_STRETCHES)
         stretches = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    drawn: list[Stretch] = []
+    drawn: list[Mark] = []
     start = 0
     for part in stretches:
         first = next((node for node in part if not node.taken), part[0])
         partition = first.partition
         where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
-        stretch = Stretch(
-            place=_place(first),
-            odd=bool((partition or 0) % 2),
-            left=100 * start / len(nodes),
+        stretch = Mark(
+            kind=_place(first) + (" odd" if (partition or 0) % 2 else ""),
+            x=100 * start / len(nodes),
             width=100 * len(part) / len(nodes),
             title=f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}",
         )
@@ -286,16 +274,6 @@ _MAX_NODES = 5000
 _MAX_SHOWN = 22
 
 
-class Chip(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in a block: its upper left corner in pixels, and its label as lines."""
-
-    x: int
-    y: int
-    place: Place
-    label: str
-    lines: tuple[str, ...]
-
-
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive nodes that go to one place; `edges` is an SVG path between the boxes of the nodes."""
 
@@ -304,7 +282,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     is_open: bool
     width: int
     height: int
-    chips: tuple[Chip, ...]
+    chips: tuple[Mark, ...]
     edges: str
 
 
@@ -350,12 +328,12 @@ def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> B
         width=max(used.values()) * _PITCH_X + 2 * _MARGIN,
         height=len(used) * _PITCH_Y + 2 * _MARGIN,
         chips=tuple(
-            Chip(
+            Mark(
                 x=spots[at][0] * _PITCH_X + _MARGIN,
                 y=spots[at][1] * _PITCH_Y + _MARGIN,
-                place=_place(node),
+                kind=_place(node),
                 label=node.op if len(node.op) <= _MAX_SHOWN else f"{node.op[: _MAX_SHOWN - 1]}…",
-                lines=tuple(_describe(node)),
+                title="\n".join(_describe(node)),
             )
             for at, node in enumerate(nodes)
         ),
@@ -380,24 +358,18 @@ def _describe(node: CheckedNode) -> Iterator[str]:
     yield from (f"risk: {risk}" for risk in node.risks)
 
 
-_FILTERS: Mapping[str, Callable[..., object]] = {
-    "bytes": format_bytes,
-    "work": describe_work,
-    "disagreement": describe_disagreement,
-    "observed": list_observed,
-    "advice": describe_advice,
-    "remarks": list_remarks,
-    "fates": describe_fates,
-    "blocks": draw_blocks,
-    "strip": draw_strip,
-}
-
-
 def render_check(summary: CheckSummary) -> str:
     """Returns the checks of a model, by target, as an HTML page."""
     return make_page(
         "check",
-        _FILTERS,
+        describe_advice,
+        describe_fates,
+        describe_work,
+        draw_blocks,
+        draw_strip,
+        format_bytes,
+        list_observed,
+        list_remarks,
         summary=summary,
         reports=summary.targets,
         observed=summary.observed,

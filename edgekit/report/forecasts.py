@@ -1,14 +1,14 @@
 """A forecast as text and as an HTML page: devices with their intervals, what to choose, what the figures rest on."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
-import msgspec
 from rich.table import Table
 
 from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
 from edgekit.forecasts.model import Bits
-from edgekit.report.pages import make_page
+from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 # Forecasts that differ by less than this factor count as equal, as measured pairs do in the table's `faster`.
@@ -131,88 +131,45 @@ _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0
 _STEPS = (1, 2, 5)
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A forecast in the chart: its bar from `left` to `right`, its mark, and its label."""
+def draw_devices(report: ForecastReport) -> Chart | None:
+    """Returns the chart of a forecast, None if nothing was forecast; the time axis is logarithmic.
 
-    y: float
-    left: float
-    right: float
-    mark: float
-    precision: str
-    note: str
-
-
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """A device in the chart: the position of its name, and its forecasts."""
-
-    name: str
-    y: float
-    spans: tuple[Span, ...]
-
-
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """The chart, 1000 units wide; `ticks` are positions and their milliseconds, `limit` is the position of --max-ms."""
-
-    height: float
-    lanes: tuple[Lane, ...]
-    ticks: tuple[tuple[float, str], ...]
-    limit: float | None
-
-
-def draw_devices(report: ForecastReport) -> Picture | None:
-    """Returns the chart of a forecast, None if nothing was forecast; the time axis is logarithmic."""
+    A device has its name, and for each precision a line over its interval and a dot.
+    """
     shown = [row for row in report.rows if row.ms is not None and row.low_ms is not None and row.high_ms is not None]
     if not shown:
         return None
-    low = min(row.low_ms for row in shown if row.low_ms)
-    high = max(row.high_ms for row in shown if row.high_ms)
-    # At least a tenth of a decade, so that a single exact time has an axis too.
-    start, end = math.log10(low) - 0.05, math.log10(high) + 0.05
-
-    def across(ms: float) -> float:
-        return round(_LEFT + (_RIGHT - _LEFT) * (math.log10(ms) - start) / (end - start), 1)
-
-    lanes: list[Lane] = []
+    axis = LogAxis.fit([end for row in shown for end in (row.low_ms, row.high_ms) if end], _LEFT, _RIGHT)
+    marks: list[Mark] = []
     y = _TOP
-    for device in dict.fromkeys(row.device for row in shown):
-        rows = [row for row in shown if row.device == device]
-        spans = tuple(_draw(row, y + _ROW * at, across) for at, row in enumerate(rows))
-        lanes.append(Lane(name=device, y=round(y + _ROW * (len(rows) - 1) / 2 + 4, 1), spans=spans))
-        y += _ROW * len(rows) + _GAP
-    decades = range(math.floor(start), math.ceil(end) + 1)
+    for device, rows in groupby(shown, key=lambda row: row.device):
+        begin = y
+        for row in rows:
+            ms = row.ms or 0.0
+            low, high = axis.place(row.low_ms or ms), axis.place(row.high_ms or ms)
+            title = f"{device}, {row.precision}: {describe_time(row)} ms, 80 % between {describe_interval(row)} ms"
+            marks.append(Mark(x=low, y=y, width=round(high - low, 1), kind=f"bar {row.precision}", title=title))
+            marks.append(Mark(x=axis.place(ms), y=y, radius=5, kind=row.precision, title=title))
+            y += _ROW
+        marks.append(Mark(x=_LEFT - 10, y=round((begin + y - _ROW) / 2 + 4, 1), label=device))
+        y += _GAP
+    decades = range(math.floor(axis.low), math.ceil(axis.high) + 1)
     steps = [step * 10.0**power for power in decades for step in _STEPS]
-    ticks = tuple((across(ms), f"{ms:g}") for ms in steps if start <= math.log10(ms) <= end)
+    ticks = tuple((axis.place(ms), f"{ms:g}") for ms in steps if axis.low <= math.log10(ms) <= axis.high)
     limit = report.max_ms
-    inside = limit is not None and limit > 0 and start <= math.log10(limit) <= end
-    return Picture(height=y + 26, lanes=tuple(lanes), ticks=ticks, limit=across(limit) if inside and limit else None)
-
-
-def _draw(row: DeviceForecast, y: float, across: Callable[[float], float]) -> Span:
-    ms, interval = row.ms or 0.0, describe_interval(row)
-    return Span(
-        y=y,
-        left=across(row.low_ms or ms),
-        right=across(row.high_ms or ms),
-        mark=across(ms),
-        precision=row.precision,
-        note=f"{row.device}, {row.precision}: {describe_time(row)} ms, 80 % between {interval} ms",
-    )
-
-
-_FILTERS: Mapping[str, Callable[..., object]] = {
-    "time": describe_time,
-    "interval": describe_interval,
-    "cpu": describe_cpu,
-}
+    if limit and axis.low <= math.log10(limit) <= axis.high:
+        title = f"{limit} ms at most"
+        marks.append(Mark(x=axis.place(limit), y=12, height=y - 10, kind="limit", title=title))
+    return Chart(marks=tuple(marks), columns=ticks, top=18, bottom=y + 2, height=y + 26)
 
 
 def render_forecast(report: ForecastReport) -> str:
     """Returns a forecast as an HTML page."""
     return make_page(
         "forecast",
-        _FILTERS,
+        describe_cpu,
         report=report,
         headline=headline_forecast(report),
         remarks=list(list_forecast_remarks(report)),
-        picture=draw_devices(report),
+        chart=draw_devices(report),
     )

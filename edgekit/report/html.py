@@ -5,8 +5,7 @@ The layers of a quantized model are bars: a layer whose SQNR is lower when it al
 
 import html
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -17,7 +16,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.report import text
 from edgekit.report.charts import Picture, place_bars, place_layers
 from edgekit.report.checked import CheckSummary, describe_taken, draw_stages, draw_strip, render_check
-from edgekit.report.pages import make_page
+from edgekit.report.pages import Mark, make_page
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import describe_prediction, format_bytes
 from edgekit.serialize import escape_controls
@@ -31,38 +30,22 @@ BAR_WIDTH = 9
 _GOOD_DB, _BAD_DB, _BEST_DB = 35.0, 20.0, 60.0
 
 
-class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: the position of its bar in pixels from the upper left corner, how harmful it is, and its label."""
-
-    x: int
-    y: int
-    height: int
-    harm: Literal["none", "some", "much"]
-    title: str
-
-
-_FILTERS: Mapping[str, Callable[..., object]] = {
-    "taken": describe_taken,
-    "size": text.describe_size,
-    "agreement": text.describe_agreement,
-    "evidence": text.describe_evidence,
-    "remarks": text.describe_remarks,
-    "bytes": format_bytes,
-    "prediction": describe_prediction,
-    "bars": place_bars,
-    "chart": place_layers,
-    "located": text.list_located,
-    "metric": text.list_metric,
-    "strip": draw_strip,
-    "stages": draw_stages,
-}
+# What the pages of builds, verifications and comparisons share (`parts.html.j2`).
+_FILTERS = (format_bytes, place_bars, place_layers, text.list_located, text.list_metric)
 
 
 def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
     """Returns a build as an HTML page; `pictures` holds the images of the worst samples by target."""
     return make_page(
         "build",
-        _FILTERS,
+        *_FILTERS,
+        describe_taken,
+        draw_stages,
+        draw_strip,
+        text.describe_agreement,
+        text.describe_evidence,
+        text.describe_remarks,
+        text.describe_size,
         report=report,
         headline=text.headline_build(report),
         verified=text.describe_verified(report),
@@ -74,7 +57,7 @@ def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str
     """Returns a verification as an HTML page."""
     return make_page(
         "verify",
-        _FILTERS,
+        *_FILTERS,
         report=report,
         headline=text.headline_verify(report),
         remarks=list(text.list_verify_remarks(report)),
@@ -91,7 +74,7 @@ def render_comparison(
     remarks = list(text.list_comparison_remarks(report, min_sqnr_db))
     return make_page(
         "compare",
-        _FILTERS,
+        *_FILTERS,
         report=report,
         verdicts=verdicts,
         verdict=report.judge(min_sqnr_db),
@@ -103,22 +86,30 @@ def render_comparison(
 
 def render_quantization(report: QuantizeReport) -> str:
     """Returns a quantization as an HTML page: its cost, what was tried, and a chart of its layers."""
-    bars: list[Bar] = []
+    bars: list[Mark] = []
     for layer in report.layers:
         if layer.sqnr_db is not None:
             share = max(0.0, min(layer.sqnr_db, _BEST_DB)) / _BEST_DB
             height = round(max(2.0, CHART_HEIGHT * (1 - share)))
             span = f"{layer.low:.4g} to {layer.high:.4g}"
-            bar = Bar(
+            bar = Mark(
                 x=len(bars) * BAR_WIDTH,
                 y=CHART_HEIGHT - height,
                 height=height,
                 # A tensor that alone gives less than 20 dB nearly always costs accuracy; above 35 dB it does not.
-                harm="much" if layer.sqnr_db < _BAD_DB else "some" if layer.sqnr_db < _GOOD_DB else "none",
+                kind="much" if layer.sqnr_db < _BAD_DB else "some" if layer.sqnr_db < _GOOD_DB else "none",
                 title=f"{layer.tensor} ({layer.op}): {layer.sqnr_db:.1f} dB, {layer.bits} bits, {span}",
             )
             bars.append(bar)
-    return make_page("quantize", _FILTERS, report=report, bars=bars, bar_width=BAR_WIDTH, chart_height=CHART_HEIGHT)
+    return make_page(
+        "quantize",
+        describe_prediction,
+        format_bytes,
+        report=report,
+        bars=bars,
+        bar_width=BAR_WIDTH,
+        chart_height=CHART_HEIGHT,
+    )
 
 
 _Report = BuildReport | CheckReport | ModelComparison | QuantizeReport | VerifyReport

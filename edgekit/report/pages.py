@@ -1,24 +1,27 @@
-"""Reports as one HTML page each: nothing is loaded from elsewhere, and no script runs but the page's own."""
+"""Reports as one HTML page each: nothing is loaded from elsewhere, and no script runs but the page's own.
+
+The charts of all pages are made of the same marks, which `chart.html.j2` draws.
+"""
 
 import base64
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import jinja2
+import msgspec
 
 from edgekit.evidence import Evidence
 
 
-def make_page(
-    name: str, filters: Mapping[str, Callable[..., object]], *, script: str = "page.js", **values: object
-) -> str:
-    """Returns the named template filled with values, which are escaped.
+def make_page(name: str, *filters: Callable[..., object], script: str = "page.js", **values: object) -> str:
+    """Returns the named template filled with values, which are escaped; it may call the functions `filters` by name.
 
     `script` is the template of the page's only script; `digest` is its digest, the only one that the page's security
     policy allows.
     """
-    templates = _environment(tuple(filters.items()))
+    templates = _environment(filters)
     text = templates.get_template(script).render()
     # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no other
     # text in the page can run as a script.
@@ -30,7 +33,7 @@ def make_page(
 
 
 @functools.lru_cache
-def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Environment:
+def _environment(filters: tuple[Callable[..., object], ...]) -> jinja2.Environment:
     """Returns the templates, compiled once: for a small bundle compiling takes longer than to build and verify it."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
@@ -41,5 +44,59 @@ def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinj
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update(filters)
+    templates.filters.update({function.__name__: function for function in filters})
     return templates
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """A circle (it has a radius), a box, a line (a box without width or height) or a label of a chart.
+
+    `x` and `y` are its centre, or its upper left corner. `kind` names its classes in the style sheet, `title` is shown
+    where one points at it.
+    """
+
+    x: float
+    y: float = 0.0
+    width: float = 0.0
+    height: float = 0.0
+    radius: float = 0.0
+    kind: str = ""
+    label: str = ""
+    title: str = ""
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A chart 1000 units wide: its marks, polylines by their class, and the grid with the text at each of its lines.
+
+    The grid lies between the four edges; columns are at positions across, rows at positions down.
+    """
+
+    marks: tuple[Mark, ...]
+    lines: Mapping[str, str] = {}
+    columns: tuple[tuple[float, str], ...] = ()
+    rows: tuple[tuple[float, str], ...] = ()
+    left: float = 0.0
+    right: float = 1000.0
+    top: float = 0.0
+    bottom: float = 320.0
+    height: float = 320.0
+
+
+class LogAxis(msgspec.Struct, frozen=True):
+    """A logarithmic axis between two positions; `low` and `high` are the powers of ten at its ends."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    @classmethod
+    def fit(cls, values: Iterable[float], begin: float, end: float) -> "LogAxis":
+        """Returns an axis for all values, with a margin: a single value has an axis too."""
+        powers = [math.log10(value) for value in values]
+        return cls(min(powers) - 0.05, max(powers) + 0.05, begin, end)
+
+    def place(self, value: float) -> float:
+        """Returns the position of a value; one beyond an end is placed there."""
+        share = (math.log10(value) - self.low) / (self.high - self.low)
+        return round(self.begin + min(max(share, 0.0), 1.0) * (self.end - self.begin), 1)

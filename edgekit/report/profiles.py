@@ -2,17 +2,16 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 from rich.table import Table
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
-from edgekit.report.pages import make_page
+from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 _MOST_TEXT = 60
@@ -199,45 +198,13 @@ _LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 
 
-class Box(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in the treemap: its box in an area of 1000 by 320, its colour by operator, and its label."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    hue: int
-    label: str
-    title: str
-
-
-class Dot(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in the roofline chart: its multiply-accumulates per byte, and its speed."""
-
-    x: float
-    y: float
-    radius: float
-    integers: bool
-    title: str
-
-
-class RoofChart(msgspec.Struct, frozen=True, kw_only=True):
-    """The roofline chart: the roofs as polylines, the nodes, and the powers of ten at both axes."""
-
-    float_roof: str
-    integer_roof: str
-    dots: tuple[Dot, ...]
-    columns: tuple[tuple[float, str], ...]
-    rows: tuple[tuple[float, str], ...]
-
-
 def number_hues(profile: DeviceProfile) -> dict[str, int]:
     """Returns the number of each operator's colour: the slowest operators have their own, the others share the last."""
     ops = dict.fromkeys(one.op for one in profile.operators)
     return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
 
 
-def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
+def draw_treemap(profile: DeviceProfile) -> Chart:
     """Returns a box for each node, those of one operator together; areas are proportional to times."""
     hues = number_hues(profile)
     groups: dict[str, list[NodeTime]] = defaultdict(list)
@@ -245,14 +212,15 @@ def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
         groups[node.op].append(node)
     ranked = sorted(groups, key=lambda op: -sum(node.share for node in groups[op]))
     weights = [sum(node.share for node in groups[op]) for op in ranked]
-    return tuple(
+    boxes = (
         box
         for op, area in zip(ranked, split_area(weights, (0.0, 0.0, WIDTH, HEIGHT)), strict=True)
         for box in _fill(groups[op], area, hues[op])
     )
+    return Chart(marks=tuple(boxes))
 
 
-def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hue: int) -> Iterator[Box]:
+def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hue: int) -> Iterator[Mark]:
     seen = [node for node in nodes if node.share >= _LEAST]
     rest = nodes[len(seen) :]
     weights = [node.share for node in seen] + ([sum(node.share for node in rest)] if rest else [])
@@ -260,10 +228,8 @@ def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hu
         node = seen[index] if index < len(seen) else None
         label = nodes[0].op if width > _LETTER * len(nodes[0].op) and height > _LINE else ""
         said = f"{len(rest)} more {nodes[0].op}" if node is None else describe_node(node)
-        yield Box(
-            x=round(x, 1), y=round(y, 1), width=round(width, 1), height=round(height, 1), hue=hue, label=label,
-            title=said,
-        )  # fmt: skip
+        sizes = {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": round(height, 1)}
+        yield Mark(**sizes, kind=f"hue{hue}", label=label, title=said)
 
 
 def describe_node(node: NodeTime) -> str:
@@ -297,46 +263,55 @@ def split_area(
     return [*split_area(weights[:at], first), *split_area(weights[at:], second)]
 
 
-def draw_roof(profile: DeviceProfile) -> RoofChart | None:
-    """Returns the roofline chart of the nodes that multiply, None if there is no probe or no such node."""
+def draw_roof(profile: DeviceProfile) -> Chart | None:
+    """Returns the roofline chart of the nodes that multiply, None if there is no probe or no such node.
+
+    Multiply-accumulates per byte are across, the speed is up.
+    """
     roof = profile.roof
     nodes = [node for node in profile.nodes if node.macs and node.bytes and node.gmacs_per_s > 0]
     if roof is None or not nodes:
         return None
     intensities = [node.macs / node.bytes for node in nodes]
-    low_x, high_x = _decades([*intensities, roof.float_gmacs / roof.gbytes, roof.integer_gmacs / roof.gbytes])
-    low_y, high_y = _decades([*(node.gmacs_per_s for node in nodes), roof.float_gmacs, roof.integer_gmacs])
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (math.log10(x) - low_x) / (high_x - low_x)
-        up = (math.log10(y) - low_y) / (high_y - low_y)
-        clipped = min(max(up, 0.0), 1.0)
-        return round(_LEFT + across * (_RIGHT - _LEFT), 1), round(_BOTTOM - clipped * (_BOTTOM - _TOP), 1)
+    ridges = [roof.float_gmacs / roof.gbytes, roof.integer_gmacs / roof.gbytes]
+    across = _span_decades([*intensities, *ridges], _LEFT, _RIGHT)
+    up = _span_decades([*(node.gmacs_per_s for node in nodes), roof.float_gmacs, roof.integer_gmacs], _BOTTOM, _TOP)
 
     def line(peak: float) -> str:
-        ridge = peak / roof.gbytes
-        start = max(10.0**low_x, 10.0**low_y / roof.gbytes)
-        points = [(start, start * roof.gbytes), (ridge, peak), (10.0**high_x, peak)]
-        return " ".join(",".join(map(str, place(*point))) for point in points)
+        start = max(10.0**across.low, 10.0**up.low / roof.gbytes)
+        points = [(start, start * roof.gbytes), (peak / roof.gbytes, peak), (10.0**across.high, peak)]
+        return " ".join(f"{across.place(x)},{up.place(y)}" for x, y in points)
 
     dots = tuple(
-        Dot(x=at[0], y=at[1], radius=round(3 + 14 * math.sqrt(node.share), 1), integers=node.integers,
-            title=describe_node(node))
+        Mark(
+            x=across.place(intensity),
+            y=up.place(node.gmacs_per_s),
+            radius=round(3 + 14 * math.sqrt(node.share), 1),
+            kind="integers" if node.integers else "",
+            title=describe_node(node),
+        )
         for node, intensity in zip(nodes, intensities, strict=True)
-        for at in [place(intensity, node.gmacs_per_s)]
-    )  # fmt: skip
-    return RoofChart(
-        float_roof=line(roof.float_gmacs),
-        integer_roof=line(roof.integer_gmacs),
-        dots=dots,
-        columns=tuple((place(10.0**power, 1.0)[0], f"{10.0**power:g}") for power in range(low_x, high_x + 1)),
-        rows=tuple((place(1.0, 10.0**power)[1], f"{10.0**power:g}") for power in range(low_y, high_y + 1)),
+    )
+    columns, rows = (
+        tuple((axis.place(10.0**power), f"{10.0**power:g}") for power in range(int(axis.low), int(axis.high) + 1))
+        for axis in (across, up)
+    )
+    return Chart(
+        marks=dots,
+        lines={"": line(roof.float_gmacs), "integers": line(roof.integer_gmacs)},
+        columns=columns,
+        rows=rows,
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
     )
 
 
-def _decades(values: Sequence[float]) -> tuple[int, int]:
+def _span_decades(values: Sequence[float], begin: float, end: float) -> LogAxis:
+    """Returns an axis from one power of ten to another."""
     low = math.floor(math.log10(min(values)))
-    return low, max(low + 1, math.ceil(math.log10(max(values))))
+    return LogAxis(low, max(low + 1, math.ceil(math.log10(max(values)))), begin, end)
 
 
 def list_spans(profiled: Profiled) -> dict[str, Any]:
@@ -371,28 +346,23 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
     }
 
 
-_FILTERS: Mapping[str, Callable[..., object]] = {
-    "headline": headline_profile,
-    "ranked": rank_nodes,
-    "remarks": list_profile_remarks,
-    "provider": short_provider,
-    "shapes": describe_shapes,
-    "treemap": draw_treemap,
-    "roofline": draw_roof,
-    "hues": number_hues,
-    "spans": list_spans,
-    "cause": describe_cause,
-    "bytes": format_bytes,
-    "count": format_count,
-}
-
-
 def render_profile(run: ProfileRun) -> str:
     """Returns profiles as an HTML page."""
     comparison = run.report.comparison
     return make_page(
         "profile",
-        _FILTERS,
+        describe_cause,
+        describe_shapes,
+        draw_roof,
+        draw_treemap,
+        format_bytes,
+        format_count,
+        headline_profile,
+        list_profile_remarks,
+        list_spans,
+        number_hues,
+        rank_nodes,
+        short_provider,
         script="profile.js",
         hues=HUES,
         report=run.report,

@@ -1,16 +1,14 @@
 """A search for settings as text and as an HTML page: what was chosen and why, and the Pareto front."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from edgekit.bench.latency import Ratio
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
-from edgekit.report.pages import make_page
+from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_or_dash, make_table
 from edgekit.tune.report import Entrant, TriedSetting, TuneReport
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
@@ -146,97 +144,60 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
         yield f"written: {report.applied}"
 
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 985.0, 16.0, 280.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 965.0, 16.0, 280.0
+# Settings whose outputs have a lower SQNR are drawn in another colour.
+_LOSSY_DB = 80.0
 
 
-class ParetoDot(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting in the chart: its position, whether it is on the Pareto front or chosen, and its label.
-
-    `loss` gives its colour: from 0 (outputs equal to the reference) to 1 (30 dB and less).
-    """
-
-    x: float
-    y: float
-    front: bool
-    chosen: bool
-    loss: float
-    title: str
-
-
-class ParetoChart(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings by latency (across) and memory (up), the Pareto front as a line, and the figures at both axes."""
-
-    dots: tuple[ParetoDot, ...]
-    front: str
-    columns: tuple[tuple[float, str], ...]
-    rows: tuple[tuple[float, str], ...]
-
-
-def draw_front(report: TuneReport) -> ParetoChart | None:
-    """Returns the chart, None if fewer than two settings ran."""
+def draw_front(report: TuneReport) -> Chart | None:
+    """Returns settings by latency (across) and memory (up), and the Pareto front; None if fewer than two ran."""
     sound = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
     if len(sound) < 2:
         return None
-    across = _Scale.fit([one.median_ms for one in sound], _LEFT, _RIGHT)
-    up = _Scale.fit([float(one.peak_rss_bytes) for one in sound], _BOTTOM, _TOP)
-    dots = tuple(
-        ParetoDot(
+    across = LogAxis.fit([one.median_ms for one in sound], _LEFT, _RIGHT)
+    up = LogAxis.fit([one.peak_rss_bytes for one in sound], _BOTTOM, _TOP)
+    marks: list[Mark] = []
+    for one in sound:
+        is_lossy, is_chosen = one.sqnr_db is not None and one.sqnr_db < _LOSSY_DB, one.entrant == report.chosen
+        kinds = {"front": one.pareto, "lossy": is_lossy, "chosen": is_chosen}
+        mark = Mark(
             x=across.place(one.median_ms),
             y=up.place(one.peak_rss_bytes),
-            front=one.pareto,
-            chosen=one.entrant == report.chosen,
-            loss=0.0 if one.sqnr_db is None else min(1.0, max(0.0, (100.0 - one.sqnr_db) / 70.0)),
+            radius=7 if is_chosen else 5,
+            kind=" ".join(kind for kind, holds in kinds.items() if holds),
             title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
             f" outputs {describe_nearness(one)}",
         )
-        for one in sound
+        marks.append(mark)
+    line = sorted((mark for mark in marks if "front" in mark.kind), key=lambda mark: mark.x)
+    columns, rows = ([(axis.place(value), value) for value in _list_ticks(axis)] for axis in (across, up))
+    return Chart(
+        marks=tuple(marks),
+        lines={"front": " ".join(f"{mark.x},{mark.y}" for mark in line)},
+        columns=tuple((x, f"{value:.3g} ms") for x, value in columns),
+        rows=tuple((y, format_bytes(int(value))) for y, value in rows),
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
     )
-    line = sorted((dot for dot in dots if dot.front), key=lambda dot: dot.x)
-    return ParetoChart(
-        dots=dots,
-        front=" ".join(f"{dot.x},{dot.y}" for dot in line),
-        columns=tuple((across.place(value), f"{value:.3g} ms") for value in across.list_marks()),
-        rows=tuple((up.place(value), format_bytes(int(value))) for value in up.list_marks()),
-    )
 
 
-class _Scale(msgspec.Struct, frozen=True):
-    """A logarithmic axis: maps values to positions between two ends."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    @classmethod
-    def fit(cls, values: list[float], begin: float, end: float) -> "_Scale":
-        # A margin at both ends; without it equal values would divide by zero.
-        return cls(math.log(min(values)) - 0.03, math.log(max(values)) + 0.03, begin, end)
-
-    def place(self, value: float) -> float:
-        share = (math.log(value) - self.low) / (self.high - self.low)
-        return round(self.begin + share * (self.end - self.begin), 1)
-
-    def list_marks(self) -> list[float]:
-        return [math.exp(self.low + (self.high - self.low) * step / 4) for step in range(5)]
-
-
-_FILTERS: Mapping[str, Callable[..., object]] = {
-    "bytes": format_bytes,
-    "front": draw_front,
-    "fused": describe_fused,
-    "nearness": describe_nearness,
-    "ratio": describe_ratio,
-    "setting": describe_setting,
-}
+def _list_ticks(axis: LogAxis) -> list[float]:
+    return [10.0 ** (axis.low + (axis.high - axis.low) * step / 4) for step in range(5)]
 
 
 def render_tuning(report: TuneReport) -> str:
     """Returns a search as an HTML page."""
     return make_page(
         "tune",
-        _FILTERS,
+        describe_fused,
+        describe_nearness,
+        describe_ratio,
+        describe_setting,
+        format_bytes,
         report=report,
+        chart=draw_front(report),
         headline=headline_tuning(report),
         remarks=list(list_tuning_remarks(report)),
     )

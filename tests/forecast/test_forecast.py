@@ -254,10 +254,14 @@ def test_the_data_say_where_they_come_from() -> None:
 
 def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     report = forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24", "Galaxy S25"])
-    picture = draw_devices(report)
-    assert picture is not None
-    assert [len(lane.spans) for lane in picture.lanes] == [3, 3]
-    assert all(span.left <= span.mark <= span.right for lane in picture.lanes for span in lane.spans)
+    chart = draw_devices(report)
+    assert chart is not None
+    assert len([mark for mark in chart.marks if mark.label]) == 2
+    bars, dots = (
+        [one for one in chart.marks if not one.label and bool(one.radius) is round_] for round_ in (False, True)
+    )
+    assert len(bars) == 6
+    assert all(bar.x <= dot.x <= bar.x + bar.width for bar, dot in zip(bars, dots, strict=True))
     page = render_forecast(msgspec.structs.replace(report, model="<script>alert(1)</script>"))
     assert "<script>alert(1)" not in page
 

@@ -235,7 +235,7 @@ def test_a_strip_shows_who_takes_which_stretch(
 ) -> None:
     check = check_model(load_model(MODEL), load_target("coreml"))
     stretches = draw_strip(check)
-    assert {part.place for part in stretches} == {"taken", "left"}
+    assert {part.kind for part in stretches} == {"taken", "left", "taken odd"}
     assert sum(part.width for part in stretches) == pytest.approx(100)
     assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
     open_page(browser, pages["check"], tmp_path / "p.html")
@@ -309,13 +309,12 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
 def test_shares_add_up_to_a_hundred_and_bars_begin_where_the_step_before_ended() -> None:
     steps = [AttributionStep(step="quantize", sqnr_db=1.0, top1_agreement=None, accuracy=None, noise_share=part)
              for part in (1.27, 0.4, -0.67, 0.4)]  # fmt: skip
-    shares = [bar.share for bar in place_bars(steps)]
-    assert shares == [62, 19, 32, 19]
+    assert [bar.label for _, bar in place_bars(steps)] == ["62%", "19%", "takes 32% back", "19%"]
     assert [share_out([None]), share_out([0.0, -1.0]), share_out([1 / 3] * 3)] == [[None], [0, 0], [34, 33, 33]]
-    bars = place_bars(STEPS)
-    assert [bar.falls for bar in bars] == [False, False, True]
-    assert bars[2].left + bars[2].width == pytest.approx(bars[1].left + bars[1].width)
-    assert max(bar.left + bar.width for bar in bars) <= 100.1
+    bars = [bar for _, bar in place_bars(STEPS)]
+    assert [bar.kind for bar in bars] == ["loss", "loss", "gain"]
+    assert bars[2].x + bars[2].width == pytest.approx(bars[1].x + bars[1].width)
+    assert max(bar.x + bar.width for bar in bars) <= 100.1
 
 
 def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **fields: Any) -> CheckedNode:

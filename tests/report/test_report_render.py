@@ -88,7 +88,7 @@ def test_the_page_shows_where_the_time_of_a_build_went() -> None:
         StageTime(stage="quantize", target=HOSTILE, seconds=1.0, cpu_seconds=2.25),
     )
     first, last = draw_stages(stages)
-    assert (first.left, first.width, last.left, last.width) == (0, 75, 75, 25)
+    assert (first.x, first.width, last.x, last.width) == (0, 75, 75, 25)
     assert last.title == f"quantize for {HOSTILE}: 1.0 s"
     page = render_build(_report(stages=stages))
     assert "<td>prepare</td><td>all</td><td>3.00</td><td>4.00</td>" in page

@@ -246,9 +246,9 @@ def test_the_page_draws_the_front() -> None:
     )
     chart = draw_front(report)
     assert chart is not None
-    slow, fast = chart.dots
+    slow, fast = chart.marks
     assert fast.x < slow.x
     assert fast.y > slow.y
-    assert (fast.chosen, fast.front, slow.front) == (True, True, False)
+    assert (fast.kind, slow.kind) == ("front chosen", "")
     assert "<b>m</b>" not in render_tuning(report)
     assert draw_front(msgspec.structs.replace(report, tried=report.tried[:1])) is None
