@@ -69,8 +69,8 @@ def _append_user(board: Board) -> None:
     path.write_text(path.read_text().replace("User ", "User nobody-of-that-name-"))
 
 
-def _enters(*, before: str = "", sftp: str = "") -> Callable[[Board], None]:
-    return lambda board: board.set_enter(before=before, **({"sftp": sftp} if sftp else {}))
+def _enters(before: str) -> Callable[[Board], None]:
+    return lambda board: board.set_enter(before=before)
 
 
 def _out(kind: str, service: str = "", after: int = 0, **more: Any) -> dict[str, Any]:
@@ -87,7 +87,9 @@ _ENDED = "(before the first outputs|at sample .*|after the last sample): "
 _LOTS = "echo x 1 2 3 4; echo x 99999999 1 99999999 1"
 _READING, _LOOKING, _PREPARING = "reading its properties", "looking at what is there", "preparing its folder"
 _SENDING, _CHECKING = "sending files", "checking what arrived"
-_RUN, _SYNC = "wait $p", "sync:"
+_RUN, _SYNC = "wait $p", "tar -xf"
+_LOSING_TAR = _program("tar", "head -c 1000 >0; cat >/dev/null")
+_BROKEN_TAR = _program("tar", "echo tar: 0: write failed: I/O error >&2; echo tar: giving up >&2; exit 2")
 _HANG = "#!/bin/sh\nexec sleep 300\n"
 
 ADB_FAULTS = (
@@ -120,18 +122,11 @@ ADB_FAULTS = (
     Fault("push-reboot", f"{_SENDING}: ", _in("reboot", _SYNC, 2 * MIB), quick=True),
     Fault("push-daemon-dies", f"{_SENDING}: ", _in("kill-daemon", _SYNC, MIB), returns=False),
     Fault("push-refused", f"{_SENDING}: .*closed", _out("refuse", _SYNC)),
-    Fault(
-        "push-forbidden",
-        f"{_SENDING}: .*Permission denied",
-        _out("fail-push", _SYNC, text="couldn't create file: Permission denied"),
-    ),
-    Fault("push-io-error", f"{_SENDING}: .*I/O error", _out("fail-push", _SYNC, text="write failed: I/O error")),
-    Fault("push-unanswered", f"{_SENDING}: it does not answer", _out("no-answer", _SYNC)),
-    Fault("stat-lies", f"{_SENDING}: .*Permission denied", _out("stat-lies", _SYNC)),
-    Fault("push-lost", f"{_CHECKING}: .*damaged", _out("lose-push", _SYNC, 1000), quick=True),
+    Fault("push-io-error", f"{_SENDING}: tar: 0: .*I/O error", prepare=_BROKEN_TAR, quick=True),
+    Fault("push-lost", f"{_CHECKING}: .*damaged", prepare=_LOSING_TAR, quick=True),
     Fault("push-corrupt", f"{_CHECKING}: .*damaged", _in("corrupt", _SYNC, 5 * MIB)),
     Fault("disk-full", f"{_SENDING}: .* are needed .* are free", space_bytes=4 * MIB, quick=True),
-    Fault("disk-full-unseen", f"{_SENDING}: .*No space left", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
+    Fault("disk-full-unseen", f"{_SENDING}: tar: .*", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
     Fault("no-digests", f"{_CHECKING}: ", prepare=_program("sha256sum", "echo no >&2; exit 1")),
     Fault("wrong-digests", f"{_CHECKING}: .*damaged", prepare=_program("sha256sum", "cat >/dev/null; echo 00 -")),
     Fault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "printf", 15)),
@@ -181,13 +176,12 @@ SSH_FAULTS = (
     Fault("cut-in-first-command", f"{_FIRST}: ", _out("cut", after=3300)),
     Fault("stalled-in-key-exchange", f"{_FIRST}: it does not answer", _out("stall", after=1500)),
     Fault("garbled-in-key-exchange", f"{_FIRST}: ", _out("garble", after=1500)),
-    Fault("command-refused", f"{_FIRST}: ", prepare=_enters(before="echo not today >&2; exit 1")),
-    Fault("noisy-shell", "writes 'welcome'", prepare=_enters(before="echo welcome"), quick=True),
+    Fault("command-refused", f"{_FIRST}: ", prepare=_enters("echo not today >&2; exit 1")),
+    Fault("noisy-shell", "writes 'welcome'", prepare=_enters("echo welcome"), quick=True),
     Fault("other-system", "no runner for 'Plan9 mips'", prepare=_on_board(_program("uname", "echo Plan9 mips"))),
     # Sending files.
     Fault("folder-blocked", f"{_LOOKING}: ", prepare=_on_board(_blocked("data/home/.cache"))),
-    Fault("no-sftp", f"{_SENDING}: ", prepare=_enters(sftp="/nosuch"), quick=True),
-    Fault("sftp-fails", f"{_SENDING}: ", prepare=_enters(sftp="exit 3")),
+    Fault("no-tar", f"{_SENDING}: .*(not found|No such file)", prepare=_on_board(_program("tar", "exec /nosuch"))),
     Fault("push-cut", f"{_SENDING}: ", _in("cut", after=5 * MIB), quick=True),
     Fault("push-stalled", f"{_SENDING}: (it does not answer|the link broke)", _in("stall", after=5 * MIB)),
     Fault("push-garbled", f"{_SENDING}: ", _in("garble", after=5 * MIB)),

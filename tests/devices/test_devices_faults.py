@@ -153,14 +153,14 @@ def _own_children() -> list[str]:
         with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
             for pid in (task / "children").read_text().split():
                 words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
-                if Path(os.fsdecode(words[0])).name in {"ssh", "sftp", "adb"} and b"server" not in words:
+                if Path(os.fsdecode(words[0])).name in {"ssh", "adb"} and b"server" not in words:
                     found.append(repr(words))
     return found
 
 
 def _mend(machine: OtherMachine) -> None:
     """Takes away what a fault put before the programs of the system."""
-    for name in ("df", "mv", "sha256sum"):
+    for name in ("df", "mv", "sha256sum", "tar"):
         (machine.root / "system/bin" / name).unlink(missing_ok=True)
     for name in ("data/local/tmp/edgekit", "data/home/.cache"):
         if (machine.root / name).is_file():

@@ -1,8 +1,9 @@
 """Devices behind adb and ssh: the program and the model are sent once, then samples are streamed.
 
-On a phone, files are stored by digest and a native program runs the model. Boards and computers are reached by
-OpenSSH's programs, with the user's own configuration. An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain
-anything that a command line could interpret as an option or a command.
+Each is a command that runs a script over there and passes its streams through; all else is the same for both. On a
+phone a native program runs the model. Boards and computers are reached by OpenSSH, with the user's own configuration.
+An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain anything that a command line could interpret as an option or
+a command.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -184,15 +185,6 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, notes=(*run.notes, *program.notes))
 
 
-@contextlib.contextmanager
-def linked_names(files: Mapping[str, Path]) -> Generator[tuple[str, ...]]:
-    """Yields symbolic links to files under plain names, so that no client has to handle the user's file names."""
-    with tempfile.TemporaryDirectory(prefix="edgekit-") as folder:
-        for name, path in files.items():
-            Path(folder, name).symlink_to(path.resolve())
-        yield tuple(f"{folder}/{name}" for name in files)
-
-
 ADB = "adb"
 BASE = "/data/local/tmp/edgekit"
 """The folder for edgekit's files: the only one of a phone in which adb's user may both write and execute files."""
@@ -227,7 +219,7 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         if shutil.which(ADB) is None:
             return Missing(reason="adb not found", command="apt-get install adb")
         # Only the state tells whether there is a link: `adb connect` exits with 0 even if it fails (measured).
-        finished = self._adb(["get-state"])
+        finished = self._adb("get-state")
         if finished.stdout.strip() != "device":
             said = f"{finished.stdout}\n{finished.stderr}"
             find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
@@ -239,7 +231,7 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
                 return Missing(reason="adb does not answer", command="adb kill-server")
             state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
             return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
-        features = self._adb(["features"]).stdout.split()
+        features = self._adb("features").stdout.split()
         # Without this feature, adb does not transmit the exit code of a program.
         if "shell_v2" not in features:
             return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
@@ -269,32 +261,11 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         # -T: no terminal, which would convert line ends and echo the input.
         return (*self._client(), "shell", "-T", script)
 
-    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
-        """Copies files into a folder of the device, under plain names.
-
-        Raises:
-            DeviceError: adb could not copy them.
-        """
-        with linked_names(files) as paths:
-            for path in paths:  # one at a time: with several, adb's client loses the reason of a failure
-                finished = self._adb(["push", path, f"{folder}/"], self.transfer_s(Path(path).stat().st_size))
-                if not finished.succeeded:
-                    # adb's message may be on either stream, among lines of progress: adb 29 writes errors to stdout,
-                    # adb 36 to stderr, with different text before "error: ".
-                    lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
-                    errors = [line for line in lines if "error: " in line]
-                    line = last_line(errors[-1] if errors else "\n".join(lines)).removeprefix("adb: error: ")
-                    # The files are numbered, in a temporary folder whose path means nothing to the user.
-                    said = re.sub(r"'/[^']*/(\d+)'", r"file \1", line)[-300:] or finished.ending
-                    reason = "it does not answer" if finished.timed_out else said
-                    raise DeviceError(f"'{self.name}' while sending files: {reason}", hint="edgekit devices list")
-
     def _client(self) -> tuple[str, ...]:
         return (ADB, "-s", self.serial) if self.serial else (ADB,)
 
-    def _adb(self, words: Sequence[str], timeout_s: float | None = None) -> Finished:
-        argv = [*self._client(), *words]
-        return run_process(argv, timeout_s=self.step_timeout_s if timeout_s is None else timeout_s)
+    def _adb(self, word: str) -> Finished:
+        return run_process([*self._client(), word], timeout_s=self.step_timeout_s)
 
 
 # No prompts, no endless waits, and no port forwarding, even if the user's configuration asks for it.
@@ -326,33 +297,14 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
 
     def find_link_fault(self) -> Missing | None:
         """Returns what is wrong on this machine, without contacting the other one."""
-        for program in ("ssh", "sftp"):
-            if shutil.which(program) is None:
-                return Missing(reason=f"{program} not found", command="apt-get install openssh-client")
-        return None
+        return (
+            None if shutil.which("ssh") else Missing(reason="ssh not found", command="apt-get install openssh-client")
+        )
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script in a POSIX shell of the machine."""
         # `exec sh -c`, because the user's login shell may be fish or csh, with another syntax; `--` ends the options.
         return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
-
-    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
-        """Copies files into a folder of the machine, under plain names.
-
-        Raises:
-            DeviceError: sftp could not copy them.
-        """
-        size_bytes = sum(path.stat().st_size for path in files.values())
-        with linked_names(files) as paths, tempfile.NamedTemporaryFile("w", suffix=".sftp") as batch:
-            batch.writelines(f"put {_sftp_quote(path)} {_sftp_quote(folder)}/\n" for path in paths)
-            batch.flush()
-            host = self.host.replace("ssh://", "sftp://", 1) if self.host.startswith("ssh://") else self.host
-            argv = ["sftp", "-q", *self._options(), "-b", batch.name, "--", host]
-            finished = run_process(argv, timeout_s=self.transfer_s(size_bytes))
-        if not finished.succeeded:
-            broken = "the link broke" if finished.status < 0 else finished.ending
-            reason = "it does not answer" if finished.timed_out else last_line(finished.stderr) or broken
-            raise DeviceError(f"'{self.name}' while sending files: {reason[-300:]}", hint=f"sftp {self.host}")
 
     def _options(self) -> tuple[str, ...]:
         shared = (f"ControlPath={self.control}", "ControlMaster=auto", f"ControlPersist={_SHARED_S}")
@@ -434,9 +386,3 @@ exit 0"""
         kind = machine.abi or machine.versions["system"]
         why = "as asked" if self.python else f"because no runner for '{kind}' is built"
         return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
-
-
-def _sftp_quote(path: str) -> str:
-    """Returns a path quoted for sftp's batch files, with wildcards escaped."""
-    escaped = "".join(f"\\{letter}" if letter in '\\"*?[' else letter for letter in path)
-    return f'"{escaped}"'

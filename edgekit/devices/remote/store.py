@@ -11,14 +11,16 @@ import os
 import platform
 import secrets
 import shlex
+import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from edgekit._proc import run_process
+from edgekit._files import read_chunks
+from edgekit._proc import run_process, stream_process
 from edgekit.devices.process.files import digest_files, digest_unchanged
 from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
@@ -43,6 +45,7 @@ _LIST = ".files"
 _BEGIN = "EDGEKIT-BEGIN"
 _DONE = "EDGEKIT-DONE"
 _KINDS = frozenset({"part", "run"})
+_ANSWER = 1 << 16
 # adb sends a command as a service name whose length has four hex digits: a command of more than 65,535 bytes arrives
 # garbled (measured).
 _MAX_SCRIPT_BYTES = 60_000
@@ -61,7 +64,7 @@ def own_name(kind: str) -> str:
 
 
 class Shell(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that runs scripts in a POSIX shell and takes files; a step may take `step_timeout_s`.
+    """A machine that runs scripts in a POSIX shell and answers; a step may take `step_timeout_s`.
 
     A link slower than `slowest_bytes_per_s` counts as dead.
     """
@@ -76,14 +79,6 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the local command that runs a script on the machine, with stdin, stdout and stderr passed through."""
-        raise NotImplementedError
-
-    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
-        """Copies files into an existing folder there, under the given plain names.
-
-        Raises:
-            DeviceError: they did not arrive.
-        """
         raise NotImplementedError
 
     def transfer_s(self, size_bytes: int) -> float:
@@ -104,8 +99,10 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int | None
 
 
-def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None) -> str:
-    """Returns the complete output of a script.
+def ask(
+    shell: Shell, script: str, *, step: str, timeout_s: float | None = None, feed: Iterable[bytes] | None = None
+) -> str:
+    """Returns the complete output of a script; `feed` is its standard input.
 
     Some clients report success if the link dies, so the script itself prints a marker when it reaches its end.
 
@@ -117,8 +114,16 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
     if len(whole.encode()) > _MAX_SCRIPT_BYTES:
         raise DeviceError(f"'{shell.name}' while {step}: too many files", hint="put the weights into one file")
     limit_s = shell.step_timeout_s if timeout_s is None else timeout_s
-    finished = run_process(shell.command(whole), timeout_s=limit_s)
-    before, begin, rest = finished.stdout.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
+    if feed is None:
+        finished = run_process(shell.command(whole), timeout_s=limit_s)
+        said = finished.stdout
+    else:
+        answer = bytearray()
+        finished = stream_process(
+            shell.command(whole), timeout_s=limit_s, feed=feed, take=lambda stream: answer.extend(stream.read(_ANSWER))
+        )
+        said = answer.decode(errors="replace")
+    before, begin, rest = said.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
     output, done, code = rest.rpartition(f"\n{_DONE} ")
     if begin and before.strip():
         line = last_line(before)
@@ -234,7 +239,7 @@ def _fill(
         )
     place = shlex.quote(base)
     digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
-    # Files are sent under numbers, so that clients need not handle the user's file names.
+    # Files are sent under numbers, so that no tar has to handle the user's file names.
     numbers = {name: str(index) for index, name in enumerate(wanted)}
     missing = {numbers[name]: path for name, path in wanted.items()}
     copies = "".join(
@@ -246,13 +251,15 @@ def _fill(
     for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
         missing.pop(number, None)
     if missing:
-        shell.send_files(missing, f"{base}/{part}")
+        # The first line of tar's complaint has the reason, the last one says only that there was one.
+        script = f'cd {place}/{part} && e=$(tar -xf - 2>&1) || {{ echo "$e" | head -n 1 >&2; exit 1; }}'
+        limit_s = shell.transfer_s(sum(path.stat().st_size for path in missing.values()))
+        ask(shell, script, step="sending files", timeout_s=limit_s, feed=_pack(missing))
     # Each file is compared with its digest and gets its name, then the set; the least recently used sets are removed.
     lines = [f"cd {place}/{part} || exit 1\n{_TEST}"]
     for name, path in wanted.items():
         number, quoted = numbers[name], shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
-        # sftp's `put` and `adb push` do not preserve modes reliably: adbd widens them to 0666 or 0777.
         mode = "700" if os.access(path, os.X_OK) else "600"
         lines += [
             f"t {number} {digests[name]} {quoted}",
@@ -271,6 +278,18 @@ for d in $(ls -t); do
 done"""
     script = "\n".join([*lines, publish])
     ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
+
+
+def _pack(files: Mapping[str, Path]) -> Iterator[bytes]:
+    """Yields files as a tar archive under plain names, which POSIX, GNU and Android's tar read alike."""
+    for name, path in files.items():
+        entry = tarfile.TarInfo(name)
+        entry.size = path.stat().st_size
+        yield entry.tobuf(tarfile.GNU_FORMAT)
+        with path.open("rb") as file:
+            yield from read_chunks(file)
+        yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def remove_folder(shell: Shell, base: str, name: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from adb_daemon.faults import Faults, later
 from adb_daemon.shell import serve_shell
-from adb_daemon.sync import serve_sync
 from adb_daemon.wire import AUTH, CLSE, CNXN, MAX_DATA, OKAY, OPEN, VERSION, WRTE, Link, Stream
 
 _FEATURES = "shell_v2,cmd,stat_v2,ls_v2,fixed_push_mkdir,apex,fixed_push_symlink_timestamp"
@@ -122,7 +121,7 @@ class Daemon:
 
     def _open(self, link: Link, streams: dict[int, Stream], peer: int, service: str) -> None:
         self.services.append(service)
-        if self.faults.takes("refuse", service) or not service.startswith(("shell,v2", "sync:", "reboot:")):
+        if self.faults.takes("refuse", service) or not service.startswith(("shell,v2", "reboot:")):
             link.send(CLSE, 0, peer)
             return
         stream = Stream(link, next(self._ids), peer, service)
@@ -133,9 +132,7 @@ class Daemon:
     def _serve(self, stream: Stream) -> None:
         head, _, text = stream.service.partition(":")
         if head.startswith("shell,v2"):
-            serve_shell(stream, text)
-        elif head == "sync":
-            self.received += serve_sync(stream)
+            self.received += serve_shell(stream, text)
         else:
             self._vanish(1.0)
         stream.close()

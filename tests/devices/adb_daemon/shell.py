@@ -11,6 +11,8 @@ from adb_daemon.wire import Stream
 
 _PACKET = struct.Struct("<BI")
 STDIN, STDOUT, STDERR, EXIT, CLOSE_STDIN = range(5)
+FILES = "tar -xf"
+"""Part of the script that is sent files."""
 _SHELL = "/system/bin/sh"
 _ENVIRONMENT = {
     "PATH": "/system/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -23,8 +25,11 @@ _ENVIRONMENT = {
 }
 
 
-def serve_shell(stream: Stream, text: str) -> None:
-    """Runs a command by shell v2: packets of stdin, stdout and stderr, and its exit code at the end."""
+def serve_shell(stream: Stream, text: str) -> int:
+    """Runs a command by shell v2: packets of stdin, stdout and stderr, and its exit code at the end.
+
+    Returns how many bytes of files it was sent.
+    """
     child = subprocess.Popen(
         [_SHELL, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
         env=_ENVIRONMENT, start_new_session=True,
@@ -36,7 +41,8 @@ def serve_shell(stream: Stream, text: str) -> None:
         threading.Thread(target=_pump, args=(stream, lock, pipe, kind), daemon=True)
         for pipe, kind in ((child.stdout, STDOUT), (child.stderr, STDERR))
     ]
-    feeder = threading.Thread(target=_feed, args=(stream, child), daemon=True)
+    given: list[int] = []
+    feeder = threading.Thread(target=_feed, args=(stream, child, given), daemon=True)
     if stream.link.faults.takes("prefix", stream.service):
         stream.write(_PACKET.pack(STDOUT, 6) + b"hello\n")
     for thread in (*pumps, feeder):
@@ -44,10 +50,10 @@ def serve_shell(stream: Stream, text: str) -> None:
     for thread in pumps:
         thread.join()
     status = child.wait()
-    if stream.link.faults.takes("no-exit", stream.service):
-        return
-    code = status if status >= 0 else 0x80 | -status
-    stream.write(_PACKET.pack(EXIT, 1) + bytes([code]))
+    if not stream.link.faults.takes("no-exit", stream.service):
+        code = status if status >= 0 else 0x80 | -status
+        stream.write(_PACKET.pack(EXIT, 1) + bytes([code]))
+    return sum(given) if FILES in text else 0
 
 
 def _pump(stream: Stream, lock: threading.Lock, pipe: IO[bytes], kind: int) -> None:
@@ -58,13 +64,14 @@ def _pump(stream: Stream, lock: threading.Lock, pipe: IO[bytes], kind: int) -> N
                     return
 
 
-def _feed(stream: Stream, child: subprocess.Popen[bytes]) -> None:
+def _feed(stream: Stream, child: subprocess.Popen[bytes], given: list[int]) -> None:
     while (header := stream.read_exactly(_PACKET.size)) is not None:
         kind, size = _PACKET.unpack(header)
         data = stream.read_exactly(size)
         if data is None:
             break
         if kind == STDIN:
+            given.append(size)
             _write(child, data)
         elif kind == CLOSE_STDIN:
             _close_stdin(child)

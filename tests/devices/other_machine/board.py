@@ -15,11 +15,9 @@ from pathlib import Path
 from other_machine.keeper import OtherMachine, require, start_machine
 from other_machine.wire import Wire
 
-_SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _ENTER = """#!/bin/sh
 {before}
 command=${{SSH_ORIGINAL_COMMAND:-sh}}
-case $command in *sftp-server*) command="{sftp}" ;; esac
 exec nsenter --target {pid} --user --preserve-credentials --mount --pid --root --wd env -i \
     HOME=/data/home TMPDIR=/data/local/tmp PATH=/system/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/site \
     LC_ALL=C QEMU_CPU=cortex-a76 \
@@ -37,7 +35,6 @@ PermitRootLogin yes
 MaxStartups 100
 SetEnv SHLVL=2
 ForceCommand {folder}/enter
-Subsystem sftp {sftp}
 """
 _CLIENT = """Host board
 HostName 127.0.0.1
@@ -64,12 +61,12 @@ class Board:
 
     @property
     def programs(self) -> str:
-        """A folder whose `ssh` and `sftp` are the real ones with the configuration of this board's user."""
+        """A folder whose `ssh` is the real one with the configuration of this board's user."""
         return str(self.folder / "bin")
 
-    def set_enter(self, *, before: str = "", sftp: str = _SFTP_SERVER) -> None:
-        """Says what the board does before each command, and what serves files there."""
-        text = _ENTER.format(pid=self.machine.pid, before=before, sftp=sftp)
+    def set_enter(self, *, before: str = "") -> None:
+        """Says what the board does before each command."""
+        text = _ENTER.format(pid=self.machine.pid, before=before)
         _write_program(self.folder / "enter", text)
 
 
@@ -77,7 +74,7 @@ class Board:
 def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
     """Yields a board; skips where this machine has no sshd or can start no other machine."""
     sshd = require("sshd", "openssh-server")
-    for program in ("ssh", "sftp", "ssh-keygen"):
+    for program in ("ssh", "ssh-keygen"):
         require(program, "openssh-client")
     with (
         start_machine(arm=arm, adb=False, space_bytes=space_bytes) as machine,
@@ -105,16 +102,13 @@ def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
 def _write_settings(folder: Path, wire: Wire) -> None:
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
-    (folder / "sshd_config").write_text(_SSHD.format(port=wire.target, folder=folder, sftp=_SFTP_SERVER))
+    (folder / "sshd_config").write_text(_SSHD.format(port=wire.target, folder=folder))
     (folder / "ssh_config").write_text(_CLIENT.format(port=wire.port, folder=folder, user=getpass.getuser()))
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
     host_key = (folder / "host_key.pub").read_text().split()
     (folder / "known_hosts").write_text(f"[127.0.0.1]:{wire.port} {host_key[0]} {host_key[1]}\n")
     (folder / "bin").mkdir()
-    for program in ("ssh", "sftp"):
-        own = f"-S {folder}/bin/ssh" if program == "sftp" else ""
-        text = f'#!/bin/sh\nexec {shutil.which(program)} -F {folder}/ssh_config {own} "$@"\n'
-        _write_program(folder / "bin" / program, text)
+    _write_program(folder / "bin/ssh", f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
 
 
 def _write_program(path: Path, text: str) -> None:

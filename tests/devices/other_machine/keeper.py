@@ -20,7 +20,7 @@ from edgekit.devices.local.arm64 import Arm64
 from edgekit.devices.process.files import cache_folder
 
 _INSIDE = Path(__file__).parent / "inside.py"
-_PACKAGES = "mksh,toybox,coreutils,findutils,grep,openssh-sftp-server,python3,libc6,libgcc-s1,libstdc++6"
+_PACKAGES = "mksh,toybox,coreutils,findutils,grep,python3,libc6,libgcc-s1,libstdc++6"
 _LARGE = 512 << 20
 
 
@@ -139,7 +139,7 @@ def _fill(root: Path) -> None:
     (root / "etc/passwd").write_text("root:x:0:0:root:/data/home:/bin/sh\nshell:x:2000:2000::/:/bin/sh\n")
     (root / "bin/sh").unlink(missing_ok=True)
     (root / "bin/sh").symlink_to("mksh-static")
-    for name in ("df", "mv", "rm", "mkdir", "ls", "cat", "touch", "chmod", "find", "grep", "cp", "setsid"):
+    for name in ("df", "mv", "rm", "mkdir", "ls", "cat", "tar", "touch", "chmod", "find", "grep", "cp", "setsid"):
         (root / "system/bin" / name).symlink_to("/bin/toybox")
     getprop = root / "system/bin/getprop"
     getprop.write_text(_getprop("arm64-v8a"))
