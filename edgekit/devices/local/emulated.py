@@ -1,6 +1,5 @@
 """Emulates a provider's arithmetic on the CPU: 8-bit quantization by Q and DQ nodes, half precision by rounding."""
 
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -9,14 +8,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit._files import write_new
-from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.exchange import encode_tensors, open_outputs, tensors_name
-from edgekit.devices.process.run import describe_stop, refuse_run
+from edgekit.devices.process.run import describe_job, refuse_run, run_python
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
-from edgekit.machine import own_peak_bytes
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, find_reads, load_model, read_proto, refill
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -113,12 +109,11 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Emulates the target's arithmetic in this process, in the CPU provider with all optimisations off.
+    """Emulates the target's arithmetic on this CPU, in the CPU provider with all optimisations off.
 
     A model with Q and DQ nodes runs unchanged: each quantized unit computes in float, and its output is then quantized.
     For precision fp16, whether the file is in float32 or float16, values are rounded to half around each node that the
-    provider takes according to the check, except nodes that a file with float16 values keeps in float32. The peak
-    memory is that of this process, including all that it did before.
+    provider takes according to the check, except nodes that a file with float16 values keeps in float32.
     """
 
     name: str = "emulated"
@@ -129,54 +124,17 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job, one in memory at a time."""
-        if job.concurrency > 1 or job.io_binding:
-            return refuse_run(self, "imitated arithmetic is run once at a time, without bound outputs")
-        placement: tuple[PlacedNode, ...] = ()
-        load_ms, latency_ms, stopped, failure = 0.0, list[float](), False, None
+        """Runs every sample of a job; the placement is the predicted one."""
         try:
             model = load_model(job.model)
             proto = read_proto(model, weights=False)
             placement = _predict_placement(proto, job)
             emulation = _emulate(model, proto, job, work)
-            start = time.perf_counter()
-            session = CpuSession(emulation, UNOPTIMIZED)
-            load_ms = (time.perf_counter() - start) * 1e3
-            stopped = _run_samples(session, job, work / "out", latency_ms)
         except EdgekitError as error:
-            failure = error.message.replace(f"{work}/", "")
-        outputs, wrong = open_outputs(work / "out", job.outputs, self.name)
-        return DeviceRun(
-            device=self.name,
-            evidence=self.evidence,
-            outputs=outputs,
-            placement=placement,
-            placement_source="predicted",
-            load_ms=load_ms,
-            latency_ms=tuple(latency_ms[: outputs.count * job.repeat]),
-            peak_rss_bytes=own_peak_bytes(),
-            versions={"onnxruntime": VERSION},
-            notes=describe_stop(outputs.count, job) if stopped else (),
-            stopped_early=stopped,
-            failure=failure or wrong or None,
-        )
-
-
-def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[float]) -> bool:
-    """Runs the samples in order, and returns True if the time was over before the last."""
-    begin = time.perf_counter()
-    for index, sample in enumerate(job.samples):
-        if index >= job.least_samples and time.perf_counter() - begin > job.budget_s:
-            return True
-        for turn in range(job.repeat):
-            start = time.perf_counter()
-            values = session.run(sample)
-            latency_ms.append((time.perf_counter() - start) * 1e3)
-            if turn == 0:
-                write_new(out / tensors_name(index), [encode_tensors(values)])
-                if job.on_outputs is not None:
-                    job.on_outputs(values)
-    return False
+            return refuse_run(self, error.message.replace(f"{work}/", ""))
+        request = describe_job(job, model=str(emulation.resolve()), session_config={}, level=Level.DISABLED)
+        run = run_python(self, job, request, work)
+        return msgspec.structs.replace(run, placement=placement, placement_source="predicted")
 
 
 def _predict_placement(proto: onnx.ModelProto, job: Job) -> tuple[PlacedNode, ...]:

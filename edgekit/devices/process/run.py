@@ -333,16 +333,13 @@ def judge_run(
         placement=_read_placement(report, job.model),
         placement_source=report.placement_source,
         versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MOST_VERSIONS]},
-        notes=describe_stop(outputs.count, job) if stopped_early else (),
+        notes=(f"stopped after {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
+        if stopped_early
+        else (),
         stopped_early=stopped_early,
         failure=failure,
         **measured,
     )
-
-
-def describe_stop(count: int, job: Job) -> tuple[str, ...]:
-    """Returns the note of a run that stopped because its time was over."""
-    return (f"stopped after {count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
 
 
 def _read_placement(report: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
