@@ -24,9 +24,9 @@ from edgekit.data.images import Preprocess
 from edgekit.devices.android.nnapi.network import Driver
 from edgekit.devices.register import ListedDevice
 from edgekit.inspect.diff import Delta
+from edgekit.jobs.check import PrepareReport
 from edgekit.jobs.convert import ConvertReport
 from edgekit.jobs.group import GroupFile
-from edgekit.jobs.prepare import PrepareReport
 from edgekit.profile.report import ProfileReport
 from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe

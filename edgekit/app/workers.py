@@ -31,8 +31,8 @@ from edgekit.app.store import (
     publish_cell,
     store_files,
 )
-from edgekit.devices.named import REMOTE
 from edgekit.devices.parallel import run_together
+from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
 from edgekit.jobs.build_inputs import Kept
 from edgekit.machine import spell_install

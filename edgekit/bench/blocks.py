@@ -11,7 +11,7 @@ from edgekit.bench.report import Comparison
 from edgekit.bench.subject import Subject
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue
-from edgekit.devices.named import address_of, kind_of
+from edgekit.devices.register import address_of, kind_of
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress

@@ -18,9 +18,8 @@ from edgekit.data.samples import Samples, draw_samples, list_samples, load_sampl
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job, make_empty_check
 from edgekit.devices.find import default_target
-from edgekit.devices.named import address_of
 from edgekit.devices.process.run import REPLAY_SAVED
-from edgekit.devices.register import load_target_here
+from edgekit.devices.register import address_of, load_target_here
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec

@@ -19,7 +19,7 @@ from edgekit.devices.remote.examine import PhoneReport, examine_phone
 from edgekit.devices.remote.remote import AdbDevice, check_address
 from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.errors import UsageError
-from edgekit.jobs.prepare import list_versions
+from edgekit.jobs.check import list_versions
 from edgekit.phones import read_phones
 from edgekit.progress import Progress
 from edgekit.report.tables import make_table

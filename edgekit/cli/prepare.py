@@ -7,7 +7,7 @@ from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.screen import show_line, show_remarks
 from edgekit.devices.register import load_target_here
-from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
+from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
 from edgekit.prepare.interface import InterfaceChanges
 from edgekit.progress import Progress

@@ -23,11 +23,18 @@ from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
 from edgekit.devices.local.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.local.emulated import Emulated
-from edgekit.devices.local.host import PROVIDER as COREML
-from edgekit.devices.local.host import UNITS, CoreMl, Host, Native
+from edgekit.devices.local.host import (
+    ARCH_SOCS,
+    COREML,
+    QNN,
+    UNITS,
+    CoreMl,
+    Host,
+    Native,
+    QnnSimulator,
+    find_qnn_versions,
+)
 from edgekit.devices.local.provider import PROVIDERS, LocalProvider, find_provider_versions, provider_devices
-from edgekit.devices.local.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
-from edgekit.devices.local.qnn_sim import PROVIDER as QNN
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import UsageError, suggest_name

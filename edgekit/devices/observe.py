@@ -20,7 +20,7 @@ from edgekit.devices.android.android import NNAPI, XNNPACK, Android
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.local import host, qnn_sim
+from edgekit.devices.local.host import COREML, QNN
 from edgekit.devices.local.provider import OPENVINO, PROVIDERS
 from edgekit.errors import DataError, DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -32,16 +32,16 @@ _WEBGPU = PROVIDERS["webgpu"].name
 
 # For each provider, the devices that run its own code, the best first.
 _ORACLES = {
-    qnn_sim.PROVIDER: ("qnn-htp-sim",),
+    QNN: ("qnn-htp-sim",),
     NNAPI: ("android", "android:x86_64"),
     XNNPACK: ("android", "android:x86_64"),
-    host.PROVIDER: ("coreml", "ios-sim"),
+    COREML: ("coreml", "ios-sim"),
     OPENVINO: ("openvino",),
     _WEBGPU: ("webgpu",),
 }
 
 # These providers decide when the session is made: no run is needed to observe the placement.
-_PLACED_AT_LOAD = frozenset({NNAPI, host.PROVIDER})
+_PLACED_AT_LOAD = frozenset({NNAPI, COREML})
 
 # In sessions of these providers, optimisers fuse and rename nodes, so that they are opened with fewer optimisations.
 _UNFUSED = frozenset({XNNPACK, _WEBGPU})

@@ -10,7 +10,7 @@ from edgekit._files import digest_file, read_chunks, work_folder, write_new
 from edgekit.data.samples import select_samples
 from edgekit.devices.device import Job
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.mil.program import Operation, read_package
+from edgekit.devices.ios.mil.compute import Operation, read_package
 from edgekit.devices.observe import describe_job
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph

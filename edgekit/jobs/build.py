@@ -17,14 +17,12 @@ from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.convert.forms import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
-from edgekit.devices.named import NamedDevice
 from edgekit.devices.parallel import running_behind
-from edgekit.devices.register import DeviceChoice, choose_here
+from edgekit.devices.register import DeviceChoice, NamedDevice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, Kept, calibrate_inputs, read_build_inputs
-from edgekit.jobs.check import find_neglected_axes
+from edgekit.jobs.check import find_neglected_axes, list_versions
 from edgekit.jobs.forecast import forecast_goal
-from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model

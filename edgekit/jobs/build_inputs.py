@@ -23,8 +23,7 @@ from edgekit.data.split import SampleSets, Sequences, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels
-from edgekit.jobs.check import gain_on_target
-from edgekit.jobs.prepare import list_versions
+from edgekit.jobs.check import gain_on_target, list_versions
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs

@@ -1,19 +1,21 @@
-"""Checking a model as the user has it against targets, and rewriting it for one."""
+"""Checks a model as the user has it against targets, rewrites it for one, and prepares it."""
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgekit._files import work_folder
+from edgekit._files import move_file, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_open
 from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, tell_of_model, trace_model
+from edgekit.data.images import Preprocess
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
@@ -23,7 +25,9 @@ from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, find_reader, load_model, read_proto
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
+from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
+from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
@@ -217,3 +221,73 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "forecast": to_builtins(summary.forecast),
     }
     return document if summary.ort is None else {**document, "ort_checker": to_builtins(summary.ort)}
+
+
+class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to prepare a model; see `prepare_model`, `change_interface` and `fix_model`.
+
+    `external` puts the weights beside the model or into it; None decides by size. With a `target` the rewrites by which
+    it takes more are applied too.
+    """
+
+    dims: dict[str, int] = {}
+    opset: int | None = None
+    outputs: tuple[str, ...] = ()
+    constants: dict[str, float] = {}
+    changes: InterfaceChanges = InterfaceChanges()
+    fix: bool = True
+    external: bool | None = None
+    target: Target | None = None
+
+
+class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image.
+
+    `gain` is what a target takes of it before and after the rewrites, where one was named.
+    """
+
+    model: Model
+    fixes: tuple[Fix, ...]
+    is_refaced: bool
+    preprocess: Preprocess | None
+    gain: TargetGain | None = None
+
+
+def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Progress = say_nothing) -> PrepareReport:
+    """Writes the prepared form of a model to `out`.
+
+    Raises:
+        EdgekitError: the model or an option is wrong.
+    """
+    changes = options.changes
+    if options.external is False:
+        refuse_inline(source)
+    progress("prepare the model")
+    # Beside the result, so that moving it there is a rename within one file system.
+    with work_folder(out.parent) as work:
+        staged = work / out.name
+        prepared = prepare_model(
+            source, staged, options.dims, opset=options.opset, outputs=options.outputs, constants=options.constants
+        )
+        prepared = change_interface(prepared, staged, changes)
+        fixes: tuple[Fix, ...] = ()
+        gain: TargetGain | None = None
+        if options.fix and options.target is not None:
+            better, gain = fix_for_target(prepared, staged, options.target)
+            prepared, fixes = better.model, better.fixes
+        elif options.fix:
+            fixed = fix_model(prepared, staged)
+            prepared, fixes = fixed.model, fixed.fixes
+        if options.external is not None:
+            prepared = place_weights(prepared, external=options.external)
+        # Weights first: at no moment is the model there without them.
+        for name in (*prepared.external_files, out.name):
+            move_file(work / name, out.with_name(name))
+    prepared = msgspec.structs.replace(prepared, path=out)
+    left = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
+    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left, gain=gain)
+
+
+def list_versions() -> dict[str, str]:
+    """Returns the versions of edgekit and of what it stands on."""
+    return {"edgekit": metadata.version("edgekit-onnx"), "onnxruntime": VERSION, "onnx": metadata.version("onnx")}

@@ -23,8 +23,8 @@ from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
+from edgekit.jobs.check import list_versions
 from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
-from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_quantized

@@ -21,9 +21,8 @@ from edgekit.convert.levels import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job
-from edgekit.devices.named import address_of, is_remote
 from edgekit.devices.observe import count_nodes
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.register import DeviceChoice, address_of, is_remote
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores

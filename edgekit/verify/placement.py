@@ -14,9 +14,9 @@ from edgekit.check.report import CheckedNode, Placed
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.named import kind_of
 from edgekit.devices.observe import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, name_as_model
 from edgekit.devices.recorded import is_recorded
+from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.model.external import skim_model
 from edgekit.target import Verification

@@ -16,7 +16,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.local.qnn_sim import ARCH_SOCS
+from edgekit.devices.local.host import ARCH_SOCS
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.devices.ios.mil.compute import OPERATIONS, compute_program
-from edgekit.devices.ios.mil.program import Operation, Program, Result
+from edgekit.devices.ios.mil.compute import OPERATIONS, Operation, Program, Result, compute_program
 from edgekit.model.tensors import Array
 
 OPSETS = ("iOS15", "iOS16", "iOS17", "iOS18")

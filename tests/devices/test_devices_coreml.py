@@ -11,7 +11,7 @@ from devices_models import Stub, float_conv, make_job
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import Job
 from edgekit.devices.find import find_device
-from edgekit.devices.local.host import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
+from edgekit.devices.local.host import COREML, UNITS, CoreMl, coreml_job, coreml_options
 from edgekit.devices.process.run import run_python
 from edgekit.errors import TargetError, UsageError
 from edgekit.target import load_target
@@ -49,11 +49,11 @@ def test_every_units_that_a_name_may_have_finds_its_device() -> None:
 
 def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
     with pytest.raises(TargetError, match="did you mean 'ModelFormat'"):
-        provider_options({"ModelFormats": "MLProgram"})
+        coreml_options({"ModelFormats": "MLProgram"})
     with pytest.raises(TargetError, match="'MLprogram' is no ModelFormat"):
-        provider_options({"ModelFormat": "MLprogram"})
+        coreml_options({"ModelFormat": "MLprogram"})
     with pytest.raises(UsageError, match="no compute units 'npu'"):
-        provider_options({}, "npu")
+        coreml_options({}, "npu")
 
 
 def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Pat
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
 def test_without_core_ml_the_cpu_does_not_run_in_its_place(job: Job, work: Path) -> None:
     run = run_python(Stub(), job, coreml_job(job), work)
-    assert run.failure == f"refused: asked for {PROVIDER}, and the session has {CPU_PROVIDER} alone"
+    assert run.failure == f"refused: asked for {COREML}, and the session has {CPU_PROVIDER} alone"
     assert run.outputs.count == 0
 
 
@@ -76,4 +76,4 @@ def test_without_core_ml_the_cpu_does_not_run_in_its_place(job: Job, work: Path)
 def test_the_provider_itself_computes_in_half_precision(job: Job, work: Path) -> None:
     run = CoreMl().run_job(job, work)
     assert run.failure is None
-    assert {node.provider for node in run.placement} == {PROVIDER}
+    assert {node.provider for node in run.placement} == {COREML}

@@ -11,8 +11,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Missing
 from edgekit.devices.find import default_target, serve_device
-from edgekit.devices.local.host import Host
-from edgekit.devices.local.qnn_sim import QnnSimulator
+from edgekit.devices.local.host import Host, QnnSimulator
 from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import DTYPES, Array, Tensors

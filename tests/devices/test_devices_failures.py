@@ -11,8 +11,7 @@ from devices_models import OUTPUTS, encode_report, float_conv, make_job, present
 from onnx import helper
 
 from edgekit.devices.find import find_device
-from edgekit.devices.local.host import Host
-from edgekit.devices.local.qnn_sim import provider_options
+from edgekit.devices.local.host import Host, qnn_options
 from edgekit.devices.process.run import REPLAY_SAVED, describe_job
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.target import load_target
@@ -88,15 +87,15 @@ def test_an_output_that_is_no_tensor_comes_back_in_parts_that_must_be_expected(t
 @pytest.mark.parametrize("soc", ["", "0", "99999", "foo", "SM8750", "44", "121", "43,69"])
 def test_an_soc_that_the_simulator_would_not_question_is_refused(soc: str) -> None:
     with pytest.raises(TargetError, match="soc_model"):
-        provider_options({**QNN_OPTIONS, "soc_model": soc})
+        qnn_options({**QNN_OPTIONS, "soc_model": soc})
 
 
 def test_an_architecture_stands_for_its_soc_and_unknown_options_are_refused() -> None:
-    assert provider_options(QNN_OPTIONS, "v73")["soc_model"] == "43"
+    assert qnn_options(QNN_OPTIONS, "v73")["soc_model"] == "43"
     with pytest.raises(UsageError, match="did you mean 'v7"):
-        provider_options(QNN_OPTIONS, "v74")
+        qnn_options(QNN_OPTIONS, "v74")
     with pytest.raises(TargetError, match="did you mean 'soc_model'"):
-        provider_options({**QNN_OPTIONS, "soc_models": "69"})
+        qnn_options({**QNN_OPTIONS, "soc_models": "69"})
 
 
 def test_qnn_takes_neither_a_context_for_another_soc_nor_an_ort_file(tmp_path: Path, work: Path) -> None:

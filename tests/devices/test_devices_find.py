@@ -11,8 +11,7 @@ from edgekit.devices.find import default_target, device_names, find_device, inst
 from edgekit.devices.local import arm64
 from edgekit.devices.local.arm64 import REQUIREMENTS, find_installed, installing
 from edgekit.devices.local.host import Host
-from edgekit.devices.named import NamedDevice, address_of, kind_of
-from edgekit.devices.register import DeviceChoice, choose_devices, read_devices
+from edgekit.devices.register import DeviceChoice, NamedDevice, address_of, choose_devices, kind_of, read_devices
 from edgekit.devices.release import find_node
 from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError, UsageError

@@ -14,7 +14,7 @@ from devices_models import float_conv, make_job, present, text_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device
 from edgekit.devices.ios.ios import ABI, LOADER, IosSimulator, place_imports, unpack_framework
-from edgekit.devices.local.host import PROVIDER
+from edgekit.devices.local.host import COREML
 from edgekit.devices.observe import Observed, observe_placement, observe_target
 from edgekit.devices.release import Release
 from edgekit.errors import DeviceError, EdgekitError, UsageError
@@ -144,7 +144,7 @@ def test_the_provider_itself_says_where_nodes_go(device: IosSimulator, model_for
     target = load_target("coreml", {"model_format": model_format})
     seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", body)), target, device)
     assert seen.failure is None
-    assert (seen.providers["n0"], seen.providers["n1"]) == (PROVIDER, "CPUExecutionProvider")
+    assert (seen.providers["n0"], seen.providers["n1"]) == (COREML, "CPUExecutionProvider")
 
 
 @pytest.mark.parametrize(("ios", "taken"), [("15", False), ("16", True)])
@@ -157,7 +157,7 @@ def test_the_release_of_ios_is_what_the_target_says(
     seen = observe_placement(
         load_model(text_model(tmp_path / "m.onnx", body)), load_target("coreml", {"ios": ios}), device
     )
-    assert (seen.providers["n0"] == PROVIDER) == taken
+    assert (seen.providers["n0"] == COREML) == taken
 
 
 @pytest.mark.usefixtures("device")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekit.devices.named import holding_place
+from edgekit.devices.register import holding_place
 from edgekit.errors import DeviceError
 
 
@@ -53,7 +53,7 @@ def laboratory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 @pytest.mark.slow
 @pytest.mark.usefixtures("laboratory")
 def test_one_at_a_time_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekit.devices.named._PAUSE_S", 0.1)
+    monkeypatch.setattr("edgekit.devices.register._PAUSE_S", 0.1)
     with holding_place("rack1"):
         assert "edgekit-" in _ask("who")
         # Somebody else cannot have it meanwhile.

@@ -17,9 +17,16 @@ from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.ios.mil.compute import OPERATIONS, Computer, Facts, compute_program, require_known
+from edgekit.devices.ios.mil.compute import (
+    OPERATIONS,
+    Computer,
+    Facts,
+    compute_program,
+    read_package,
+    read_program,
+    require_known,
+)
 from edgekit.devices.ios.mil.operations import Arguments
-from edgekit.devices.ios.mil.program import read_package, read_program
 from edgekit.devices.process.pipes import answer_questions
 from edgekit.model.tensors import Array
 

@@ -10,7 +10,7 @@ from devices_models import make_job, present, text_model
 from onnx import helper, load, save
 
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.mil.program import read_package
+from edgekit.devices.ios.mil.compute import read_package
 from edgekit.devices.observe import observe_placement
 from edgekit.devices.packages import CACHE, match_operations, write_coreml
 from edgekit.errors import DeviceError

@@ -11,7 +11,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.images import Preprocess
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
-from edgekit.jobs.prepare import PrepareOptions, prepare_for
+from edgekit.jobs.check import PrepareOptions, prepare_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model

@@ -20,7 +20,7 @@ from edgekit._files import digest_bytes, write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.ios.mil.compute import Facts
-from edgekit.devices.local.host import PROVIDER, provider_options
+from edgekit.devices.local.host import COREML, coreml_options
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
 from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
@@ -113,7 +113,7 @@ def unpack_framework(given: Path | None, folder: Path, work: Path, progress: Pro
         raise DeviceError(f"the library of '{name}' is damaged: {error}", hint=_HINT) from error
     write_file(folder / ABI / LOADER.library, found)
     return Release(
-        archive=name, sha256=digest_bytes(data), version=version, providers=(PROVIDER,), imports={ABI: imports}
+        archive=name, sha256=digest_bytes(data), version=version, providers=(COREML,), imports={ABI: imports}
     )
 
 
@@ -207,7 +207,7 @@ LOADER = Loader(
 )
 
 NAME = "ios-sim"
-PROVIDERS = frozenset({PROVIDER})
+PROVIDERS = frozenset({COREML})
 
 ML_PROGRAM = "MLProgram"
 
@@ -258,8 +258,8 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             TargetError: the target has an option that the provider does not know.
         """
         require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
-        if job.target.provider not in {PROVIDER, CPU_PROVIDER}:
-            return refuse_run(self, f"'{self.name}' runs {PROVIDER}, not {job.target.provider}")
+        if job.target.provider not in {COREML, CPU_PROVIDER}:
+            return refuse_run(self, f"'{self.name}' runs {COREML}, not {job.target.provider}")
         models = work / "models"
         models.mkdir()
         request = _describe_job(job, self.cache)
@@ -275,8 +275,8 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
 
 def _describe_job(job: Job, cache: Path | None) -> RunnerJob:
     session, options = job.target.session, dict[str, str]()
-    if job.target.provider == PROVIDER:
-        options = provider_options(session.platforms.get("ios", session).provider_options)
+    if job.target.provider == COREML:
+        options = coreml_options(session.platforms.get("ios", session).provider_options)
     return describe_job(
         job,
         provider=job.target.provider,

@@ -1,23 +1,33 @@
-"""Devices of this machine: the CPU provider, edgekit's own runner, and on a Mac the Core ML provider."""
+"""Devices of this machine: the CPU provider, edgekit's own runner, Core ML on a Mac, and QNN's simulator of an HTP.
 
+The simulator is in the Linux wheel of the QNN plug-in provider, which loads Qualcomm's HTP library.
+"""
+
+import importlib.util
+import itertools
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.bundle.checks import PROVIDER_OPTIONS
+from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_missing_runner, host_abi, require_runner
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
-from edgekit.devices.process.run import check_options, describe_job, require_device, run_program, run_python
-from edgekit.errors import TargetError, UsageError, suggest_name
+from edgekit.devices.process.run import check_options, describe_job, refuse_run, require_device, run_program, run_python
+from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
+from edgekit.model.external import skim_model
 
 _QEMU = "qemu-x86_64-static"
 
@@ -90,12 +100,12 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
         return run_program(self, [str(native.program), "--pipe"], job, request, work)
 
 
-PROVIDER = "CoreMLExecutionProvider"
+COREML = "CoreMLExecutionProvider"
 UNITS = {"all": "ALL", "cpu": "CPUOnly", "gpu": "CPUAndGPU", "ane": "CPUAndNeuralEngine"}
 """The values of UNITS in `coreml:UNITS`, and the provider's names for them."""
 
 # The provider's options except the cache, and their values, from ORT's coreml_options.cc.
-_OPTIONS: dict[str, tuple[str, ...]] = {
+_COREML_OPTIONS: dict[str, tuple[str, ...]] = {
     "ModelFormat": ("MLProgram", "NeuralNetwork"),
     "MLComputeUnits": tuple(UNITS.values()),
     "RequireStaticInputShapes": ("0", "1"),
@@ -147,14 +157,14 @@ def coreml_job(job: Job, units: str = "") -> RunnerJob:
         TargetError: the target has an option or a value that the provider does not know.
         UsageError: there are no such compute units.
     """
-    options = provider_options(job.target.session.provider_options, units)
+    options = coreml_options(job.target.session.provider_options, units)
     state = f"{digest_files(list_model_files(job.model))} {sorted(options.items())} {VERSION}"
     cache = cache_folder() / "coreml" / digest_bytes(state.encode())[:32]
     options = {**options, "ModelCacheDirectory": str(cache)}
-    return describe_job(job, provider=PROVIDER, provider_options=options)
+    return describe_job(job, provider=COREML, provider_options=options)
 
 
-def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, str]:
+def coreml_options(options: Mapping[str, str], units: str = "") -> dict[str, str]:
     """Returns a target's options for the provider, with the device's compute units if it names some.
 
     Raises:
@@ -163,8 +173,140 @@ def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, s
     """
     if units and units not in UNITS:
         raise UsageError(f"Core ML has no compute units '{units}'", hint=suggest_name(units, UNITS))
-    check_options(PROVIDER, options, _OPTIONS)
+    check_options(COREML, options, _COREML_OPTIONS)
     for key, value in options.items():
-        if value not in _OPTIONS[key]:
-            raise TargetError(f"'{value}' is no {key} of {PROVIDER}", hint=suggest_name(value, _OPTIONS[key]))
+        if value not in _COREML_OPTIONS[key]:
+            raise TargetError(f"'{value}' is no {key} of {COREML}", hint=suggest_name(value, _COREML_OPTIONS[key]))
     return {**options, **({"MLComputeUnits": UNITS[units]} if units else {})}
+
+
+QNN = "QNNExecutionProvider"
+ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items()}
+"""One SoC number for each HTP architecture; for the simulator, only the architecture matters."""
+
+_NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})
+# The SoC numbers for which onnxruntime-qnn 2.7.0 creates a device (measured for 0 to 130).
+_KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in _NO_DEVICE)
+
+# The options that a session on a device knows; the provider silently ignores any other.
+_QNN_OPTIONS = frozenset({*PROVIDER_OPTIONS[QNN], "backend_path"})
+
+_PROFILE = "qnn.csv"
+_FALLBACK = "session.disable_cpu_ep_fallback"
+_FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"
+_COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
+
+
+class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTP simulator; `arch` overrides the target's SoC, "" keeps it."""
+
+    arch: str = ""
+    evidence: Evidence = Evidence.SIMULATOR
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"qnn-htp-sim:{self.arch}" if self.arch else "qnn-htp-sim"
+
+    def find_missing(self) -> Missing | None:
+        """Returns what is lacking on this machine."""
+        if importlib.util.find_spec("onnxruntime_qnn") is None:
+            return Missing(reason="the wheel onnxruntime-qnn is not installed", command=INSTALL_QNN)
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job in the simulator, at first without a fallback to the CPU.
+
+        If the provider does not take every node, the job runs again with the fallback; a note says so, and the
+        placement names the nodes.
+
+        Raises:
+            DeviceError: onnxruntime-qnn is not installed.
+            MissingExtraError: it cannot be imported.
+            TargetError: the target has an option that the provider would ignore or misread.
+        """
+        require_device(self.name, self.find_missing())
+        options = qnn_options(job.target.session.provider_options, self.arch)
+        if job.model.suffix == ".ort":
+            return refuse_run(self, f"'{job.model.name}' is in ORT format, which {QNN} never takes")
+        # Qualcomm's library aborts the process on an empty tensor. Shapes are fixed, so checking one sample is enough.
+        first = itertools.islice(job.samples, 1)
+        if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
+            return refuse_run(self, f"input '{empty[0]}' has no elements, on which {QNN} aborts: drop it")
+        try:
+            import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
+        except ImportError as error:
+            raise MissingExtraError(f"the QNN provider cannot be loaded: {error}", hint=INSTALL_QNN) from error
+        library = str(onnxruntime_qnn.get_library_path())
+        request = describe_job(job, provider=QNN, library=library, provider_options=options)
+        config = dict(request.session_config)
+        _check_context(job.model, options["soc_model"])
+        # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the
+        # second. The simulator computes in one thread; the threads that represent the NPU's units spin, which costs a
+        # third more CPU seconds on cores of their own, and nothing if they share the one core.
+        # Without this key, ONNX Runtime silently runs nodes on the CPU that the provider does not take.
+        strict = msgspec.structs.replace(request, session_config={**config, _FALLBACK: "1"})
+        run = _run_watched(self, job, strict, work / "strict", one_core=True)
+        # Retried only after this refusal: after any other failure, a run on the CPU would pass for one in the
+        # simulator.
+        if run.failure is None or _FALLBACK_REFUSED not in run.failure:
+            return run
+        config.pop(_FALLBACK, None)
+        run = _run_watched(self, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
+        left = [node.name or node.op for node in run.placement if node.provider != QNN]
+        note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
+        return msgspec.structs.replace(run, notes=(note, *run.notes))
+
+
+def find_qnn_versions() -> dict[str, str]:
+    """Returns the versions of ONNX Runtime and of the provider's wheel, which contains Qualcomm's libraries."""
+    return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
+
+
+def qnn_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
+    """Returns a target's options for the simulator, with the SoC of `arch` if it is given.
+
+    Raises:
+        TargetError: the provider does not know an option or the SoC, and would not say so.
+        UsageError: there is no such architecture.
+    """
+    if arch and arch not in ARCH_SOCS:
+        raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
+    check_options(QNN, options, _QNN_OPTIONS)
+    # The provider silently replaces an unknown SoC by its default.
+    soc = ARCH_SOCS[arch] if arch else options.get("soc_model", "")
+    if soc not in _KNOWN_SOCS:
+        known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
+        raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")
+    # The provider ignores htp_arch if no SoC is given, and the target's backend path is that of a library on the
+    # device.
+    kept = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
+    return {**kept, "backend_type": "htp", "soc_model": soc}
+
+
+def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
+    """Returns a run in a separate folder; if the job asks for a trace, with QNN's own profile of its operations."""
+    folder.mkdir()
+    if not job.trace:
+        return run_python(device, job, request, folder, one_core=one_core, emulates=True)
+    file = folder / _PROFILE
+    options = {**request.provider_options, "profiling_level": "detailed", "profiling_file_path": str(file)}
+    watched = msgspec.structs.replace(request, provider_options=options)
+    run = run_python(device, job, watched, folder, one_core=one_core, emulates=True)
+    return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
+
+
+def _check_context(model: Path, soc: str) -> None:
+    """Refuses a context binary made for another SoC: the simulator would run it, a device would not."""
+    for entry in skim_model(model).metadata_props:
+        if entry.key == _COMPATIBILITY:
+            # `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`; 0 means no particular SoC. A context that names none
+            # was compiled for an architecture, and runs on all its chips.
+            socs = [*entry.value.split(":"), *[""] * 6][5]
+            is_list = re.fullmatch(r"\d+(,\d+)*", socs) is not None
+            made_for = [number for number in socs.split(",") if number != "0"] if is_list else []
+            if made_for and soc not in made_for:
+                raise TargetError(
+                    f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",
+                    hint=f"build the model for it: --target qnn with soc_model={soc}",
+                )

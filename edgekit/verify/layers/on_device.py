@@ -19,9 +19,9 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, limit_samples, map_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.ios.ios import NAME
-from edgekit.devices.ios.mil.program import Operation
-from edgekit.devices.named import kind_of
+from edgekit.devices.ios.mil.compute import Operation
 from edgekit.devices.packages import match_operations
+from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
