@@ -16,9 +16,9 @@ from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit.app.config import App, Cell
 from edgekit.bundle.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
+from edgekit.report import tables
 from edgekit.report.html import frame_page
 from edgekit.report.pages import make_page
-from edgekit.report.tables import format_bytes
 from edgekit.target import load_target
 
 STORE = "digests.json"
@@ -220,7 +220,7 @@ def headline_app(report: AppReport) -> str:
 
 def render_app(report: AppReport) -> str:
     """Returns a run as an HTML page, with links to the page of each bundle."""
-    return make_page("app", format_bytes, report=report, headline=headline_app(report))
+    return make_page("app", tables, report=report, headline=headline_app(report))
 
 
 def fail_cell(cell: Cell, said: str) -> CellResult:

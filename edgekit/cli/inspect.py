@@ -32,7 +32,8 @@ def inspect_command(
     """
     if sizes:
         measured = measure_sizes(model)
-        shown = [tables.table_files(measured), *([tables.table_layer_sizes(measured)] if measured.layers else [])]
+        shown = [tables.table_files({file.name: file.size_bytes for file in measured.files})]
+        shown += [tables.table_layer_sizes(measured)] if measured.layers else []
         return Answer(measured, lambda: print_table(*shown))
     report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
     return Answer(report, lambda: print_table(text.table_contents(report)))

@@ -17,7 +17,7 @@ from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
 from edgekit.package.package import FORMS, Kind, PackageReport
 from edgekit.package.variant import Identity, parse_extras
-from edgekit.report.tables import list_size_remarks, table_sizes
+from edgekit.report.tables import list_size_remarks, table_files
 from edgekit.serialize import to_builtins
 
 AllowFailed = Annotated[bool, Option("Accept bundles that failed or were not verified; the result says so.")]
@@ -87,7 +87,7 @@ def package_command(
 def _show_package(report: PackageReport) -> None:
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
-    print_table(table_sizes(report))
+    print_table(table_files(report.sizes))
     for left in report.left_out:
         show_line(f"left out: {left.path}: {left.reason}")
     show_lines(report.remarks if report.store is None else report.store.remarks)

@@ -104,7 +104,7 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
     )
     sofar = " ".join(f"{x},{_height(layer.sqnr_db)}" for x, layer in zip(places, shown, strict=True))
     rows = tuple((_height(db), str(db)) for db in (0, 20, 40, 60, 80))
-    return Chart(marks=marks, lines={"sofar": sofar}, rows=rows, left=44, right=995, height=240)
+    return Chart(marks=marks, lines={"sofar": sofar}, rows=rows, edges=(44, 995, 0, 240), height=240)
 
 
 def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:

@@ -1,5 +1,6 @@
 """The check of a model against several targets: its report, its text, and its page with the nodes as blocks."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -13,6 +14,7 @@ from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement,
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
+from edgekit.report import tables
 from edgekit.report.pages import Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
@@ -362,14 +364,8 @@ def render_check(summary: CheckSummary) -> str:
     """Returns the checks of a model, by target, as an HTML page."""
     return make_page(
         "check",
-        describe_advice,
-        describe_fates,
-        describe_work,
-        draw_blocks,
-        draw_strip,
-        format_bytes,
-        list_observed,
-        list_remarks,
+        tables,
+        sys.modules[__name__],
         summary=summary,
         reports=summary.targets,
         observed=summary.observed,

@@ -1,6 +1,7 @@
 """A forecast as text and as an HTML page: devices with their intervals, what to choose, what the figures rest on."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -160,14 +161,14 @@ def draw_devices(report: ForecastReport) -> Chart | None:
     if limit and axis.low <= math.log10(limit) <= axis.high:
         title = f"{limit} ms at most"
         marks.append(Mark(x=axis.place(limit), y=12, height=y - 10, kind="limit", title=title))
-    return Chart(marks=tuple(marks), columns=ticks, top=18, bottom=y + 2, height=y + 26)
+    return Chart(marks=tuple(marks), columns=ticks, edges=(0, 1000, 18, y + 2), height=y + 26)
 
 
 def render_forecast(report: ForecastReport) -> str:
     """Returns a forecast as an HTML page."""
     return make_page(
         "forecast",
-        describe_cpu,
+        sys.modules[__name__],
         report=report,
         headline=headline_forecast(report),
         remarks=list(list_forecast_remarks(report)),

@@ -13,12 +13,11 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport
 from edgekit.machine import find_module
 from edgekit.progress import Progress, say_nothing
-from edgekit.report import text
-from edgekit.report.charts import Picture, place_bars, place_layers
-from edgekit.report.checked import CheckSummary, describe_taken, draw_stages, draw_strip, render_check
+from edgekit.report import charts, checked, tables, text
+from edgekit.report.charts import Picture
+from edgekit.report.checked import CheckSummary, render_check
 from edgekit.report.pages import Mark, make_page
 from edgekit.report.summary import BuildReport, QuantizeReport
-from edgekit.report.tables import describe_prediction, format_bytes
 from edgekit.serialize import escape_controls
 from edgekit.verify.metrics.outputs import weigh_output
 from edgekit.verify.report import VerifyReport
@@ -30,22 +29,15 @@ BAR_WIDTH = 9
 _GOOD_DB, _BAD_DB, _BEST_DB = 35.0, 20.0, 60.0
 
 
-# What the pages of builds, verifications and comparisons share (`parts.html.j2`).
-_FILTERS = (format_bytes, place_bars, place_layers, text.list_located, text.list_metric)
+# What the templates may call.
+_MODULES = (charts, checked, tables, text)
 
 
 def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
     """Returns a build as an HTML page; `pictures` holds the images of the worst samples by target."""
     return make_page(
         "build",
-        *_FILTERS,
-        describe_taken,
-        draw_stages,
-        draw_strip,
-        text.describe_agreement,
-        text.describe_evidence,
-        text.describe_remarks,
-        text.describe_size,
+        *_MODULES,
         report=report,
         headline=text.headline_build(report),
         verified=text.describe_verified(report),
@@ -57,7 +49,7 @@ def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str
     """Returns a verification as an HTML page."""
     return make_page(
         "verify",
-        *_FILTERS,
+        *_MODULES,
         report=report,
         headline=text.headline_verify(report),
         remarks=list(text.list_verify_remarks(report)),
@@ -74,7 +66,7 @@ def render_comparison(
     remarks = list(text.list_comparison_remarks(report, min_sqnr_db))
     return make_page(
         "compare",
-        *_FILTERS,
+        *_MODULES,
         report=report,
         verdicts=verdicts,
         verdict=report.judge(min_sqnr_db),
@@ -101,15 +93,7 @@ def render_quantization(report: QuantizeReport) -> str:
                 title=f"{layer.tensor} ({layer.op}): {layer.sqnr_db:.1f} dB, {layer.bits} bits, {span}",
             )
             bars.append(bar)
-    return make_page(
-        "quantize",
-        describe_prediction,
-        format_bytes,
-        report=report,
-        bars=bars,
-        bar_width=BAR_WIDTH,
-        chart_height=CHART_HEIGHT,
-    )
+    return make_page("quantize", tables, report=report, bars=bars, bar_width=BAR_WIDTH, chart_height=CHART_HEIGHT)
 
 
 _Report = BuildReport | CheckReport | ModelComparison | QuantizeReport | VerifyReport

@@ -7,7 +7,8 @@ import base64
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
 
 import jinja2
 import msgspec
@@ -15,13 +16,13 @@ import msgspec
 from edgekit.evidence import Evidence
 
 
-def make_page(name: str, *filters: Callable[..., object], script: str = "page.js", **values: object) -> str:
-    """Returns the named template filled with values, which are escaped; it may call the functions `filters` by name.
+def make_page(name: str, *modules: ModuleType, script: str = "page.js", **values: object) -> str:
+    """Returns the named template filled with values, which are escaped; it may call any function of `modules` by name.
 
     `script` is the template of the page's only script; `digest` is its digest, the only one that the page's security
     policy allows.
     """
-    templates = _environment(filters)
+    templates = _environment(modules)
     text = templates.get_template(script).render()
     # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no other
     # text in the page can run as a script.
@@ -33,7 +34,7 @@ def make_page(name: str, *filters: Callable[..., object], script: str = "page.js
 
 
 @functools.lru_cache
-def _environment(filters: tuple[Callable[..., object], ...]) -> jinja2.Environment:
+def _environment(modules: tuple[ModuleType, ...]) -> jinja2.Environment:
     """Returns the templates, compiled once: for a small bundle compiling takes longer than to build and verify it."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
@@ -44,7 +45,10 @@ def _environment(filters: tuple[Callable[..., object], ...]) -> jinja2.Environme
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update({function.__name__: function for function in filters})
+    for module in modules:
+        templates.filters.update(
+            {name: value for name, value in vars(module).items() if isinstance(value, FunctionType)}
+        )
     return templates
 
 
@@ -68,17 +72,14 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """A chart 1000 units wide: its marks, polylines by their class, and the grid with the text at each of its lines.
 
-    The grid lies between the four edges; columns are at positions across, rows at positions down.
+    The grid lies between the `edges` (left, right, top, bottom); columns are positions across, rows positions down.
     """
 
     marks: tuple[Mark, ...]
     lines: Mapping[str, str] = {}
     columns: tuple[tuple[float, str], ...] = ()
     rows: tuple[tuple[float, str], ...] = ()
-    left: float = 0.0
-    right: float = 1000.0
-    top: float = 0.0
-    bottom: float = 320.0
+    edges: tuple[float, float, float, float] = (0.0, 1000.0, 0.0, 320.0)
     height: float = 320.0
 
 

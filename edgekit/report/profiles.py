@@ -1,6 +1,7 @@
 """Profiles as text and as an HTML page: time line, treemap and roofline of each, and why two of them differ."""
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
+from edgekit.report import tables
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 
@@ -301,10 +303,7 @@ def draw_roof(profile: DeviceProfile) -> Chart | None:
         lines={"": line(roof.float_gmacs), "integers": line(roof.integer_gmacs)},
         columns=columns,
         rows=rows,
-        left=_LEFT,
-        right=_RIGHT,
-        top=_TOP,
-        bottom=_BOTTOM,
+        edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
     )
 
 
@@ -351,18 +350,8 @@ def render_profile(run: ProfileRun) -> str:
     comparison = run.report.comparison
     return make_page(
         "profile",
-        describe_cause,
-        describe_shapes,
-        draw_roof,
-        draw_treemap,
-        format_bytes,
-        format_count,
-        headline_profile,
-        list_profile_remarks,
-        list_spans,
-        number_hues,
-        rank_nodes,
-        short_provider,
+        tables,
+        sys.modules[__name__],
         script="profile.js",
         hues=HUES,
         report=run.report,

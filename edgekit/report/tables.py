@@ -65,13 +65,14 @@ def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
 _MOST_ROWS = 25
 
 
-def table_files(report: SizeReport) -> Table:
-    """Returns the files of a bundle or model as a table, largest first."""
-    table = Table("file", "bytes", "share", box=SIMPLE_HEAD)
-    for file in report.files:
-        table.add_row(file.name, f"{file.size_bytes:,}", _share(file.size_bytes, report.size_bytes))
-    table.add_row("all", f"{report.size_bytes:,}", "")
-    return table
+def table_files(sizes: Mapping[str, int]) -> Table:
+    """Returns the files of a bundle, model or package as a table, largest first; the smallest of many as one row."""
+    ranked = sorted(sizes.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown, rest, total = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:], sum(sizes.values())
+    if rest:
+        shown.append((f"{len(rest)} smaller files", sum(size_bytes for _, size_bytes in rest)))
+    rows = [(name, f"{size_bytes:,}", _share(size_bytes, total)) for name, size_bytes in shown]
+    return make_table("file", "bytes", "share", rows=[*rows, ("all", f"{total:,}", "")])
 
 
 def table_layer_sizes(report: SizeReport) -> Table:
@@ -139,16 +140,6 @@ def _word(value: object) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def table_sizes(report: PackageReport) -> Table:
-    """Returns the files of a package as a table, largest first."""
-    ranked = sorted(report.sizes.items(), key=lambda pair: (-pair[1], pair[0]))
-    shown, rest = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:]
-    if rest:
-        shown.append((f"{len(rest)} smaller files", sum(size_bytes for _, size_bytes in rest)))
-    rows = [(name, f"{size_bytes:,}", _share(size_bytes, report.size_bytes)) for name, size_bytes in shown]
-    return make_table("file", "bytes", "share", rows=[*rows, ("all", f"{report.size_bytes:,}", "")])
 
 
 def list_size_remarks(report: PackageReport) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A search for settings as text and as an HTML page: what was chosen and why, and the Pareto front."""
 
+import sys
 from collections.abc import Iterator, Mapping
 
 from rich.table import Table
@@ -8,6 +9,7 @@ from rich.text import Text
 from edgekit.bench.latency import Ratio
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
+from edgekit.report import tables
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_or_dash, make_table
 from edgekit.tune.report import Entrant, TriedSetting, TuneReport
@@ -176,10 +178,7 @@ def draw_front(report: TuneReport) -> Chart | None:
         lines={"front": " ".join(f"{mark.x},{mark.y}" for mark in line)},
         columns=tuple((x, f"{value:.3g} ms") for x, value in columns),
         rows=tuple((y, format_bytes(int(value))) for y, value in rows),
-        left=_LEFT,
-        right=_RIGHT,
-        top=_TOP,
-        bottom=_BOTTOM,
+        edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
     )
 
 
@@ -191,11 +190,8 @@ def render_tuning(report: TuneReport) -> str:
     """Returns a search as an HTML page."""
     return make_page(
         "tune",
-        describe_fused,
-        describe_nearness,
-        describe_ratio,
-        describe_setting,
-        format_bytes,
+        tables,
+        sys.modules[__name__],
         report=report,
         chart=draw_front(report),
         headline=headline_tuning(report),
