@@ -244,6 +244,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
     parameter `soc_model` their names. `float_rewrites` put operators that its provider alone has into what stays float.
+    `float_bits` are those in which its provider computes floats, whatever type the file gives them.
     `shape_profiles` names the parameters that hold the smallest, the usual and the largest shapes of inputs: where they
     are set, dimensions may stay open.
     """
@@ -265,6 +266,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     fallback: tuple[str, ...] = ("cpu",)
     socs: dict[str, str] = {}
     float_rewrites: tuple[str, ...] = ()
+    float_bits: Literal[16, 32] = 32
     shape_profiles: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     settings: dict[str, str] = {}
     folder: Path = Path()

@@ -372,16 +372,18 @@ def describe_prediction(predicted: Prediction) -> str:
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
     if predicted.drop_estimate is None:
         return f"{ratio}; {predicted.source}"
-    what = "nearest neighbours" if predicted.measure == MEASURES["embedding"].name else "decisions"
+    others = f"nearest neighbours among {predicted.candidates} others"
+    what = "decisions" if predicted.candidates is None else others
     same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of {what} the same"
     known = "" if predicted.got is None else f" from {predicted.reference:.4g} to {predicted.got:.4g},"
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
+    outputs = ", ".join(f"'{name}'" for name in predicted.outputs[:_MOST_LINES])
     if predicted.measure == MEASURES["values"].name:
         lost = f"{100 * predicted.drop_estimate:.2f} % ({low:.2f} to {high:.2f})"
-        loses = "the output that loses most decides nothing that is known, and its spread (R2) falls by"
+        what = f"{outputs} loses most and" if outputs else "the output"
+        loses = f"{what} decides nothing that is known, and its spread (R2) falls by"
         return f"{ratio}; {loses} {lost}; [outputs] of a recipe states what it is"
     ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
-    return (
-        f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} {name_unit(predicted)}"
-        f" ({ends}; from {predicted.source})"
-    )
+    most = f" of {outputs}, which loses most," if outputs else ""
+    lost = f"{100 * predicted.drop_estimate:.2f} {name_unit(predicted)} ({ends}; from {predicted.source})"
+    return f"{ratio}{same}; {predicted.measure}{most} down{known} by {lost}"

@@ -18,6 +18,7 @@ from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.report.tables import describe_prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.task_metrics import MOST_SAMPLES, TOP1, measure_drop
 
@@ -428,6 +429,19 @@ def test_the_detail_of_an_image_is_what_means_over_four_pixels_lose(last: bool) 
     assert record(ramp, ramp, reading)[1] == pytest.approx((1.5**2 + 0.5**2) * 2 / 16)
 
 
+def test_of_several_outputs_the_one_that_loses_most_is_named(tmp_path: Path) -> None:
+    text = "g (float[1,6] x) => (float[1,6] y, float[1,6] z) <float s = {SCALE}> { y = Neg(x) z = Mul(x, s) }"
+    exact, other = (make_model(text.replace("SCALE", scale), tmp_path / f"{scale}.onnx") for scale in ("2.0", "2.2"))
+    rows = np.random.default_rng(0).normal(size=(24, 1, 6)).astype(np.float32)
+    samples = make_samples([{"x": row} for row in rows])
+    stated = {name: StatedOutput(kind="values") for name in ("y", "z")}
+    found = predict_drop(exact, other, samples, stated)
+    assert found.outputs == ("z",)
+    assert "'z' loses most and decides nothing that is known" in describe_prediction(found)
+    found = predict_drop(exact, other, samples, {name: StatedOutput(kind="embedding") for name in ("y", "z")})
+    assert found.candidates == 23
+
+
 def test_values_lose_what_their_spread_loses() -> None:
     reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
     values = np.array([[[1.0, 3.0], [10.0, 30.0]]])
@@ -448,6 +462,19 @@ def test_channels_a_hundred_times_smaller_are_a_group_of_their_own(small: float,
     vector = record.copy()
     vector[3] = 1.0
     assert MEASURES["values"].judge([vector]).estimate == pytest.approx(0.02 * small / (1 + small), rel=1e-6)
+
+
+def test_the_interval_of_values_reaches_to_what_they_lose_as_one_number() -> None:
+    # Vectors of the cell states of an LSTM: one channel is large, and all of the 24 small ones is lost.
+    states = np.random.default_rng(0).normal(size=(64, 25)) * np.array([30.0, *[0.3] * 24])
+    records = [
+        MEASURES["values"].record(one, one * np.array([1.0, *[0.0] * 24]), Reading(kind="values", axis=0))
+        for one in states
+    ]
+    loss = MEASURES["values"].judge(records)
+    as_one = float(states[:, 1:].var(axis=0).sum() / states.var(axis=0).sum())
+    assert loss.interval[0] < as_one < 0.1 * loss.estimate
+    assert loss.interval[1] > loss.estimate > 0.15
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from edgekit.quantize.accuracy.head_search import (
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
-from edgekit.quantize.accuracy.loss import GOOD_DB, reach_without_labels
+from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.effort import count_side_by_side, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
@@ -60,7 +60,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     for figures between 0 and 1 (0.005 is half a point), else a share of the float model's own figure (half a percent of
     36 dB is 0.18 dB). `drop_interval` is its interval of 95 %. `top1_agreement` is the share of decisions that are the
     same, for embeddings that of nearest neighbours, and None where outputs decide nothing. `source` says what the drop
-    was estimated from. `reference` and `got` are the figures themselves, where labels tell them.
+    was estimated from. `reference` and `got` are the figures themselves, where labels tell them. `outputs` names, where
+    a model has several that are judged, those that lose most. `candidates` is how many others each sample has, of which
+    one is its nearest neighbour: the more there are, the nearer the next one is, and the more often it takes its place.
     """
 
     samples: int
@@ -72,6 +74,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     measure: str = ""
     reference: float | None = None
     got: float | None = None
+    outputs: tuple[str, ...] = ()
+    candidates: int | None = None
 
     def meets(self, max_drop: float) -> bool:
         """Returns True if the drop is at most `max_drop` (a share); where it is unknown, if outputs hardly differ."""
@@ -359,4 +363,6 @@ def _predict(likeness: Likeness, samples: int) -> Prediction:
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
         source=part.source,
+        outputs=tuple(part.shapes) if len(judged) > 1 else (),
+        candidates=samples - 1 if part.measure == MEASURES["embedding"].name else None,
     )

@@ -19,10 +19,12 @@ from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
+from edgekit.quantize.mixed_precision.ladder import Unheld, explain_unheld, find_unheld, lift_tensors, name_worst
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
     change_method,
+    open_draft,
     relieve_step,
     rise_db,
     weigh_relief,
@@ -101,7 +103,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search: every trial in order, and the chosen one; `note` qualifies `met`.
 
-    If much is lost, `advice` says what would lose less, with the measured figure.
+    If much is lost, `advice` says what would lose less, with the measured figure. `unheld` names tensors of 16 bits
+    that make much of the noise, and that the target's float holds no better.
     """
 
     trials: tuple[Trial, ...]
@@ -109,6 +112,7 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
     note: str = ""
     advice: str = ""
+    unheld: tuple[str, ...] = ()
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +143,7 @@ def find_plan(
     goal = PLAIN_DROP if max_drop is None else max_drop
     plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
     if searched is not None:
+        searched = _lift_wide(search, searched, goal, is_asked=max_drop is not None)
         searched = _hold_against_rivals(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
         plan = searched.chosen.plan
@@ -184,6 +189,39 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
             is_met = searched.met or trial.prediction.meets(max_drop)
             searched = msgspec.structs.replace(searched, chosen=trial, met=is_met)
     return searched
+
+
+def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
+    """Returns the search result with trials in which tensors that 16 bits do not hold are in float (`find_unheld`).
+
+    They are made where the chosen plan misses the goal. One is chosen if that saves more than it costs, and the target
+    still takes as much of the work, of which enough stays in integers.
+    """
+    before, memo = searched.chosen, search.memo
+    is_wide = bool(before.plan.wide) or not search.relievable
+    if before.prediction.meets(max_drop) or not (is_wide and before.plan.judged and memo.budget.allows(_MORE)):
+        return searched
+    first = searched.trials[0].plan
+    find = partial(find_unheld, search.model, search.calibration, search.target, first, before.plan, memo)
+    unheld = memo.budget.attempt(_MORE, find) or Unheld()
+    share = _HALF if is_asked or first.judged[0].sqnr_db < COLLAPSED_DB else _PLAIN_INTEGER
+    least = share * searched.trials[0].integer_macs
+    lifted: tuple[str, ...] = ()
+    # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
+    wider = [each for each in searched.trials if len(each.plan.wide) > len(before.plan.wide)]
+    for base, names in [*((before, names) for names in unheld.steps), *((base, None) for base in wider)]:
+        if searched.chosen.prediction.meets(max_drop) or not (names or lifted):
+            break
+        make = partial(lift_tensors, search.model, search.calibration, base.plan, names or lifted)
+        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names or lifted)} in float", make)
+        if trial is None:
+            continue
+        is_taken = trial.taken_macs >= before.taken_macs - _SAME_SHARE and trial.integer_macs >= least
+        meets = trial.prediction.meets(max_drop)
+        if is_taken and (meets or _drop(searched.chosen) > _add_worth([searched.chosen, trial])):
+            searched = msgspec.structs.replace(searched, chosen=trial, met=searched.met or meets)
+            lifted = names or lifted
+    return msgspec.structs.replace(searched, unheld=unheld.lost)
 
 
 def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
@@ -236,11 +274,23 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         searched, trial = _add_trial(search, searched, step, make)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (wider is None and trial is known and _drop(trial) >= _drop(chosen)):
-        return msgspec.structs.replace(searched, advice=f"no plan that was tried loses less: {_ELSE}")
+        return _advise(search, searched, f"no plan that was tried loses less: {_ELSE}")
     if misses and trial.prediction.meets(max_drop):
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
-    return msgspec.structs.replace(searched, advice=f"{what}: {_weigh(search, chosen, trial)}")
+    return _advise(search, searched, f"{what}: {_weigh(search, chosen, trial)}")
+
+
+def _advise(search: Search, searched: Searched, advice: str) -> Searched:
+    """Returns the search result with advice, which names the tensor that loses most."""
+    first, worst = searched.trials[0].plan, ""
+    if searched.unheld:
+        worst = explain_unheld(searched.unheld[0], search.target)
+    elif first.judged:
+        draft = open_draft(search.model, search.calibration, first)
+        name = partial(name_worst, draft, searched.chosen.plan, search.memo)
+        worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
+    return msgspec.structs.replace(searched, advice="; ".join(part for part in (advice, worst) if part))
 
 
 def _loses_much(prediction: Prediction) -> bool:

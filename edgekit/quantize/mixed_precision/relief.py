@@ -78,7 +78,7 @@ def relieve_plan(
     for count in _COUNTS:
         if not memo.budget.allows(_RELIEF):
             break
-        noise = _rank_tensors(draft, memo, count)
+        noise = rank_tensors(draft, memo, count)
         names, wanted_db = tuple(noise)[:count], reached + LEAST_GAIN_DB
         gains = False
         if lead.sqnr_db + rise_db(bound_relief([*noise.values()], count)) >= wanted_db:
@@ -116,9 +116,9 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    draft = _open_draft(model, calibration, plan)
+    draft = open_draft(model, calibration, plan)
     graph, calibration = draft.graph, draft.calibration
-    noise = _rank_tensors(draft, memo, count)
+    noise = rank_tensors(draft, memo, count)
     if count > 2 * len(noise):
         return None
     relieved = relieve_tensors(graph, plan, (*noise,)[:count], calibration, widens=target.widens(plan.precision))
@@ -143,7 +143,7 @@ def change_method(model: Model, calibration: Calibration, plan: QuantPlan, metho
 
     None where runs of the model take too long for another trial.
     """
-    draft = _open_draft(model, calibration, plan)
+    draft = open_draft(model, calibration, plan)
     if draft.effort.is_bounded or method not in calibration.ranges:
         return None
     changed = draft.choose(method, plan.rounding).plan
@@ -210,7 +210,7 @@ def weigh_relief(
     Raises:
         UsageError: the statistics are gone.
     """
-    noise = list(_rank_tensors(_open_draft(model, calibration, plan), memo, max(counts)).values())
+    noise = list(rank_tensors(open_draft(model, calibration, plan), memo, max(counts)).values())
     return {count: bound_relief(noise, count) for count in counts}
 
 
@@ -231,7 +231,8 @@ def rise_db(share: float) -> float:
     return -10 * math.log10(max(1 - share, _TINY))
 
 
-def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
+def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
+    """Returns a plan with the graph and the calibration that it was made for."""
     graph = plan_graph(model, plan, calibration)
     calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
     return Draft(graph=graph, calibration=calibration, plan=plan)
@@ -263,16 +264,22 @@ def relieve_tensors(
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: span_constant(graph, name) for name in every if graph.is_float_constant(name)}
         return msgspec.structs.replace(plan, wide={**plan.wide, **exact, **tables})
+    return keep_float(graph, plan, tuple(every))
+
+
+def keep_float(graph: Graph, plan: QuantPlan, names: Sequence[str]) -> QuantPlan:
+    """Returns the plan with the nodes in float that make or read some activations."""
     kept = {node.name: node for node in plan.float_nodes}
-    for name in every:
+    for name in names:
         maker = graph.producers.get(name)
+        width = 16 if name in plan.wide or not is_relievable(plan) else 8
         for node in (*([maker] if maker is not None else []), *graph.readers(name)):
-            reason = f"it makes or reads '{name}', which 8 bits do not hold"
+            reason = f"it makes or reads '{name}', which {width} bits do not hold"
             kept.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
     return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
-def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
+def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     """Returns the noise of each tensor in 8 bits, worst first; at least the first `count` are measured by themselves.
 
     The memo keeps the result for later steps.

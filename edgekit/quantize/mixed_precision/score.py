@@ -83,10 +83,13 @@ def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
     proto.graph.input.extend(helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in tensors)
 
 
-def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+def switch_activations(
+    qdq: onnx.ModelProto, graph: Graph, *, only: Collection[str] | None = None, halves: bool = False
+) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """Returns the float graph with a switch that quantizes each activation, and the names of the activations.
 
-    The extra input SWITCHES, bool [N], says for each whether its readers get it through the Q and DQ of `qdq`.
+    The extra input SWITCHES, bool [N], says for each whether its readers get it through the Q and DQ of `qdq`, or with
+    `halves` rounded to float16. `only` are the activations that get a switch, by default all.
     """
     proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
@@ -96,7 +99,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
         if node.op_type == "QuantizeLinear"
     }
     made = {*graph.producers, *graph.inputs}
-    names = tuple(name for name in sites if name in made)
+    names = tuple(name for name in sites if name in made and (only is None or name in only))
     switched = set(names)
     for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
         proto.graph.initializer.append(stored[parameter])
@@ -106,7 +109,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     # A graph with switches is loaded and optimized once; a graph for each activation would be as often.
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
-        proto.graph.node.extend(_switch(name, sites[name]))
+        proto.graph.node.extend(_switch(name, None if halves else sites[name]))
     nodes = order_nodes(proto.graph)
     refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
@@ -155,14 +158,23 @@ def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[
     return found
 
 
-def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Returns an If between an activation through Q and DQ and the plain one: a Where would compute both."""
-    integers, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("integers", "rounded", "plain", "switch"))
-    parameters = list(site.input[1:])
-    through = [
-        helper.make_node("QuantizeLinear", [name, *parameters], [integers], domain=site.domain),
-        helper.make_node("DequantizeLinear", [integers, *parameters], [rounded], domain=site.domain),
-    ]
+def _switch(name: str, site: onnx.NodeProto | None) -> list[onnx.NodeProto]:
+    """Returns an If between an activation through Q and DQ and the plain one: a Where would compute both.
+
+    Without a `site`, a node whose scale and zero point are used, the activation is rounded to float16.
+    """
+    fewer, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("fewer", "rounded", "plain", "switch"))
+    if site is None:
+        through = [
+            helper.make_node("Cast", [name], [fewer], to=onnx.TensorProto.FLOAT16),
+            helper.make_node("Cast", [fewer], [rounded], to=onnx.TensorProto.FLOAT),
+        ]
+    else:
+        parameters = list(site.input[1:])
+        through = [
+            helper.make_node("QuantizeLinear", [name, *parameters], [fewer], domain=site.domain),
+            helper.make_node("DequantizeLinear", [fewer, *parameters], [rounded], domain=site.domain),
+        ]
     choice = helper.make_node("If", [switch], [f"{name}.edgekit.switched"])
     for branch, nodes in (("then", through), ("else", [helper.make_node("Identity", [name], [plain])])):
         body = helper.make_graph(nodes, branch, [], [onnx.ValueInfoProto(name=nodes[-1].output[0])])

@@ -1,0 +1,118 @@
+"""The last rung of the ladder of widths, 8 bits, 16 bits, float: tensors that 16 bits do not hold.
+
+The step of 16 bits is 257 times finer than that of 8, and as long as noise follows the step there are 48 dB less of it.
+It does not where values span many decades, as the powers of a spectrum do: a step that the largest value needs hides
+most of the others, in 16 bits too. Float has steps in proportion to each value, down to the smallest that its type
+holds: 6e-8 in half precision, in which some providers compute all floats (`Target.float_bits`).
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from edgekit.model.model import Model
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.float_graph import float_activations, range_source
+from edgekit.quantize.mixed_precision.candidates import Draft, Memo
+from edgekit.quantize.mixed_precision.relief import (
+    COLLAPSED_DB,
+    LEAST_GAIN_DB,
+    keep_float,
+    open_draft,
+    rank_tensors,
+    rise_db,
+)
+from edgekit.quantize.mixed_precision.sensitivity import measure_halves
+from edgekit.quantize.plan import QuantPlan, is_relievable, quantizes_any
+from edgekit.quantize.qdq import build_qdq
+from edgekit.target import Target
+
+# How many tensors of 16 bits become float at each step: each takes its neighbours with it.
+_COUNTS = (1, 3, 8)
+
+
+class Unheld(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that 16 bits do not hold: in each of `steps` those that are worth a trial in float, worst first.
+
+    Those that the target's float holds no better are `lost`.
+    """
+
+    steps: tuple[tuple[str, ...], ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+def find_unheld(
+    model: Model, calibration: Calibration, target: Target, first: QuantPlan, plan: QuantPlan, memo: Memo
+) -> Unheld:
+    """Returns the tensors of 16 bits that make much of a plan's noise; `first` is the plan with the others in 8 bits.
+
+    Only a tensor that alone ruins the outputs in 8 bits can be one: of all others 16 bits leave no noise. So where none
+    does, no other ranking is made.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    if is_relievable(first):
+        ranked = rank_tensors(open_draft(model, calibration, first), memo)
+        ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
+        if not ruinous & plan.wide.keys():
+            return Unheld()
+    draft = open_draft(model, calibration, plan)
+    noise = rank_tensors(draft, memo)
+    # As many as the last step takes, each with less, would not gain enough together.
+    least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _COUNTS[-1]
+    wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
+    wide = wide[: _COUNTS[-1]]
+
+    def gains(names: Sequence[str], before: Sequence[str] = ()) -> bool:
+        left, gone = (sum(noise[name] for name in each) for each in (noise.keys() - {*before}, {*names} - {*before}))
+        return gone > 0 and rise_db(gone / left) >= LEAST_GAIN_DB
+
+    if not gains(wide):
+        return Unheld()
+    halves = dict[str, float]()
+    if target.float_bits == 16:
+        qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
+        halves = measure_halves(draft.graph, qdq, draft.compared, draft.statistics, wide)
+
+    def holds_more(name: str) -> bool:
+        return name not in halves or halves[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
+
+    floats = [name for name in wide if holds_more(name)]
+    steps = [tuple(floats[:count]) for count in (0, *_COUNTS)]
+    return Unheld(
+        steps=tuple(names for before, names in pairwise(steps) if gains(names, before)),
+        lost=tuple(name for name in wide if name not in floats and gains([name])),
+    )
+
+
+def lift_tensors(model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]) -> QuantPlan | None:
+    """Returns a plan with some tensors of 16 bits in float, None if nothing would be quantized.
+
+    Tensors that only move their values are in float too: else the next operator would read them in 16 bits.
+    """
+    graph = open_draft(model, calibration, plan).graph
+    moved = [name for name in float_activations(graph) if range_source(graph, name) in names]
+    lifted = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
+    return lifted if quantizes_any(graph, lifted) else None
+
+
+def explain_unheld(name: str, target: Target) -> str:
+    """Returns in one line why a tensor has no width that holds it, and what to do."""
+    half = np.finfo(np.float16)
+    holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"
+    return f"'{name}' loses most, in 16 bits as in {holds}; scale it, or take its logarithm before the model"
+
+
+def name_worst(first: Draft, plan: QuantPlan, memo: Memo) -> str:
+    """Returns in one line which tensor of 8 bits loses most, "" if none is left; `first` was ranked for the plan."""
+    floats = {node.name for node in plan.float_nodes}
+    for name, noise in rank_tensors(first, memo).items() if is_relievable(plan) else ():
+        if name not in plan.wide and any(node.name not in floats for node in first.graph.readers(name)):
+            return (
+                f"of the tensors in 8 bits '{name}' loses most: {-10 * math.log10(noise):.1f} dB are left with it alone"
+            )
+    return ""

@@ -1,0 +1,70 @@
+"""Tensors that 16 bits do not hold, as the powers of a spectrum, are in float where the target's float holds them."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples
+
+from edgekit.model.outputs import StatedOutput
+from edgekit.quantize import calibrate_model
+from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan
+from edgekit.target import Precision, Target, load_target
+
+# Small powers count, where they pass a threshold, and large ones too.
+POWERS = """g (float[1,24] x) => (float[1,16] y) <float gain = {GAIN}, float largest = {LARGEST}> {
+  g = Mul(x, gain) t = Tanh(g) l = Div(x, largest) c = Concat<axis=1>(t, l)
+  h = MatMul(c, w1) r = Relu(h) y = MatMul(r, w2) }"""
+
+
+def search(folder: Path, target: Target, largest: float, decades: float, precision: Precision = "int8") -> Searched:
+    """The search for a net whose inputs span some decades below the largest; the threshold lies at 0.6 of them."""
+    folder.mkdir(exist_ok=True)
+    text = POWERS.replace("GAIN", f"{10 ** (0.6 * decades) / largest}").replace("LARGEST", f"{largest}")
+    model = make_model(text, folder / "m.onnx", {"w1": (48, 64), "w2": (64, 16)})
+    drawn = np.random.default_rng(0).uniform(-decades, 0, (48, 1, 24))
+    samples = make_samples([{"x": (largest * 10**row).astype(np.float32)} for row in drawn])
+    reference = FloatReference(model, samples, {"y": StatedOutput(kind="values")})
+    search = Search(
+        model=model, calibration=calibrate_model(model, samples, work=folder / "work"), target=target,
+        precision=precision, measure=reference.predict_drop, compare=reference.compare, work=folder,
+    )  # fmt: skip
+    searched = find_plan(search, max_drop=None, narrow=False)[1]
+    assert searched is not None
+    return searched
+
+
+def list_floats(searched: Searched) -> set[str]:
+    return {node.op for node in searched.chosen.plan.float_nodes}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int16"])
+def test_what_16_bits_do_not_hold_is_in_float(precision: Precision, tmp_path: Path) -> None:
+    searched = search(tmp_path, load_target("qnn"), 100.0, 9, precision)
+    assert searched.chosen.prediction.sqnr_db > 30 > searched.trials[0].prediction.sqnr_db
+    assert "Mul" in list_floats(searched)
+    assert "MatMul" not in list_floats(searched)
+    assert "which 16 bits do not hold" in searched.chosen.plan.float_nodes[0].reason
+    assert searched.unheld == ()
+
+
+def test_what_16_bits_hold_is_in_16_bits(tmp_path: Path) -> None:
+    searched = search(tmp_path, load_target("qnn"), 100.0, 4)
+    assert searched.chosen.plan.wide
+    assert list_floats(searched) == set()
+
+
+def test_what_half_precision_does_not_hold_is_named(tmp_path: Path) -> None:
+    target = load_target("qnn")
+    assert target.float_bits == 16
+    searched = search(tmp_path / "half", target, 1e-5, 9)
+    assert list_floats(searched) == set()
+    assert "x" in searched.unheld
+    assert (
+        "'x' loses most, in 16 bits as in fp16, in which qnn computes floats: it holds 6e-08 to 65504"
+        in searched.advice
+    )
+    full = msgspec.structs.replace(target, float_bits=32)
+    assert "Mul" in list_floats(search(tmp_path / "full", full, 1e-5, 9))
