@@ -172,16 +172,19 @@ def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row for each device."""
     rows = (
         (
-            run.device,
-            format_or_dash(run.worst_sqnr_db, "{:.1f} dB"),
-            format_or_dash(run.worst_agreed, "{:.1%}"),
-            format_or_dash(run.accuracy.got if run.accuracy else None, "{:.1%}"),
-            *(format_or_dash(getattr(run.latency_ms, name, None), "{:.2f} ms") for name in ("median", "p95", "p99")),
-            f"{run.provider_nodes.get(run.provider, 0)}/{sum(run.provider_nodes.values())}",
-            format_bytes(run.peak_rss_bytes),
-            f"as {report.repeats[run.device]}" if run.device in report.repeats else "own",
+            figures.device,
+            format_or_dash(figures.sqnr_db, "{:.1f} dB"),
+            format_or_dash(figures.top1_agreement, "{:.1%}"),
+            format_or_dash(figures.accuracy, "{:.1%}"),
+            *(
+                format_or_dash(getattr(figures.latency_ms, name, None), "{:.2f} ms")
+                for name in ("median", "p95", "p99")
+            ),
+            f"{figures.nodes_taken}/{figures.nodes}",
+            format_bytes(figures.peak_rss_bytes),
+            f"as {figures.same_as}" if figures.same_as else "own",
         )
-        for run in report.runs
+        for figures in report.comparison
     )
     columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     return make_table(*columns, rows=rows)

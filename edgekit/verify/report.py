@@ -8,6 +8,7 @@ import msgspec
 
 from edgekit._files import open_regular, write_file
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.latency import Latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
@@ -45,6 +46,30 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     noise_share: float | None = None
     top1_loss: float | None = None
     accuracy_loss: float | None = None
+
+
+class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One device in the comparison of devices: its worst output, its accuracy, its times, and what its provider took.
+
+    `same_as` names the first device before it whose outputs were the same to the bit.
+    """
+
+    device: str
+    evidence: Evidence
+    verdict: Verdict
+    sqnr_db: float | None
+    top1_agreement: float | None
+    accuracy: float | None
+    latency_ms: Latency | None
+    nodes_taken: int
+    nodes: int
+    peak_rss_bytes: int
+    same_as: str | None
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing of the device failed or is unproven."""
+        return self.verdict == "pass"
 
 
 class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
@@ -89,14 +114,28 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...] = ()
     chance: str = ""
 
-    @property
-    def repeats(self) -> dict[str, str]:
-        """By device, the first device before it whose outputs were the same to the bit."""
+    def list_figures(self) -> tuple[DeviceFigures, ...]:
+        """Returns the devices that ran, in their order, each with its worst figures."""
         first: dict[str, str] = {}
-        origins = {
-            run.device: first.setdefault(run.outputs_sha256, run.device) for run in self.runs if run.outputs_sha256
-        }
-        return {device: origin for device, origin in origins.items() if origin != device}
+        figures: list[DeviceFigures] = []
+        for run in self.runs:
+            origin = first.setdefault(run.outputs_sha256, run.device) if run.outputs_sha256 else run.device
+            figures.append(
+                DeviceFigures(
+                    device=run.device,
+                    evidence=run.evidence,
+                    verdict=run.verdict,
+                    sqnr_db=min((each.sqnr_db for each in run.outputs if each.sqnr_db is not None), default=None),
+                    top1_agreement=min((each.agreed for each in run.outputs if each.agreed is not None), default=None),
+                    accuracy=None if run.accuracy is None else run.accuracy.got,
+                    latency_ms=run.latency_ms,
+                    nodes_taken=run.provider_nodes.get(run.provider, 0),
+                    nodes=sum(run.provider_nodes.values()),
+                    peak_rss_bytes=run.peak_rss_bytes,
+                    same_as=None if origin == run.device else origin,
+                )
+            )
+        return tuple(figures)
 
     @property
     def placed(self) -> Placed | None:
@@ -105,6 +144,11 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         # does.
         told = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
         return min(filter(None, told), key=lambda placed: Evidence(placed.evidence).rank, default=None)
+
+    @property
+    def comparison(self) -> tuple[DeviceFigures, ...]:
+        """The comparison of the devices that ran; empty if there is only one."""
+        return self.list_figures() if len(self.runs) > 1 else ()
 
     @property
     def advice(self) -> str | None:

@@ -183,16 +183,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         return order_for_runs(count, self.planned_samples or self.samples, self.steps)[: self.samples]
 
     @property
-    def worst_sqnr_db(self) -> float | None:
-        """The lowest SQNR of an output."""
-        return min((output.sqnr_db for output in self.outputs if output.sqnr_db is not None), default=None)
-
-    @property
-    def worst_agreed(self) -> float | None:
-        """The lowest agreement of an output."""
-        return min((output.agreed for output in self.outputs if output.agreed is not None), default=None)
-
-    @property
     def observes_placement(self) -> bool:
         """True if the target's provider itself ran and showed which nodes it takes."""
         observed = self.placement_source != "predicted" and bool(self.provider_nodes)
