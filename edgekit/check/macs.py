@@ -11,7 +11,8 @@ import onnx
 
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
-from edgekit.prepare.shapes import find_dynamic_dims, fix_dims, formula_names
+from edgekit.model.model import read_inputs
+from edgekit.prepare.shapes import fix_dims, formula_names
 
 # All other types count as one byte: 8-bit types, bool, and strings, whose length is unknown.
 _BITS = {
@@ -156,18 +157,16 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
     It is 1 for the batch, 224 for the sides of images, and 128 for every other length. For a dimension that is a
     formula, the names in it get a size.
     """
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.input}
-    dims = find_dynamic_dims(graph)
     sizes: dict[str, int] = {}
     # Dimensions that are a single name come before names that occur in formulas only.
     for is_formula in (False, True):
-        for dim in dims:
-            names, rank = formula_names(dim.name), ranks[dim.input]
-            sides = [each for each in dims if each.input == dim.input and each.axis]
-            size = _SIDE if rank >= _PICTURE_RANK and len(sides) > 1 else _LENGTH
-            if bool(names) == is_formula:
-                for name in sorted(names) or [dim.name]:
-                    sizes.setdefault(name, _SAMPLES if dim.axis == 0 and rank > 1 else size)
+        for spec in read_inputs(graph):
+            axes, rank = spec.name_axes(), len(spec.shape or ())
+            side = _SIDE if rank >= _PICTURE_RANK and len(axes.keys() - {0}) > 1 else _LENGTH
+            for axis, text in axes.items():
+                names = formula_names(text)
+                for name in (sorted(names) or [text]) if bool(names) == is_formula else ():
+                    sizes.setdefault(name, _SAMPLES if axis == 0 and rank > 1 else side)
     return sizes
 
 

@@ -144,7 +144,6 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
             f"'{path}' has IR version {proto.ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
             hint=f"save it with ir_version={READS[-1].ir_version} or lower",
         )
-    initializers = {tensor.name for tensor in proto.graph.initializer}
     return Model(
         path=path,
         name=path.name.removesuffix(".onnx"),
@@ -152,7 +151,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in external))),
         ir_version=proto.ir_version,
         opsets=opsets,
-        inputs=tuple(read_spec(value) for value in proto.graph.input if value.name not in initializers),
+        inputs=read_inputs(proto.graph),
         outputs=tuple(read_spec(value) for value in proto.graph.output),
         node_count=len(proto.graph.node),
         external_files=external,
@@ -456,6 +455,12 @@ def _digest(path: Path, external: tuple[str, ...]) -> str:
     for name in external:
         digest.update(digest_file(path.parent / name).encode())
     return digest.hexdigest()
+
+
+def read_inputs(graph: onnx.GraphProto) -> tuple[TensorSpec, ...]:
+    """Returns the inputs of a graph that are no initializers."""
+    initializers = {tensor.name for tensor in graph.initializer}
+    return tuple(read_spec(value) for value in graph.input if value.name not in initializers)
 
 
 def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:

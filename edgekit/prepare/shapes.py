@@ -8,19 +8,19 @@ import itertools
 import math
 import operator
 import shlex
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 
 import msgspec
 import onnx
-from onnx import TensorProto, helper
 
 from edgekit._files import AnyPath
 from edgekit.data.images import Preprocess
 from edgekit.data.samples import read_shapes
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.graph.inference import infer_model
+from edgekit.model.model import read_inputs
 from edgekit.model.tensors import HEADERS, TensorSpec, name_dim
 
 
@@ -143,48 +143,21 @@ def _evaluate(tree: ast.expr, sizes: Mapping[str, Fraction]) -> Fraction:
 
 
 _MAX_DIM = 2**31
-
-
-class DynamicDim(msgspec.Struct, frozen=True, kw_only=True):
-    """A dimension of an input that has no number.
-
-    `name` is what `--dim` calls it: its own name, or `INPUT:AXIS` where it has none.
-    """
-
-    input: str
-    axis: int
-    name: str
-
-
-def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
-    """Returns the input dimensions without a number, in the order of inputs and axes; initializers are no inputs."""
-    return tuple(
-        DynamicDim(input=value.name, axis=axis, name=_name_axis(value, axis))
-        for value in _real_inputs(graph)
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
-        if not _is_known(dim)
-    )
+_UNSET_DIM = 1
 
 
 def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
-    """Replaces each dynamic dimension by its number, wherever its name occurs, in place.
+    """Replaces each dynamic dimension by its number, wherever its name occurs, in place; see `size_inputs`.
 
-    A key is the name of a dimension or `INPUT:AXIS`. Where such keys give one name several numbers, it names nothing:
-    an exporter called different axes alike. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so on. A
-    dimension named by a formula, such as `2*batch`, follows from the names in it; the last unknown name in a formula
-    follows from its value. Inferred shapes are dropped, so that they are inferred again. With `may_stay_open`, a
-    dimension without a number stays open.
+    An input without a rank gets one from `INPUT:0`, `INPUT:1` and so on. Inferred shapes are dropped, so that they are
+    inferred again.
 
     Raises:
         UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
             key, or a dynamic dimension that got no number.
     """
-    for key, size in dims.items():
-        if not 0 <= size <= _MAX_DIM:
-            raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
-    for value in _real_inputs(graph):
-        tensor = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or tensor.HasField("shape"):
+    for value in graph.input:
+        if not value.type.HasField("tensor_type") or value.type.tensor_type.HasField("shape"):
             continue
         rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
         if not rank and not may_stay_open:
@@ -193,26 +166,49 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
                 hint=f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis",
             )
         for _ in range(rank):
-            tensor.shape.dim.add()
-    _drop_shared_names(graph, dims)
-    sizes = _resolve_keys(graph, dims)
-    sizes |= _derive_formulas(graph, sizes)
-    missing: dict[str, DynamicDim] = {}
-    for open_ in () if may_stay_open else find_dynamic_dims(graph):
-        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
-        # value.
-        for name in sorted(formula_names(open_.name) - sizes.keys()) or [open_.name]:
-            if open_.name not in sizes:
-                missing.setdefault(name, open_)
-    if missing:
-        places = ", ".join(f"'{name}' (axis {each.axis} of input '{each.input}')" for name, each in missing.items())
-        noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
-        raise OpenDimsError(f"the model has {noun} without a number: {places}", names=tuple(missing))
+            value.type.tensor_type.shape.dim.add()
+    inputs = read_inputs(graph)
+    shared = _find_shared_names(inputs, dims)
+    sizes = _resolve_dims(inputs, dims, shared, may_stay_open=may_stay_open)
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if (name := _name_axis(value, axis)) in sizes:
+            if dim.dim_param in shared:
+                dim.ClearField("dim_param")
+            if (name := name_dim(dim.dim_param) or f"{value.name}:{axis}") in sizes:
                 dim.dim_value = sizes[name]
     del graph.value_info[:]
+
+
+def size_inputs(
+    inputs: Sequence[TensorSpec], dims: Mapping[str, int], *, may_stay_open: bool = False
+) -> tuple[TensorSpec, ...]:
+    """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
+
+    A key of `dims` is the name of a dimension or `INPUT:AXIS`. Where such keys give one name several numbers, it names
+    nothing: an exporter called different axes alike. A dimension named by a formula, such as `2*batch`, follows from
+    the names in it; the last unknown name in a formula follows from its value. With `may_stay_open`, dimensions without
+    a number stay as they are.
+
+    Raises:
+        UsageError: a name or a size in `dims` is wrong.
+    """
+    unset = set[str]() if may_stay_open else find_unset(inputs, dims)
+    dims = {**dict.fromkeys(unset, _UNSET_DIM), **dims}
+    shared = _find_shared_names(inputs, dims)
+    sizes = _resolve_dims(inputs, dims, shared, may_stay_open=may_stay_open)
+
+    def fill(spec: TensorSpec) -> tuple[int | str | None, ...] | None:
+        axes = _drop_names(spec, shared).name_axes()
+        return spec.shape and tuple(sizes.get(axes.get(axis, ""), dim) for axis, dim in enumerate(spec.shape))
+
+    return tuple(msgspec.structs.replace(spec, shape=fill(spec)) for spec in inputs)
+
+
+def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
+    """Returns the dynamic dimensions that need a number and have none in `dims`; of a formula, the names in it."""
+    axes = ((text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items())
+    left = [text for text, key in axes if not {text, key} & dims.keys()]
+    return {name for text in left for name in formula_names(text) or {text}} - dims.keys()
 
 
 class OpenDimsError(UsageError):
@@ -270,49 +266,59 @@ def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: P
         raise OpenDimsError(error.message, names=names, sizes=sizes) from error
 
 
-def _name_axis(value: onnx.ValueInfoProto, axis: int) -> str:
-    return name_dim(value.type.tensor_type.shape.dim[axis].dim_param) or f"{value.name}:{axis}"
-
-
-def _real_inputs(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    initializers = {tensor.name for tensor in graph.initializer}
-    return (value for value in graph.input if value.name not in initializers)
-
-
-def _is_known(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    return dim.HasField("dim_value") and dim.dim_value >= 0
-
-
-def _drop_shared_names(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
-    """Removes each name of a dimension that `INPUT:AXIS` gives several numbers, in place."""
+def _find_shared_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
+    """Returns the names of dimensions that `INPUT:AXIS` gives several numbers."""
     given: dict[str, set[int]] = {}
-    for value in _real_inputs(graph):
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if (key := f"{value.name}:{axis}") in dims:
-                given.setdefault(dim.dim_param, set()).add(dims[key])
-    for value in (*graph.input, *graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param and len(given.get(dim.dim_param, ())) > 1:
-                dim.ClearField("dim_param")
+    for spec in inputs:
+        for axis, dim in enumerate(spec.shape or ()):
+            if isinstance(dim, str) and (key := f"{spec.name}:{axis}") in dims:
+                given.setdefault(dim, set()).add(dims[key])
+    return {name for name, sizes in given.items() if len(sizes) > 1}
 
 
-def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
+def _drop_names(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
+    shape = spec.shape and tuple(None if dim in names else dim for dim in spec.shape)
+    return msgspec.structs.replace(spec, shape=shape)
+
+
+def _resolve_dims(
+    inputs: Sequence[TensorSpec], dims: Mapping[str, int], shared: Collection[str], *, may_stay_open: bool
+) -> dict[str, int]:
+    """Returns the number of each dimension by its name; the `shared` names name nothing."""
+    for key, size in dims.items():
+        if not 0 <= size <= _MAX_DIM:
+            raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
+    specs = [_drop_names(spec, shared) for spec in inputs]
+    axes = [(spec.name, axis, text) for spec in specs for axis, text in spec.name_axes().items()]
+    sizes = _resolve_keys(specs, dims)
+    sizes = _derive_formulas({text for *_, text in axes}, sizes)
+    missing: dict[str, str] = {}
+    for owner, axis, text in () if may_stay_open else axes:
+        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
+        # value.
+        for name in sorted(formula_names(text) - sizes.keys()) or [text]:
+            if text not in sizes:
+                missing.setdefault(name, f"'{name}' (axis {axis} of input '{owner}')")
+    if missing:
+        noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
+        places = ", ".join(missing.values())
+        raise OpenDimsError(f"the model has {noun} without a number: {places}", names=tuple(missing))
+    return sizes
+
+
+def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict[str, int]:
     """Returns the number of each dynamic dimension by its name, having turned `INPUT:AXIS` into names."""
-    known = {
-        f"{value.name}:{axis}": dim
-        for value in _real_inputs(graph)
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
-    }
-    names = {dim.name for dim in find_dynamic_dims(graph)}
+    known = {f"{spec.name}:{axis}": dim for spec in inputs for axis, dim in enumerate(spec.shape or ())}
+    names = {name for spec in inputs for name in spec.name_axes().values()}
     names |= {part for name in names for part in formula_names(name)}
     sizes: dict[str, int] = {}
     for key, size in dims.items():
         dim = known.get(key)
-        if key not in names and dim is None:
+        if key not in names and key not in known:
             raise UsageError(f"the model has no dynamic dimension '{key}'", hint=suggest_name(key, names))
-        if dim is not None and _is_known(dim) and dim.dim_value != size:
-            raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim.dim_value} there")
-        name = (name_dim(dim.dim_param) if dim is not None else None) or key
+        if isinstance(dim, int) and dim != size:
+            raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim} there")
+        name = dim if isinstance(dim, str) else key
         if sizes.setdefault(name, size) != size:
             raise UsageError(
                 f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number, or each axis its own"
@@ -320,14 +326,14 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
     return sizes
 
 
-def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[str, int]:
+def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the numbers that follow from given ones: formulas from their names, and a name from a formula."""
     derived = dict(sizes)
     for formula in sizes:
         solved = solve_dim(formula, sizes[formula], derived)
         if solved is not None:
             derived.setdefault(*solved)
-    for name in sorted({dim.name for dim in find_dynamic_dims(graph)}):
+    for name in sorted(names):
         size = derive_dim(name, derived)
         if size is not None and derived.setdefault(name, size) != size:
             raise UsageError(
@@ -357,48 +363,5 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
         if found.HasField("shape"):
             output.shape.CopyFrom(found.shape)
             for dim, known in zip(output.shape.dim, stated.shape.dim, strict=False):
-                if not _is_known(dim):
+                if not dim.HasField("dim_value") or dim.dim_value < 0:
                     dim.CopyFrom(known)
-
-
-_UNSET_DIM = 1
-
-
-def size_inputs(
-    inputs: Sequence[TensorSpec], dims: Mapping[str, int], *, may_stay_open: bool = False
-) -> tuple[TensorSpec, ...]:
-    """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
-
-    With `may_stay_open`, dimensions without a number stay as they are.
-
-    Raises:
-        UsageError: a name or a size in `dims` is wrong.
-    """
-    graph = _make_graph(inputs)
-    unset = set[str]() if may_stay_open else find_unset(inputs, dims)
-    fix_dims(graph, {**dict.fromkeys(unset, _UNSET_DIM), **dims}, may_stay_open=may_stay_open)
-    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
-
-    def fill(spec: TensorSpec) -> tuple[int | str | None, ...] | None:
-        sizes = shapes.get(spec.name)
-        if sizes is None or spec.shape is None:
-            return spec.shape
-        return tuple(
-            known if isinstance(known, int) else size or known for size, known in zip(sizes, spec.shape, strict=True)
-        )
-
-    return tuple(msgspec.structs.replace(spec, shape=fill(spec)) for spec in inputs)
-
-
-def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
-    """Returns the dynamic dimensions that need a number and have none in `dims`; of a formula, the names in it."""
-    dynamic = find_dynamic_dims(_make_graph(inputs))
-    left = [dim.name for dim in dynamic if not {dim.name, f"{dim.input}:{dim.axis}"} & dims.keys()]
-    return {name for dim in left for name in formula_names(dim) or {dim}} - dims.keys()
-
-
-def _make_graph(inputs: Sequence[TensorSpec]) -> onnx.GraphProto:
-    tensors = [spec for spec in inputs if spec.is_tensor and spec.shape is not None]
-    # The element type plays no part: only the dimensions are read.
-    values = [helper.make_tensor_value_info(spec.name, TensorProto.FLOAT, spec.shape) for spec in tensors]
-    return helper.make_graph([], "inputs", values, [])
