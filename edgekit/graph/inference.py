@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants
 from edgekit.graph.contrib import write_alike, write_back
-from edgekit.model.model import copy_fields, iterate_graphs, iterate_nodes, refill
+from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
 
 # The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
 # is not known, the process crashes. Found by trying random nodes of every schema.
@@ -99,8 +99,8 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     Contrib operators of ONNX Runtime are inferred too (`contrib.py`). A graph with contradictory shapes keeps those it
     has.
     """
-    large = [tensor for tensor in proto.graph.initializer if _is_aside(tensor)]
-    light = _copy_light(proto)
+    light, large = copy_light(proto, _MOST_BYTES)
+    light.graph.name = proto.graph.name or "graph"
     alike = write_alike(light)
     hidden = hide_untyped(light)
     inferred = _infer(light)
@@ -138,20 +138,17 @@ def _try_inference(light: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProt
     return None
 
 
-def _is_aside(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > _MOST_BYTES
+def copy_light(proto: onnx.ModelProto, most: int) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
+    """Returns a copy with inputs in place of large initializers, and these initializers.
 
-
-def _copy_light(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy with inputs in place of large initializers: inference fails on an initializer without data."""
-    # Built anew instead of copied: a copy of the whole would hold all weights once more before they could be dropped.
-    light = onnx.ModelProto()
-    copy_fields(proto, light, {"graph"})
-    copy_fields(proto.graph, light.graph, {"initializer"})
-    light.graph.name = proto.graph.name or "graph"
+    Large are those of more than `most` bytes, and external ones: tools of onnx copy the whole model, and fail on an
+    initializer without data. Small ones stay, because tools read shapes and axes from them.
+    """
+    light, large = copy_without_weights(proto), list[onnx.TensorProto]()
     for tensor in proto.graph.initializer:
-        if not _is_aside(tensor):
-            light.graph.initializer.append(tensor)
-        else:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > most:
+            large.append(tensor)
             light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    return light
+        else:
+            light.graph.initializer.append(tensor)
+    return light, large

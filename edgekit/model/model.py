@@ -310,6 +310,17 @@ def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
             setattr(target, field.name, value)
 
 
+def copy_without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy of a model without the initializers of its main graph.
+
+    It is built anew: a copy of the whole would hold all weights once more before they could be dropped.
+    """
+    copy = onnx.ModelProto()
+    copy_fields(proto, copy, {"graph"})
+    copy_fields(proto.graph, copy.graph, {"initializer"})
+    return copy
+
+
 def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yields the nodes of a graph and, graph by graph, of the subgraphs of its control-flow nodes."""
     return (node for part in iterate_graphs(graph) for node in part.node)

@@ -14,6 +14,8 @@ from onnx import defs, shape_inference, version_converter
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
+from edgekit.graph.inference import copy_light
+from edgekit.model.external import LEAST_BYTES
 from edgekit.model.model import (
     Model,
     find_reader,
@@ -24,7 +26,7 @@ from edgekit.model.model import (
     refill,
     save_proto,
 )
-from edgekit.prepare.stripped import put_weights, weights_aside
+from edgekit.prepare.stripped import put_weights
 
 
 def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
@@ -125,25 +127,25 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             if not entry.domain:
                 entry.version = opset
         return proto
-    with weights_aside(proto) as weights:
-        # Normalizations that only ONNX Runtime has leave ONNX's domain, so that the converter leaves them alone.
-        unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
-        aside = [node for node in iterate_nodes(proto.graph) if not node.domain and node.op_type in unknown]
-        for node in aside:
-            node.domain = _ASIDE
-        if aside:
-            proto.opset_import.add(domain=_ASIDE, version=1)
-        try:
-            converted = version_converter.convert_version(proto, opset)
-        except _FAILURES as error:
-            reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
-            raise ModelError(
-                f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
-            ) from error
-        finally:
-            _put_back(proto)
+    light, weights = copy_light(proto, LEAST_BYTES)
+    # Normalizations that only ONNX Runtime has leave ONNX's domain, so that the converter leaves them alone.
+    unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
+    aside = [node for node in iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
+    for node in aside:
+        node.domain = _ASIDE
+    if aside:
+        light.opset_import.add(domain=_ASIDE, version=1)
+    try:
+        converted = version_converter.convert_version(light, opset)
+    except _FAILURES as error:
+        reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
+        raise ModelError(
+            f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
+        ) from error
     put_weights(converted.graph, weights)
-    _put_back(converted)
+    refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
+    for node in iterate_nodes(converted.graph):
+        node.domain = "" if node.domain == _ASIDE else node.domain
     return converted
 
 
@@ -185,13 +187,6 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
     if proto.ir_version > _PORTABLE_IR_VERSION and is_portable:
         proto.ir_version = _PORTABLE_IR_VERSION
     proto.ir_version = min(max(proto.ir_version, 8), newest)
-
-
-def _put_back(proto: onnx.ModelProto) -> None:
-    """Moves the normalizations back into ONNX's domain."""
-    refill(proto.opset_import, [entry for entry in proto.opset_import if entry.domain != _ASIDE])
-    for node in iterate_nodes(proto.graph):
-        node.domain = "" if node.domain == _ASIDE else node.domain
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:

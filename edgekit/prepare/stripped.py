@@ -4,35 +4,15 @@ Tools copy the whole model, so large weights are replaced by inputs while they r
 their values. Operators without a kernel in ONNX Runtime's CPU provider are replaced by others while it optimizes.
 """
 
-import contextlib
 import math
-from collections.abc import Generator
 from pathlib import Path
 
 import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.model.external import LEAST_BYTES, skim_model
+from edgekit.model.external import skim_model
 from edgekit.model.model import iterate_nodes, iterate_tensors, refill
-
-
-@contextlib.contextmanager
-def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
-    """Replaces the large initializers of the main graph by inputs inside the block, in place, and yields them.
-
-    Small ones stay: tools read shapes and axes from them.
-    """
-    graph = proto.graph
-    large = [tensor for tensor in graph.initializer if _is_large(tensor)]
-    refill(graph.initializer, [tensor for tensor in graph.initializer if not _is_large(tensor)])
-    graph.input.extend(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large
-    )
-    try:
-        yield large
-    finally:
-        put_weights(graph, large)
 
 
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
@@ -40,10 +20,6 @@ def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None
     names = {tensor.name for tensor in weights}
     refill(graph.input, [value for value in graph.input if value.name not in names])
     graph.initializer.extend(weights)
-
-
-def _is_large(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > LEAST_BYTES
 
 
 _LEAST_ELEMENTS = 1 << 15

@@ -19,7 +19,7 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from edgekit.errors import ModelError
 from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph
-from edgekit.model.model import copy_fields, drop_unread, refill
+from edgekit.model.model import copy_without_weights, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
 from edgekit.quantize.gains import NORM
@@ -94,9 +94,8 @@ def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Co
         for name, span in plan.ranges.items()
     }
     # A copy without metadata, in which some initializers have a type and a shape but no values.
-    copy = onnx.ModelProto()
-    copy_fields(proto, copy, {"graph", "metadata_props"})
-    copy_fields(proto.graph, copy.graph, {"initializer"})
+    copy = copy_without_weights(proto)
+    del copy.metadata_props[:]
     for tensor in proto.graph.initializer:
         if tensor.name not in left_out:
             copy.graph.initializer.append(tensor)

@@ -12,7 +12,7 @@ from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
 from edgekit.machine import VNNI, read_cpu_flags, release_memory
 from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to
-from edgekit.model.model import copy_fields, count_weight_bytes
+from edgekit.model.model import copy_without_weights, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
 EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}
@@ -62,9 +62,7 @@ def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
 @contextlib.contextmanager
 def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
     """Yields the bytes of a model whose large weights lie in a file in `folder`, which is removed afterwards."""
-    copy = onnx.ModelProto()
-    copy_fields(proto, copy, {"graph"})
-    copy_fields(proto.graph, copy.graph, {"initializer"})
+    copy = copy_without_weights(proto)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
         path = Path(out.name)
         for tensor in proto.graph.initializer:
