@@ -44,8 +44,8 @@ def spell_install(packages: str, prefix: Path = Path(sys.prefix)) -> str:
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# Chosen by hand: each concurrent piece of work needs memory of its own.
-_MOST_AT_ONCE = 4
+MOST_AT_ONCE = 4
+"""Chosen by hand: each concurrent piece of work needs memory of its own."""
 
 VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 """Matches the flags of an x86 CPU with VNNI, whose instructions multiply 8-bit values and add up in 32 bits."""
@@ -134,7 +134,7 @@ def map_in_order(
     Raises:
         Exception: what reading an item or the function raises, after the results of the preceding items were yielded.
     """
-    at_once = min(count_cores(), _MOST_AT_ONCE) if at_once is None else at_once
+    at_once = min(count_cores(), MOST_AT_ONCE) if at_once is None else at_once
     if at_once == 1:
         yield from ((item, function(item)) for item in items)
         return

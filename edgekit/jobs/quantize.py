@@ -93,7 +93,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     narrow: bool
     measure: Callable[[Model], Prediction]
     reference: FloatReference
-    race: Callable[[Model, Model], Prediction | None]
+    is_labelled: bool
     work: Path
     budget: Budget
 
@@ -232,8 +232,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         narrow=recipe.float_constants == "auto",
         measure=measure,
         reference=reference,
-        # What labels say of a part of the samples is not known.
-        race=reference.race if labels is None else lambda _first, _second: None,
+        is_labelled=labels is not None,
         work=work,
         budget=budget,
     )
@@ -302,19 +301,22 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
     calibration = calibrate_for(job.prepared, job.samples, options)
     # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
     budget = job.budget.keep_back((time.monotonic() - began) * len(job.reference.indices) / job.samples.count)
-    return Search(
+    search = Search(
         model=job.prepared,
         calibration=calibration,
         target=job.target,
         precision=job.precision,
         measure=job.measure,
         compare=job.reference.compare,
-        race=job.race,
         work=job.work,
         memo=Memo(budget=budget),
         progress=job.budget.progress,
         may_widen=job.may_widen,
     )
+    if job.is_labelled:
+        # What labels say of a part of the samples is not known.
+        return search
+    return msgspec.structs.replace(search, race=job.reference.race, glance=job.reference.glance)
 
 
 def _write_model(

@@ -4,6 +4,7 @@ import msgspec
 
 from edgekit.check.macs import count_macs
 from edgekit.graph.graph import Graph
+from edgekit.machine import MOST_AT_ONCE, count_cores
 
 # A model whose run takes more work than this is planned with a bounded number of runs. Below it, runs cost little
 # compared with loading models and placing nodes. All constants here are choices made with
@@ -20,19 +21,21 @@ _ELEMENT = 32
 _JUDGED, _RANKED, _PREDICTED = 24, 0.75, 6
 # Drops are estimated over at least a third of all samples.
 _PREDICTED_SHARE = 3
-# Samples run in parallel only where the activations of a run take no more than this: a choice, to bound memory.
-_SIDE_BY_SIDE_BYTES = 16 << 20
+# The activations of all samples that run in parallel take no more than this: a choice, to bound memory.
+_SIDE_BY_SIDE_BYTES = 32 << 20
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one run of a model, and about how many runs planning may take (None: unbounded).
 
-    The drop of a plan is estimated over `predicting` samples.
+    The drop of a plan is estimated over `predicting` samples. `at_once` samples run in parallel, None if the cores
+    decide.
     """
 
     work: int
     runs: int | None = None
     predicting: int | None = None
+    at_once: int | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -72,26 +75,29 @@ def find_effort(graph: Graph, samples: int) -> Effort:
     """
     work = sum(count_macs(graph, node) for node in graph.nodes)
     work += _ELEMENT * sum(graph.value(name).elements for node in graph.nodes for name in node.output if name)
+    at_once = count_side_by_side(graph)
     if work <= _LARGE:
-        return Effort(work=work)
+        return Effort(work=work, at_once=at_once)
     runs = min(max(int(_FREE // work), _EACH_SAMPLE * samples, _FEWEST), _MOST)
-    return Effort(work=work, runs=runs, predicting=max(runs // _PREDICTED, samples // _PREDICTED_SHARE))
+    predicting = max(runs // _PREDICTED, samples // _PREDICTED_SHARE)
+    return Effort(work=work, runs=runs, predicting=predicting, at_once=at_once)
 
 
-def count_side_by_side(graph: Graph, output_bytes: int = 0) -> int | None:
-    """Returns how many samples run in parallel: one if a run has large activations, None to let the cores decide.
+def count_side_by_side(graph: Graph, output_bytes: int = 0, cores: int | None = None) -> int | None:
+    """Returns how many samples run in parallel: fewer if a run has large activations, None if the cores decide.
 
-    `output_bytes` are those of outputs beside the graph's own, which are in memory until a sample is evaluated.
+    `output_bytes` are those of outputs beside the graph's own, which are in memory until a sample is evaluated. `cores`
+    are those of this machine by default.
 
     Assumed: nodes run in the order of the file, and a tensor is freed after its last reader. With two parallel runs,
     calibrating a detector took 120 MB more, and ViT-S 74 MB.
     """
     last = {name: index for index, node in enumerate(graph.nodes) for name in node.input}
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
-    live = dict[str, int]()
+    live, most = dict[str, int](), 1
     for index, node in enumerate(graph.nodes):
         live |= {name: 4 * graph.value(name).elements for name in node.output if name}
-        if sum(live.values()) + output_bytes > _SIDE_BY_SIDE_BYTES:
-            return 1
+        most = max(most, sum(live.values()) + output_bytes)
         live = {name: size for name, size in live.items() if last.get(name, 0) > index}
-    return None
+    fits = max(1, _SIDE_BY_SIDE_BYTES // most)
+    return fits if fits < min(cores or count_cores(), MOST_AT_ONCE) else None

@@ -45,7 +45,9 @@ def test_a_verdict_is_what_the_oracle_says(name: str, tmp_path: Path, without_ar
 
 def find_chance(reference: FloatReference, one: Model, two: Model) -> float:
     """Returns the standard error of the difference of two estimated drops, by leaving out an eighth of the samples."""
-    kept = [reference._find_compared(each) for each in (one, two)]
+    for each in (one, two):
+        reference.predict_drop(each)
+    kept = [reference._compared[each.sha256] for each in (one, two)]
     gaps = list[float]()
     for group in range(8):
         indices = [index for place, index in enumerate(reference.indices) if place % 8 != group]

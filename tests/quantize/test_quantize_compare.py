@@ -75,8 +75,15 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert found.samples == len(runs) == 13
     assert found.drop_estimate is not None
     assert found.drop_estimate > 0.1
+    # What it gave for these samples is remembered.
     assert reference.predict_drop(worse).samples == 100
-    assert len(runs) == 113
+    assert len(runs) == 100
+    hopeless, good = (add_bias(tmp_path, bias) for bias in ("7, 0, 0, 0", "0.05, 0, 0, 0"))
+    seen = [reference.glance(each, lambda part: not part.meets(0.05)) for each in (hopeless, good)]
+    assert [each and each.samples for each in seen] == [13, None]
+    assert len(runs) == 213
+    assert reference.predict_drop(good).samples == 100
+    assert len(runs) == 213
 
 
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:

@@ -49,14 +49,16 @@ def test_a_note_says_that_not_all_that_was_held_out_judges() -> None:
     assert note == "4 of 16 held-out samples judge the plans: a run takes 10.0 G"
 
 
-@pytest.mark.parametrize(("rows", "at_once"), [(2_000, None), (2_200, 1)])
-def test_what_holds_many_activations_at_a_time_runs_alone(rows: int, at_once: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "cores", "at_once"), [(2_000, 2, None), (2_200, 2, 1), (2_000, 64, 2), (1_000, 64, None), (9_000, 1, None)]
+)
+def test_runs_in_parallel_hold_no_more_than_32_mb_of_activations(rows: int, cores: int, at_once: int | None) -> None:
     # Two tensors of 1,000 columns are held at a time, however many follow each other: 8 kB a row.
     body = " ".join(f"t{index + 1} = Relu(t{index})" for index in range(1, 9))
     text = f"""<ir_version: 8, opset_import: ["" : 17]>
       g (float[{rows},1000] x) => (float[{rows},1000] y) {{ t1 = Relu(x) {body} y = Relu(t9) }}"""
     proto = onnx.shape_inference.infer_shapes(parser.parse_model(text))
-    assert count_side_by_side(view_model(proto, Path())) == at_once
+    assert count_side_by_side(view_model(proto, Path()), cores=cores) == at_once
 
 
 @pytest.fixture

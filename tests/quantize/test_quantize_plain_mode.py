@@ -144,6 +144,27 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     assert state.trials == asked.trials
 
 
+def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    drops = {"all": 0.3, "relieve 3": 0.03, "relieve 8": 0.02}
+    whole, measure = list[str](), told(drops.get)
+
+    def look(model: Model, is_lost: Callable[[Prediction], bool]) -> Prediction | None:
+        seen = msgspec.structs.replace(measure(model), samples=6)
+        return seen if is_lost(seen) else None
+
+    search = begin_search(collapsing, told(drops.get, steps=whole), tmp_path)
+    search = msgspec.structs.replace(
+        search, glance=look, race=lambda _, other: look(other, lambda seen: not seen.meets(0.1))
+    )
+    _, searched = run_search(search)
+    assert [trial.step for trial in searched.trials] == [*drops]
+    assert whole == ["relieve 8", "relieve 3"]
+    assert searched.chosen.step == "relieve 8"
+    assert [trial.is_whole for trial in searched.trials] == [False, True, True]
+
+
 def with_one_scale(name: str) -> Target:
     target = load_target(name)
     rules = msgspec.structs.replace(target.quantization, per_channel_ops=())

@@ -30,7 +30,7 @@ from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
-from edgekit.quantize.effort import count_side_by_side, find_effort
+from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
 MOST_SAMPLES = 256
@@ -43,11 +43,12 @@ _KIND_SAMPLES = 4
 _HEAD_SAMPLES = 16
 # Larger records, such as those of long vectors, are not remembered together: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
-# A race looks at every eighth, fourth and second sample, if these are enough to tell a standard error: a choice.
-_STRIDES, _LEAST_RACED = (8, 4, 2), 8
+# Every eighth, fourth and second sample is looked at first, if these are enough to tell a standard error: a choice.
+_STRIDES, _LEAST_LOOKED = (8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
 """The measure of the head of a detector that detects too little in the samples."""
+_RunPairs = Callable[[Sequence[int]], Iterator[tuple[int, Pair]]]
 LABELS = "labels"
 """The source of a drop that was measured with labels."""
 
@@ -149,18 +150,17 @@ class FloatReference:
     @cached_property
     def indices(self) -> Sequence[int]:
         """The samples that count."""
-        most = self._most or find_effort(self._graph, self._samples.count).predicting or MOST_SAMPLES
+        most = self._most or self._effort.predicting or MOST_SAMPLES
         return spread_indices(self._samples.count, most)
 
     @cached_property
-    def _at_once(self) -> int | None:
-        """How many samples run in parallel: fewer where activations take much memory."""
-        return count_side_by_side(self._graph)
+    def _effort(self) -> Effort:
+        return find_effort(self._graph, self._samples.count)
 
     @property
     def _settings(self) -> SessionSettings:
         """Without an arena where activations take much memory: one in each of the two sessions would keep theirs."""
-        return msgspec.structs.replace(_SETTINGS, arena=self._at_once is None)
+        return msgspec.structs.replace(_SETTINGS, arena=self._effort.at_once is None)
 
     @cached_property
     def _graph(self) -> Graph:
@@ -211,42 +211,61 @@ class FloatReference:
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
+    def glance(self, quantized: Model, misses: Callable[[Prediction], bool]) -> Prediction | None:
+        """Returns what a quantized model loses over the first part of the samples, if it `misses` a goal there by far.
+
+        The result is None if it does not: then the model ran over all samples. What it gave is remembered.
+
+        Raises:
+            RuntimeRefusal: ONNX Runtime refuses a model.
+        """
+        look, looked = self._open_look(quantized), self._looks[0]
+        seen = _predict(look(looked), len(looked))
+        if len(looked) < len(self.indices) and misses(seen):
+            return seen
+        look(self.indices)
+        return None
+
     def race(self, first: Model, second: Model) -> Prediction | None:
         """Returns what a second quantized model loses over a part of the samples that shows that it is clearly worse.
 
-        The result is None if no part shows it: then the second model ran over all samples, and what it gave is
-        remembered. The parts are an eighth, a fourth and a half of the samples, spread evenly.
+        The result is None if no part shows it: then the second model ran over all samples. What it gave is remembered.
+        The parts are an eighth, a fourth and a half of the samples, spread evenly.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
         # The first model runs, if it did not yet, before the second is opened.
-        known, found = self._find_compared(first), dict[int, Compared]()
-        if second.sha256 in self._compared:
-            return None
-        run = self._open_pairs(second)
-        for stride in (*_STRIDES, 1):
-            looked = self.indices[::stride]
-            todo = [index for index in looked if index not in found]
-            found |= {index: compare_sample(self.parts, pair) for index, pair in run(todo)}
-            if stride == 1 or len(looked) < _LEAST_RACED:
-                continue
-            one, two = (Likeness(self.parts, [own[index] for index in looked]) for own in (known, found))
-            if one.outruns(two):
+        self._judge(first)
+        look, others = self._open_look(first), self._open_look(second)
+        for looked in self._looks:
+            one, two = look(looked), others(looked)
+            if len(looked) < len(self.indices) and one.outruns(two):
                 return _predict(two, len(looked))
-        self._remember(second, found)
         return None
 
-    def _judge(self, quantized: Model) -> Likeness:
-        found = self._find_compared(quantized)
-        return Likeness(self.parts, [found[index] for index in self.indices])
+    @cached_property
+    def _looks(self) -> list[Sequence[int]]:
+        """Rising parts of the samples that count, each of which holds those before; the last is all of them."""
+        parts = [self.indices[::stride] for stride in _STRIDES]
+        return [*(part for part in parts if len(part) >= _LEAST_LOOKED), self.indices]
 
-    def _find_compared(self, quantized: Model) -> dict[int, Compared]:
-        """Returns what is kept of each sample for a quantized model, which runs over all if it did not yet."""
-        if quantized.sha256 not in self._compared:
-            for _ in self.run_pairs(quantized):
-                pass
-        return self._compared[quantized.sha256]
+    def _judge(self, quantized: Model) -> Likeness:
+        return self._open_look(quantized)(self.indices)
+
+    def _open_look(self, quantized: Model) -> Callable[[Sequence[int]], Likeness]:
+        """Returns a function that compares a quantized model over some samples; it runs over those not yet known."""
+        found, opened = self._compared.setdefault(quantized.sha256, {}), list[_RunPairs]()
+
+        def look(indices: Sequence[int]) -> Likeness:
+            if todo := [index for index in indices if index not in found]:
+                opened[:] = opened or [self._open_pairs(quantized)]
+                for index, pair in opened[0](todo):
+                    found[index] = compare_sample(self.parts, pair)
+                self._forget_others(quantized)
+            return Likeness(self.parts, [found[index] for index in indices])
+
+        return look
 
     def run_pairs(self, quantized: Model) -> Iterator[Pair]:
         """Yields the outputs of both models for each sample, and remembers what is kept of it.
@@ -254,25 +273,26 @@ class FloatReference:
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        parts, found = self.parts, dict[int, Compared]()
+        parts, found = self.parts, self._compared.setdefault(quantized.sha256, {})
         for index, pair in self._open_pairs(quantized)(self.indices):
             found[index] = compare_sample(parts, pair)
             yield pair
-        self._remember(quantized, found)
+        self._forget_others(quantized)
 
-    def _remember(self, quantized: Model, found: dict[int, Compared]) -> None:
+    def _forget_others(self, quantized: Model) -> None:
+        """Forgets what other models gave if records are so large that they are not kept together."""
+        found = self._compared[quantized.sha256]
         if sum(each.size_bytes for each in found.values()) > _MOST_REMEMBERED_BYTES:
-            self._compared.clear()
-        self._compared[quantized.sha256] = found
+            self._compared = {quantized.sha256: found}
 
-    def _open_pairs(self, quantized: Model) -> Callable[[Sequence[int]], Iterator[tuple[int, Pair]]]:
+    def _open_pairs(self, quantized: Model) -> _RunPairs:
         """Returns a function that yields the outputs of both models for some samples."""
         todo = self._kept.missing(self.indices)
         if todo and self._kept.fits(len(todo)):
             # All outputs of the float model can be kept: it is closed before the other is opened.
             float_session = self._open()
             for (index, _), outputs in map_in_order(
-                lambda sample: float_session.run(sample[1]), self._read(todo), self._at_once
+                lambda sample: float_session.run(sample[1]), self._read(todo), self._effort.at_once
             ):
                 self._kept.keep(index, outputs)
         self._close()
@@ -286,7 +306,7 @@ class FloatReference:
             if self._kept.missing(indices):
                 # Threads that run side by side must find it open.
                 self._open()
-            for (index, _), pair in map_in_order(run, self._read(indices), self._at_once):
+            for (index, _), pair in map_in_order(run, self._read(indices), self._effort.at_once):
                 self._kept.keep(index, pair.expected)
                 yield index, pair
                 self._kept.release(index)

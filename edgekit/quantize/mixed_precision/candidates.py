@@ -352,8 +352,9 @@ def judge_plans(
     names = free_grids(stripped, next(iter(grids.values())))
     fed = {each: {name: found[name] for name in names} for each, found in grids.items()}
     return judge_grids(
-        stripped, draft.compared, draft.statistics, fed, most=draft.effort.limit(most), few=draft.effort.few
-    )
+        stripped, draft.compared, draft.statistics, fed, most=draft.effort.limit(most), few=draft.effort.few,
+        at_once=draft.effort.at_once,
+    )  # fmt: skip
 
 
 def _judge_roundings(
@@ -383,7 +384,8 @@ def _judge_roundings(
 def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto, *, most: int | None = None) -> Candidate:
     plan = msgspec.structs.replace(draft.plan, rounding=rounding)
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=draft.effort.limit(most))
+    effort = draft.effort
+    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.limit(most), at_once=effort.at_once)
     return Candidate(
         method=plan.method,
         rounding=rounding,

@@ -58,6 +58,8 @@ _NEAR, _NEAR_DB = 2.0, 2.0
 # The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
 _NONE_LEFT = 1e-9
 _MORE = "plans with more tensors out of 8 bits"
+_Cut = Callable[[Model], Prediction | None]
+"""Returns what a quantized model loses over a part of the samples if that is enough to see; else None."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
     and 0 where none are known. `race` returns what the second of two loses, if a part of the samples shows that it is
-    clearly worse than the first.
+    clearly worse than the first. `glance` returns what a quantized model loses over the smallest of these parts if,
+    by the function given to it, that is too much. Both return None if only all samples can tell.
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
     may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
     not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used.
@@ -78,6 +81,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
     race: Callable[[Model, Model], Prediction | None] = lambda _first, _second: None
+    glance: Callable[[Model, Callable[[Prediction], bool]], Prediction | None] = lambda _model, _misses: None
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
@@ -154,7 +158,8 @@ def find_plan(
     narrowed = search.memo.budget.attempt("large constants in 8 or 16 bits", store)
     if narrowed is None or not narrowed.narrow.bits or searched is None:
         return narrowed or plan, searched
-    chosen, wide = _measure(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
+    wide = searched.chosen
+    chosen = _measure(search, f"{wide.step}, narrow", narrowed, _Work(wide.taken_macs, wide.integer_macs))
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
     if misses or _drop(chosen) > _drop(wide) + (_NEGLIGIBLE if wide.prediction.drop_estimate is not None else EVEN_DB):
         return plan, searched
@@ -184,7 +189,7 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
                 change_method, search.model, search.calibration, first.plan, method
             )
     for step, make in rivals.items():
-        searched, trial = _add_trial(search, searched, step, make, is_rival=True)
+        searched, trial = _add_trial(search, searched, step, make, partial(_race, search, searched.chosen))
         if trial is not None and _loses_less(search, searched.chosen, trial, max_drop):
             is_met = searched.met or trial.prediction.meets(max_drop)
             searched = msgspec.structs.replace(searched, chosen=trial, met=is_met)
@@ -226,7 +231,7 @@ def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked:
 
 def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
     # It was clearly worse after some of the samples.
-    if other.prediction.samples < chosen.prediction.samples:
+    if not other.is_whole:
         return False
     is_met, meets = (each.prediction.meets(max_drop) for each in (chosen, other))
     if is_met != meets:
@@ -237,18 +242,15 @@ def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) ->
 
 
 def _add_trial(
-    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], *, is_rival: bool = False
+    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], cut: _Cut
 ) -> tuple[Searched, Trial | None]:
-    """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried.
-
-    A rival is measured until it is clearly worse than the chosen trial.
-    """
+    """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried."""
 
     def attempt() -> Trial | None:
         plan = make()
         if plan is None or any(plan == each.plan for each in searched.trials):
             return None
-        return _measure(search, step, plan, rival=searched.chosen if is_rival else None)
+        return _measure(search, step, plan, cut=cut)
 
     trial = search.memo.budget.attempt(step, attempt) if search.memo.budget.allows(step) else None
     if trial is None:
@@ -271,7 +273,9 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
     known = trial = next((each for each in searched.trials if each.step == step), None)
     if known is None:
-        searched, trial = _add_trial(search, searched, step, make)
+        # What is only advised is measured over a part of the samples.
+        goal = Goal(max_drop=max_drop, is_asked=True) if misses else None
+        searched, trial = _add_trial(search, searched, step, make, partial(_glance, search, goal))
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (wider is None and trial is known and _drop(trial) >= _drop(chosen)):
         return _advise(search, searched, f"no plan that was tried loses less: {_ELSE}")
@@ -302,6 +306,7 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
+    figure += "" if other.is_whole else f" over {other.prediction.samples} samples"
     if _drop(other) >= _drop(chosen):
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (_quantize(search, trial.step, trial.plan).size_after for trial in (chosen, other))
@@ -334,15 +339,30 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     )  # fmt: skip
     if not goal.is_asked and not (first.judged and search.memo.budget.allows(_MORE)):
         return first, None
-    trials = _try_plans(search, goal, first, state)
+    trials = _settle(search, goal, _try_plans(search, goal, first, state))
     if not trials:
         return first, None
-    searched = _choose(trials, goal)
-    return searched.chosen.plan, searched
+    searched = _choose([trial for trial in trials if trial.is_whole], goal)
+    return searched.chosen.plan, msgspec.structs.replace(searched, trials=tuple(trials))
 
 
 def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
     return choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
+
+
+def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> list[Trial]:
+    """Returns the trials; all but those that are clearly worse than the chosen one are measured over all samples."""
+    settled = list(trials)
+    while settled and not (chosen := _choose(settled, goal).chosen).is_whole:
+        settled[settled.index(chosen)] = _complete(search, chosen)
+    return [each if each.is_whole else _complete(search, each, rival=chosen) for each in settled]
+
+
+def _complete(search: Search, trial: Trial, *, rival: Trial | None = None) -> Trial:
+    """Returns a trial measured over all samples, or until it is clearly worse than a `rival`."""
+    cut = None if rival is None else partial(_race, search, rival)
+    prediction, is_whole = _predict(search, _quantize(search, trial.step, trial.plan).model, cut)
+    return msgspec.structs.replace(trial, prediction=prediction, is_whole=is_whole)
 
 
 def _is_near(prediction: Prediction) -> bool:
@@ -421,6 +441,9 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
 
 def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
     """Returns the trials, by rising number of tensors out of 8 bits.
+
+    Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow once one is to
+    be chosen (`_settle`).
 
     1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
        in the plain mode, if outputs are plain values that hardly differ.
@@ -512,7 +535,9 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        chosen = _choose(self.in_order, self._goal).chosen
+        settled = _settle(self._search, self._goal, self.in_order)
+        self.trials = dict(zip(sorted(self.trials), settled, strict=True))
+        chosen = _choose([trial for trial in settled if trial.is_whole], self._goal).chosen
         return next(count for count, trial in self.trials.items() if trial is chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
@@ -521,8 +546,9 @@ class _Attempts:
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal.
         """
+        cut = partial(_glance, self._search, self._goal)
         if not count:
-            return _measure(self._search, step, self._first)
+            return _measure(self._search, step, self._first, cut=cut)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
         plan = _plan_step(self._search, fewer, count)
         if plan is None:
@@ -537,7 +563,7 @@ class _Attempts:
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
-        trial = _measure(self._search, step, plan, work)
+        trial = _measure(self._search, step, plan, work, cut=cut)
         return trial if is_kept or trial.prediction.meets(self._goal.max_drop) else None
 
 
@@ -600,13 +626,27 @@ def _share_work(search: Search, step: str, plan: QuantPlan) -> _Work:
 
 
 def _measure(
-    search: Search, step: str, plan: QuantPlan, work: _Work | None = None, *, rival: Trial | None = None
+    search: Search, step: str, plan: QuantPlan, work: _Work | None = None, *, cut: _Cut | None = None
 ) -> Trial:
-    """Returns a trial: measured over all samples, or until it is clearly worse than a `rival`."""
     model, work = _quantize(search, step, plan).model, work or _share_work(search, step, plan)
-    lost = None if rival is None else search.race(_quantize(search, rival.step, rival.plan).model, model)
-    prediction = lost or search.measure(model)
-    return Trial(step=step, plan=plan, prediction=prediction, taken_macs=work.taken, integer_macs=work.integer)
+    prediction, is_whole = _predict(search, model, cut)
+    return Trial(
+        step=step, plan=plan, prediction=prediction, taken_macs=work.taken, integer_macs=work.integer, is_whole=is_whole
+    )
+
+
+def _predict(search: Search, model: Model, cut: _Cut | None) -> tuple[Prediction, bool]:
+    """Returns what a quantized model loses, and whether all samples say so: not if `cut` returns what a part says."""
+    lost = None if cut is None else cut(model)
+    return lost or search.measure(model), lost is None
+
+
+def _glance(search: Search, goal: Goal | None, model: Model) -> Prediction | None:
+    return search.glance(model, lambda seen: goal is None or not goal.may_meet(seen, 0.0))
+
+
+def _race(search: Search, rival: Trial, model: Model) -> Prediction | None:
+    return search.race(_quantize(search, rival.step, rival.plan).model, model)
 
 
 def _quantize(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:

@@ -49,7 +49,7 @@ _FEW_RELIEVED = 8
 # The share of the noise that dominates the choice of ranges: a choice.
 _MOST_NOISE = 0.5
 # So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
-_RANKED = (_FEW_RELIEVED, 40, 80)
+_RANKED = (_FEW_RELIEVED, 80)
 _STEPS, _MOST_VALUES = 255, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
@@ -389,7 +389,7 @@ def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> C
 
 def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    return judge_candidate(qdq, draft.compared, draft.statistics)
+    return judge_candidate(qdq, draft.compared, draft.statistics, at_once=draft.effort.at_once)
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:

@@ -203,12 +203,14 @@ def judge_candidate(
     *,
     keep_float_weights: bool = False,
     most: int | None = None,
+    at_once: int | None = None,
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, or the first `most`.
 
     With several tensors it is the ratio of their mean noise. The candidate runs on the CPU provider, with products that
     do not saturate; weights that were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX
-    Runtime does not quantize float weights between Q and DQ nodes, as it does by default.
+    Runtime does not quantize float weights between Q and DQ nodes, as it does by default. `at_once` samples run in
+    parallel.
 
     Raises:
         UsageError: the statistics are gone.
@@ -219,7 +221,7 @@ def judge_candidate(
     def run(held: tuple[Tensors, Tensors]) -> Tensors:
         return session.run(held[0])
 
-    for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most)):
+    for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most), at_once):
         powers += _all_powers(names, expected, found)
     return join_ratios([ratio_db(*power) for power in powers])
 
@@ -269,12 +271,13 @@ def judge_grids(
     *,
     most: int | None = None,
     few: int | None = None,
+    at_once: int | None = None,
 ) -> dict[str, float]:
     """Returns the ratio in dB of each of several sets of scales and zero points, inputs of a graph with float weights.
 
     They are judged by all held-out samples, or the first `most`. A set that is clearly worse after a few samples gets
     the best ratio less its lag on these few. If `few` is given and after so many samples the other sets are about
-    equal, no more samples are run.
+    equal, no more samples are run. `at_once` runs are in parallel.
 
     Raises:
         UsageError: the statistics are gone.
@@ -292,7 +295,7 @@ def judge_grids(
     held = islice(read_held_out(statistics), most)
     for part in (islice(held, few or FEW_SAMPLES), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
-        for (name, _, expected), found in map_in_order(run, tasks):
+        for (name, _, expected), found in map_in_order(run, tasks, at_once):
             powers[name].append(_all_powers(names, expected, found))
         if not behind:
             behind = find_behind(rate())

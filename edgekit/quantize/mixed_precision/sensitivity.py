@@ -24,6 +24,7 @@ from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, switch_activations
@@ -116,8 +117,9 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked, and if only the worst are: choices, to save time.
-_SAMPLES, _FEWER_SAMPLES = 6, 4
+# How many held-out samples rank activations if all are ranked, how many at least if only the worst are, and how many
+# runs judge these by themselves: choices, to save time.
+_SAMPLES, _FEWEST_SAMPLES, _ALONE = 6, 2, 32
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
@@ -253,10 +255,12 @@ def rank_activations(
         )
         chosen = []
     # For few activations, judging each by all samples takes no more runs than a search.
-    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
-        few = switched.find_noisiest(samples)[: max(1, _SPANS_EACH * worst // len(names))]
+    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWEST_SAMPLES) * worst:
+        # The noisiest count most, and the first of them has judged spans, some of them of one activation, already.
+        samples = switched.find_noisiest(samples)
+        few, fewer = samples[: max(1, _SPANS_EACH * worst // len(names))], max(_FEWEST_SAMPLES, _ALONE // worst)
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
-        chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:_FEWER_SAMPLES]
+        chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:fewer]
     alone = [range(index, index + 1) for index in chosen]
     for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
         ratios[index] = ratio
@@ -315,6 +319,7 @@ class _Switched:
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
         self._session = open_graph(proto, graph.folder, keep_float_weights=False)
         self._held, self._noises = held, known
+        self._at_once = count_side_by_side(graph)
         self._floats: dict[int, Tensors] = {}
         self._budget = budget
 
@@ -329,7 +334,7 @@ class _Switched:
             return round(join_ratios([ratio_db(*power) for power in powers]), 2)
 
         todo = takewhile(lambda _: self._budget.allows(_RANKING), spans)
-        for done, (_, ratio) in enumerate(map_in_order(rate, todo)):
+        for done, (_, ratio) in enumerate(map_in_order(rate, todo, self._at_once)):
             self._budget.tell("rank activations by what they cost", done, len(spans), began)
             yield ratio
 

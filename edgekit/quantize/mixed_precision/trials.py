@@ -21,7 +21,8 @@ MAX_STATE_BYTES = 1 << 28
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tried plan: the step that made it, its predicted loss, and the share of the work that the target runs.
 
-    `integer_macs` is the share of the work that is computed in integers, 1.0 if everything is.
+    `integer_macs` is the share of the work that is computed in integers, 1.0 if everything is. `is_whole` is False if
+    the loss is predicted over a part of the samples, which is enough to see that another plan is better.
     """
 
     step: str
@@ -29,6 +30,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prediction: Prediction
     taken_macs: float
     integer_macs: float = 1.0
+    is_whole: bool = True
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
