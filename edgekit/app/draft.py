@@ -14,7 +14,7 @@ from edgekit.bundle.snippets import make_environment
 from edgekit.data.images import SUFFIXES, Preprocess
 from edgekit.data.samples import read_shapes, refuse_endless
 from edgekit.errors import DataError, UsageError
-from edgekit.graph.graph import Graph, view_model
+from edgekit.graph.graph import view_model
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.package.package import Kind
@@ -219,12 +219,9 @@ def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
         own = {name: size for name, size in dims.items() if not name.startswith(f"{spec.name}:")}
         with work_folder() as work:
             frozen = prepare_model(model, work / "frozen.onnx", own, constants={spec.name: value})
-            after = _count_nodes(view_model(read_proto(frozen, weights=False)))
-        yield _Frozen(name=spec.name, value=value, before=_count_nodes(graph), after=after)
-
-
-def _count_nodes(graph: Graph) -> int:
-    return sum(1 + sum(map(_count_nodes, node.bodies)) for node in graph.nodes)
+            after = view_model(read_proto(frozen, weights=False))
+        counts = [sum(len(each.nodes) for each in whole.iterate()) for whole in (graph, after)]
+        yield _Frozen(name=spec.name, value=value, before=counts[0], after=counts[1])
 
 
 def _relate(path: Path, folder: Path) -> str:

@@ -253,7 +253,7 @@ def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, in
     place = count = size_bytes = 0
     for node in graph.nodes:
         partitions[node.index] = nodes[place].partition
-        place += 1 + sum(_count_nodes(body) for body in node.bodies)
+        place += 1 + sum(len(inner.nodes) for body in node.bodies for inner in body.iterate())
     for name, node in graph.producers.items():
         # A value is copied once, however many nodes read it on the other side.
         readers = graph.consumers.get(name, ())
@@ -261,7 +261,3 @@ def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, in
             count += 1
             size_bytes += value_bytes(graph.value(name))
     return count, size_bytes
-
-
-def _count_nodes(graph: Graph) -> int:
-    return sum(1 + sum(_count_nodes(body) for body in node.bodies) for node in graph.nodes)

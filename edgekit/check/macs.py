@@ -3,7 +3,7 @@
 For inputs with open dimensions, work is counted at assumed sizes, which the report names (`choose_sizes`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 import msgspec
@@ -192,11 +192,4 @@ def count_open(graph: Graph) -> Graph:
 
 def count_unsized(graph: Graph) -> int:
     """Returns how many nodes that multiply have an unknown amount of work, subgraphs included."""
-    return sum(has_unknown_work(each, node) for each in _list_graphs(graph) for node in each.nodes)
-
-
-def _list_graphs(graph: Graph) -> Iterator[Graph]:
-    yield graph
-    for node in graph.nodes:
-        for body in node.bodies:
-            yield from _list_graphs(body)
+    return sum(has_unknown_work(each, node) for each in graph.iterate() for node in each.nodes)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -132,6 +132,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def opset(self) -> int:
         """The version of ONNX's own operators."""
         return read_opsets(self.model.opset_import).get("", 1)
+
+    def iterate(self) -> "Iterator[Graph]":
+        """Yields the graph and, depth first, the subgraphs of its nodes."""
+        yield self
+        for body in (body for node in self.nodes for body in node.bodies):
+            yield from body.iterate()
 
     def value(self, name: str) -> Value:
         """Returns what is known of a tensor, constant or not."""
