@@ -15,7 +15,6 @@ the gain is held against weights that are spread evenly over the 127 steps of in
 import math
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -54,22 +53,6 @@ class _Placed:
         return read_dequantized(maker, self.read).astype(np.float64)
 
 
-class _Split(msgspec.Struct, frozen=True, kw_only=True):
-    """A normalization of the QDQ graph that becomes two nodes: one without gain, with `shift` as bias, and a product.
-
-    `step` is the scale of the shift, that of the normalization's input over 255. Values that are normalized over the
-    channels lie within +-`reach`, which is sqrt(N - 1) for N of them.
-    """
-
-    node: onnx.NodeProto
-    domain: str
-    prefix: str
-    gain: Array
-    shift: Array
-    step: float
-    reach: float
-
-
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     """Turns gains that lose more than the weights behind them into products, in place; nodes are not in order.
 
@@ -86,34 +69,58 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     placed = _Placed(qdq)
     for node in [node for node in qdq.node if node.op_type == NORM]:
         norm = norms.get(node.output[0].removesuffix("_QuantizeLinear_Input"))
-        split = _plan_split(placed, graph, node, norm) if norm is not None else None
-        if split is not None:
-            _split_node(qdq, split)
+        if norm is not None:
+            _split_norm(qdq, placed, graph, node, norm)
     drop_unread(qdq, ["DequantizeLinear"])
 
 
-def _plan_split(placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> _Split | None:
-    """Returns how a normalization is split, None if it stays."""
+def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> None:
+    """Turns a normalization into one without gain and a product, if its rounded gain loses more than the weights do.
+
+    The tensor between the two gets its 16-bit scale without calibration, since the shift, the bias of the first, at
+    most doubles its reach. The product takes over the node's name and output, which stand for what makes the tensor and
+    reads the gain.
+    """
     rounder, rounded = placed.rounders.get(node.output[0]), placed.dequantize(node, 1)
     source = placed.makers.get(node.input[0])
     gain, *biases = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
     is_last = norm.integer("axis", -1) in {-1, len(graph.dims(norm.input[0])) - 1}
     # A float normalization reads its constants directly.
     if rounder is None or rounded is None or source is None or gain.ndim != 1 or not is_last or not gain.all():
-        return None
+        return
     if placed.stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16:
-        return None
-    shift = biases[0] / gain if biases else np.zeros(0)
+        return
+    shift, domain = biases[0] / gain if biases else np.zeros(0), rounder.domain
+    # The scale of the shift is that of the normalization's input over 255. Values that are normalized over N channels
+    # lie within +-sqrt(N - 1).
     step, reach = float(placed.read(source.input[1])) / _MOST_8, math.sqrt(max(gain.size - 1, 1))
     if np.any(np.abs(shift) > min(reach, step * _MOST_32)):
-        return None
+        return
     pairs = [*_read_matrices(placed, graph, norm.output[0], gain.size)]
     reached = sum([(exact**2).sum(axis=1) for exact, _ in pairs]) if pairs else np.ones_like(gain)
     lost = sum([((weights - exact) ** 2).sum(axis=1) for exact, weights in pairs]) if pairs else reached * _EVEN_NOISE
     if float((reached * (rounded - gain) ** 2).sum()) <= float((lost * gain**2).sum()):
-        return None
+        return
     prefix = f"{norm.output[0]}.edgekit"
-    return _Split(node=node, domain=rounder.domain, prefix=prefix, gain=gain, shift=shift, step=step, reach=reach)
+    low, high = min(float(gain.min()), 0.0), max(float(gain.max()), 0.0)
+    scale = (high - low) / _MOST_16
+    zero = round(-low / scale)
+    parts = {
+        "one": (np.full(gain.size, _MOST_8, np.uint8), 1 / _MOST_8, 0),
+        "shift": (np.rint(shift / step).astype(np.int32), step, 0),
+        "gain": (np.clip(np.rint(gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
+    }
+    for part, (values, size, offset) in parts.items():
+        grid = _add_grid(qdq, f"{prefix}.{part}", size, values.dtype.type(offset))
+        qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
+        qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
+    even, made, name = f"{prefix}.even", node.output[0], node.name
+    node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
+    node.output[0], node.name = even, f"{prefix}.norm"
+    grid = _add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
+    qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
+    qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
+    qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
 
 
 def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
@@ -130,34 +137,6 @@ def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> I
         one, two = (each.T for each in pair) if reader.integer("transB", 0) else pair
         if one.ndim == 2 and len(one) == channels:
             yield one, two
-
-
-def _split_node(qdq: onnx.GraphProto, split: _Split) -> None:
-    """Turns a normalization into one without gain and a product.
-
-    The tensor between the two gets its 16-bit scale without calibration, since the shift at most doubles the reach. The
-    product takes over the node's name and output, which stand for what makes the tensor and reads the gain.
-    """
-    node, prefix, domain = split.node, split.prefix, split.domain
-    low, high = min(float(split.gain.min()), 0.0), max(float(split.gain.max()), 0.0)
-    scale = (high - low) / _MOST_16
-    zero = round(-low / scale)
-    parts = {
-        "one": (np.full(split.gain.size, _MOST_8, np.uint8), 1 / _MOST_8, 0),
-        "shift": (np.rint(split.shift / split.step).astype(np.int32), split.step, 0),
-        "gain": (np.clip(np.rint(split.gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
-    }
-    for part, (values, step, offset) in parts.items():
-        grid = _add_grid(qdq, f"{prefix}.{part}", step, values.dtype.type(offset))
-        qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
-        qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
-    even, made, name = f"{prefix}.even", node.output[0], node.name
-    node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
-    node.output[0], node.name = even, f"{prefix}.norm"
-    grid = _add_grid(qdq, even, 4 * split.reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
-    qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
-    qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
-    qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
 
 
 def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
