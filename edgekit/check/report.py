@@ -269,7 +269,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     )
 
 
-def tell_of_model(report: CheckReport, traced: Iterable[ModelNode]) -> CheckReport:
+def add_model_nodes(report: CheckReport, traced: Iterable[ModelNode]) -> CheckReport:
     """Returns a report that also lists the nodes of the user's model."""
     checked = {node.name: node for node in report.node_list}
     nodes: list[ModelNode] = []

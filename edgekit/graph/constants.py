@@ -17,7 +17,7 @@ from edgekit.model.tensors import Array
 MAIN_DOMAINS = ("", "ai.onnx")
 # Shapes, axes, pads and bounds, which rules and rewrites look at, are far smaller.
 _SMALL_ELEMENTS = 1 << 14
-# Sparse constants of more elements are not written out.
+# Sparse constants of more elements are not made dense.
 _MOST_DENSE = 1 << 24
 
 # The attributes of Constant (ONNX operator Constant 13) that are neither a tensor nor sparse.
@@ -42,7 +42,7 @@ def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
         if attribute.name == "value":
             return attribute.t
         if attribute.name == "sparse_value":
-            return _write_out(attribute.sparse_tensor)
+            return _to_dense(attribute.sparse_tensor)
         if attribute.name in _FORMS:
             return numpy_helper.from_array(_FORMS[attribute.name](attribute), node.output[0])
     return None
@@ -52,7 +52,7 @@ def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Returns the constants of one graph by name, without those of the graphs around it."""
     constants = {tensor.name: tensor for tensor in graph.initializer}
     # The name of a sparse initializer is that of its values (onnx.proto).
-    constants |= {tensor.values.name: _write_out(tensor) for tensor in graph.sparse_initializer}
+    constants |= {tensor.values.name: _to_dense(tensor) for tensor in graph.sparse_initializer}
     made = ((node.output[0], read_constant(node)) for node in graph.node if node.op_type == "Constant" and node.output)
     return constants | {name: tensor for name, tensor in made if tensor is not None}
 
@@ -104,7 +104,7 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
     return numpy_helper.to_array(copy)
 
 
-def bring_in(
+def load_external(
     graph: onnx.GraphProto, folder: Path, names: Collection[str] | None = None, most: int = sys.maxsize
 ) -> None:
     """Loads external data of initializers from `folder` into the graph, in place.
@@ -119,7 +119,7 @@ def bring_in(
             del tensor.external_data[:]
 
 
-def _write_out(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+def _to_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     """Returns a sparse tensor with its zeros; only its type and shape where it is too large or broken."""
     bare = onnx.TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
     size = math.prod(sparse.dims)

@@ -27,7 +27,7 @@ class _Stored(msgspec.Struct, frozen=True):
     dims: Shape
 
 
-class _Likening(msgspec.Struct):
+class _Substitution(msgspec.Struct):
     """One contrib node, the known types and shapes of inputs and initializers, and where its substitutes go."""
 
     node: onnx.NodeProto
@@ -53,7 +53,7 @@ class _Likening(msgspec.Struct):
         self.stubs[name] = helper.make_tensor_value_info(name, dtype, dims)
         return name
 
-    def like(self, op: str, inputs: Sequence[str], output: int = 0, *, keeps: bool = False, **attributes: Any) -> None:
+    def add(self, op: str, inputs: Sequence[str], output: int = 0, *, keeps: bool = False, **attributes: Any) -> None:
         """Adds an ONNX node that makes this output, unless the node lacks that output or one of the inputs.
 
         With `keeps` it has the attributes of the node that it replaces.
@@ -65,10 +65,11 @@ class _Likening(msgspec.Struct):
         self.made[-1].attribute.extend(self.node.attribute if keeps else ())
 
 
-def write_alike(proto: onnx.ModelProto) -> bool:
+def substitute_contrib(proto: onnx.ModelProto) -> bool:
     """Replaces contrib operators by ONNX operators whose outputs have the same types and shapes, in place.
 
-    Returns True if there were any; `write_back` undoes it. An output that no ONNX operator can stand for stays unknown.
+    Returns True if there were any; `restore_contrib` undoes it. An output for which no ONNX operator fits stays
+    unknown.
     """
     if not any(map(_is_own, iterate_nodes(proto.graph))):
         return False
@@ -84,89 +85,89 @@ def write_alike(proto: onnx.ModelProto) -> bool:
         for node in graph.node:
             if not _is_own(node):
                 nodes.append(node)
-            elif rule := _LIKENESSES.get(node.op_type):
-                rule(_Likening(node, known, stubs, nodes))
+            elif rule := _SUBSTITUTES.get(node.op_type):
+                rule(_Substitution(node, known, stubs, nodes))
         refill(graph.node, nodes)
     proto.graph.input.extend(stubs.values())
     return True
 
 
-def write_back(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
-    """Puts the original nodes back into a graph that `write_alike` changed and onnx inferred, in place."""
-    for likened, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
-        kept = iter([node for node in likened.node if node.doc_string != _ADDED])
+def restore_contrib(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
+    """Puts the original nodes back into a graph that `substitute_contrib` changed and onnx inferred, in place."""
+    for substituted, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
+        kept = iter([node for node in substituted.node if node.doc_string != _ADDED])
         nodes = [node if _is_own(node) else next(kept) for node in given.node]
         for node, source in zip(nodes, given.node, strict=True):
             node.domain = source.domain
-        refill(likened.node, nodes)
+        refill(substituted.node, nodes)
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
     return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
 
 
-def _same(op: str, *positions: int) -> Callable[[_Likening], None]:
+def _same(op: str, *positions: int) -> Callable[[_Substitution], None]:
     """Returns a rule: the first output has the type and shape that this ONNX operator gives."""
 
-    def liken(of: _Likening) -> None:
-        of.like(op, [of.name(at) for at in positions if at < len(of.node.input)], keeps=op != "Identity")
+    def substitute(of: _Substitution) -> None:
+        of.add(op, [of.name(at) for at in positions if at < len(of.node.input)], keeps=op != "Identity")
 
-    return liken
+    return substitute
 
 
-def _skip_norm(of: _Likening) -> None:
-    of.like("Identity", [of.name(0)])
+def _skip_norm(of: _Substitution) -> None:
+    of.add("Identity", [of.name(0)])
     # The sum before the norm, which the next layer adds to.
-    of.like("Identity", [of.name(0)], output=3)
+    of.add("Identity", [of.name(0)], output=3)
 
 
-def _nbits(of: _Likening) -> None:
+def _nbits(of: _Substitution) -> None:
     scales = of.stored(2)
     if scales is not None:
-        of.like("MatMul", [of.name(0), of.stub(scales.dtype, (of.number("K", 0), of.number("N", 0)))])
+        of.add("MatMul", [of.name(0), of.stub(scales.dtype, (of.number("K", 0), of.number("N", 0)))])
 
 
-def _gather_blocks(of: _Likening) -> None:
+def _gather_blocks(of: _Substitution) -> None:
     data, scales = of.stored(0), of.stored(2)
     if data is None or scales is None or not data.dims:
         return
     # A byte holds several values; a tensor of a 4-bit type counts them one by one in its shape.
     packed = 8 // of.number("bits", 4) if data.dtype == onnx.TensorProto.UINT8 else 1
     table = of.stub(scales.dtype, (*data.dims[:-1], data.dims[-1] * packed))
-    of.like("Gather", [table, of.name(1)], axis=of.number("gather_axis", 0))
+    of.add("Gather", [table, of.name(1)], axis=of.number("gather_axis", 0))
 
 
-def _packed_attention(of: _Likening) -> None:
+def _packed_attention(of: _Substitution) -> None:
     weight, sizes = of.stored(1), of.numbers("qkv_hidden_sizes")
     if weight is not None and len(weight.dims) == 2:
         width = sizes[2] if len(sizes) == 3 else weight.dims[1] // 3
-        of.like("MatMul", [of.name(0), of.stub(weight.dtype, (weight.dims[0], width))])
+        of.add("MatMul", [of.name(0), of.stub(weight.dtype, (weight.dims[0], width))])
 
 
-def _attention(of: _Likening) -> None:
+def _attention(of: _Substitution) -> None:
     # Without a bias for values or keys of another size, what comes out is as wide as the queries.
     if of.name(1):
-        of.like("Identity", [of.name(0)])
+        of.add("Identity", [of.name(0)])
         return
     heads, keys, past = of.number("num_heads", 0), of.number("kv_num_heads", 0), of.stored(3)
     if past is not None and len(past.dims) == 4 and past.dims[3]:
         # Queries, keys and values side by side.
         size = past.dims[3]
-        of.like("MatMul", [of.name(0), of.stub(past.dtype, ((heads + 2 * keys) * size, heads * size))])
+        of.add("MatMul", [of.name(0), of.stub(past.dtype, ((heads + 2 * keys) * size, heads * size))])
 
 
-def _float_matmul(of: _Likening) -> None:
+def _float_matmul(of: _Substitution) -> None:
     weight = of.stored(1)
     if weight is not None and len(weight.dims) == 2:
-        of.like("MatMul", [of.name(0), of.stub(onnx.TensorProto.FLOAT, weight.dims)])
+        of.add("MatMul", [of.name(0), of.stub(onnx.TensorProto.FLOAT, weight.dims)])
 
 
-def _fused_matmul(of: _Likening) -> None:
+def _fused_matmul(of: _Substitution) -> None:
     if not of.number("transA", 0) and not of.number("transB", 0):
-        of.like("MatMul", [of.name(0), of.name(1)])
+        of.add("MatMul", [of.name(0), of.name(1)])
 
 
-_LIKENESSES: Mapping[str, Callable[[_Likening], None]] = {
+_SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     **dict.fromkeys(
         (
             "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "RotaryEmbedding",
@@ -179,7 +180,7 @@ _LIKENESSES: Mapping[str, Callable[[_Likening], None]] = {
     **dict.fromkeys(("QLinearAdd", "QLinearMul"), _same("Add", 0, 3)),
     "QLinearAveragePool": _same("AveragePool", 0),
     "QLinearGlobalAveragePool": _same("GlobalAveragePool", 0),
-    "EmbedLayerNormalization": lambda of: of.like("Gather", [of.name(2), of.name(0)]),
+    "EmbedLayerNormalization": lambda of: of.add("Gather", [of.name(2), of.name(0)]),
     "FusedConv": _same("Conv", 0, 1),
     "FusedGemm": _same("Gemm", 0, 1),
     "FusedMatMul": _fused_matmul,

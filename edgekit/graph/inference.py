@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper, shape_inference
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants
-from edgekit.graph.contrib import write_alike, write_back
+from edgekit.graph.contrib import restore_contrib, substitute_contrib
 from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
 
 # The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
@@ -101,13 +101,13 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     light, large = copy_light(proto, _MOST_BYTES)
     light.graph.name = proto.graph.name or "graph"
-    alike = write_alike(light)
+    substituted = substitute_contrib(light)
     hidden = hide_untyped(light)
     inferred = _infer(light)
     if hidden and show_typed(light, inferred):
         inferred = _infer(light)
-    if alike or hidden:
-        write_back(inferred, proto)
+    if substituted or hidden:
+        restore_contrib(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
         refill(inferred.opset_import, proto.opset_import)
         refill(inferred.functions, proto.functions)

@@ -27,7 +27,7 @@ _FINITE = frozenset({
 })  # fmt: skip
 
 
-def add_up_huge(graph: Graph, name: str) -> int | None:
+def count_huge_terms(graph: Graph, name: str) -> int | None:
     """Returns how many huge numbers one element of a value may be the sum of; None where it may be infinite or NaN.
 
     One huge number stays finite: -3.4e38 plus a score of usual size is finite. Two do not: -3.4e38 - 3.4e38 is minus

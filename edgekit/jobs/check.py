@@ -14,7 +14,7 @@ from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_open
 from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
-from edgekit.check.report import CheckReport, Placed, Verdict, tell_of_model, trace_model
+from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
@@ -94,7 +94,7 @@ def check_targets(
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
             progress(f"check {target.name}")
-            report = tell_of_model(check_model(prepared, target), traced)
+            report = add_model_nodes(check_model(prepared, target), traced)
             if shown is not None:
                 as_is[target.name] = check_model(shown, target).placed
             if observe:

@@ -17,8 +17,8 @@ from edgekit.errors import BundleError, ModelError, UsageError, reraised
 from edgekit.model.external import list_files, point_into, read_place, skim_model
 from edgekit.model.soundness import (
     find_flaws,
-    find_strange_text,
-    find_torn_tensor,
+    find_invalid_text,
+    find_wrong_size,
     iterate_reads,
     list_bodies,
     read_opsets,
@@ -126,7 +126,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
     # First refuses names that are no UTF-8, which protobuf returns as bytes; then what breaks ONNX's rules.
-    strange = find_strange_text(proto)
+    strange = find_invalid_text(proto)
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
     if flaw := next(find_flaws(proto), None):
@@ -201,7 +201,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
             hint="copy the file to a place of its own",
         ) from error
-    if torn := find_torn_tensor(proto):
+    if torn := find_wrong_size(proto):
         raise ModelError(f"'{model.path}' is damaged: {torn}", hint="export it again")
     return proto
 

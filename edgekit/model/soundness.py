@@ -39,7 +39,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     required: frozenset[str]
 
 
-def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
+def find_wrong_size(proto: onnx.ModelProto) -> str | None:
     """Returns a description of the first initializer whose raw data do not fit its type and shape, or None."""
     for tensor in proto.graph.initializer:
         if not tensor.HasField("raw_data") or tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -50,13 +50,13 @@ def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
     return None
 
 
-def find_strange_text(message: Message) -> bytes | None:
+def find_invalid_text(message: Message) -> bytes | None:
     """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
     for field, value in message.ListFields():
         for entry in value if hasattr(value, "extend") else (value,):
             if field.type == field.TYPE_STRING and not isinstance(entry, str):
                 return bytes(entry)
-            strange = find_strange_text(entry) if isinstance(entry, Message) else None
+            strange = find_invalid_text(entry) if isinstance(entry, Message) else None
             if strange is not None:
                 return strange
     return None

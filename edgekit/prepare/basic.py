@@ -19,7 +19,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data
-from edgekit.prepare.stripped import put_stand_ins, restore_nodes
+from edgekit.prepare.stripped import replace_unsupported, restore_nodes
 
 # Small changes that keep what a model computes: names, domains, order, metadata.
 
@@ -73,7 +73,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
         seen.add(node.name)
 
 
-def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
+def restore_metadata(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Restores the metadata of the original model, and drops opset imports that no node needs, in place."""
     keep_used_opsets(proto)
     refill(proto.metadata_props, origin.metadata_props)
@@ -169,7 +169,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     nodes = onnx.GraphProto(node=proto.graph.node).node
     # Both come before the session sees the graph: at any level it replaces operators that it has no kernel for.
     guard_half(proto)
-    replaced = put_stand_ins(proto.graph)
+    replaced = replace_unsupported(proto.graph)
     # Prepacked copies of all weights would double the memory, for a session that never runs.
     config = external_config(folder) | {"session.disable_prepacking": "1"}
     if works_outside(model):

@@ -15,7 +15,7 @@ from edgekit.prepare.basic import (
     merge_domains,
     name_nodes,
     optimize_basic,
-    restore_stamps,
+    restore_metadata,
     sort_values,
     works_outside,
 )
@@ -202,7 +202,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
 
 def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     name_nodes(proto.graph)
-    restore_stamps(proto, origin)
+    restore_metadata(proto, origin)
     infer_outputs(proto)
     sort_values(proto.graph)
 

@@ -124,7 +124,7 @@ _ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
 _STAND_IN = "Celu"
 
 
-def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+def replace_unsupported(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     """Replaces each such node by its substitute, in place, and returns the nodes by name; names must be unique."""
     replaced: dict[str, onnx.NodeProto] = {}
     for node in iterate_nodes(graph):

@@ -8,7 +8,7 @@ import onnx
 
 from edgekit._files import AnyPath, as_path
 from edgekit.errors import DataError, ModelError
-from edgekit.graph.constants import bring_in
+from edgekit.graph.constants import load_external
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
 from edgekit.prepare.opset import read_opset
@@ -53,7 +53,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         raise DataError("the plan was made with other samples than the calibration", hint="plan again with these")
     graph = plan_graph(model, plan, calibration)
     quantized = build_qdq(graph, plan, Path(calibration.statistics), model.path.name)
-    bring_in(quantized.graph, graph.folder)
+    load_external(quantized.graph, graph.folder)
     dequantized = {node.output[0] for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
     requantized = {node.input[0] for node in quantized.graph.node if node.op_type == "QuantizeLinear"}
     computing = [node for node in quantized.graph.node if node.op_type not in _SCALING]

@@ -31,7 +31,7 @@ from edgekit.model.model import (
 )
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
-from edgekit.prepare.basic import import_contrib, name_nodes, restore_stamps, sort_values
+from edgekit.prepare.basic import import_contrib, name_nodes, restore_metadata, sort_values
 from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
@@ -331,7 +331,7 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
     optimize_graph(model.path, out, settings)
     proto = onnx.load(str(out))
     name_nodes(proto.graph)
-    restore_stamps(proto, read_proto(model, weights=False))
+    restore_metadata(proto, read_proto(model, weights=False))
     sort_values(proto.graph)
     ops = [node.op_type for node in proto.graph.node]
     counts = Counter(op for op in ops if op.startswith("QLinear") or op in {"QGemm", "MatMulIntegerToFloat"})

@@ -7,7 +7,7 @@ from check_models import conv_net, save_text
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
-from edgekit.check.report import ModelNode, tell_of_model, trace_model
+from edgekit.check.report import ModelNode, add_model_nodes, trace_model
 from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
@@ -18,7 +18,7 @@ def _tell(path: Path, target: str = "nnapi", dims: dict[str, int] | None = None)
     source = load_model(path)
     prepared = prepare_model(source, path.with_name("prepared.onnx"), dims or {})
     report = check_model(prepared, load_target(target))
-    report = tell_of_model(report, trace_model(source, prepared, dims or {}))
+    report = add_model_nodes(report, trace_model(source, prepared, dims or {}))
     known = {node.name for node in report.node_list}
     assert all(name in known for node in report.model_nodes for name in node.became)
     return {node.name: node for node in report.model_nodes}

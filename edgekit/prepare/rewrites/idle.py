@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.match import add_up_huge, made_by
+from edgekit.graph.match import count_huge_terms, made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
 
@@ -63,7 +63,7 @@ def find_guarded(graph: Graph, node: Node) -> Node | None:
 def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
     """Returns True if at least one score of each row is finite, and none is infinity or NaN."""
     scores, axis = softmax.input[0], softmax.integer("axis", -1)
-    if add_up_huge(graph, scores) in {0, 1}:
+    if count_huge_terms(graph, scores) in {0, 1}:
         return True
     added = made_by(graph, scores, "Add")
     for score, mask in (added.input, added.input[::-1]) if added is not None else ():
@@ -73,7 +73,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
         hides = np.isneginf(array)
         # A mask of finite numbers and minus infinity that leaves at least one element of each row unmasked.
         if np.isfinite(array[~hides]).all() and not hides.all(axis=axis).any():
-            return add_up_huge(graph, score) == 0
+            return count_huge_terms(graph, score) == 0
     return False
 
 

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from edgekit._files import read_chunks
 from edgekit.errors import ModelError
-from edgekit.graph.constants import bring_in, lift_constants, read_array
+from edgekit.graph.constants import lift_constants, load_external, read_array
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
@@ -234,7 +234,7 @@ def read_float_graph(model: Model) -> Graph:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
     proto, folder = read_outside(model), model.path.parent
-    bring_in(proto.graph, folder, most=MAX_DATA_BYTES)
+    load_external(proto.graph, folder, most=MAX_DATA_BYTES)
     _check_float(model, proto)
     lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph, folder)
