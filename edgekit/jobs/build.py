@@ -116,7 +116,7 @@ def build(
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         report = msgspec.structs.replace(report, forecast=told)
         write_file(staging / "report.json", to_json(report).encode())
-        whole = {result.target.name: result for result in built if isinstance(result, BuiltBundle)}
+        whole = {result.contents.target.name: result for result in built if isinstance(result, BuiltBundle)}
         pictures = {
             name: draw_worst(read_inputs(whole[name].bundle.golden), found)
             for name, found in reports.items()
@@ -266,12 +266,12 @@ def _report_fault(error: Exception, target: Target, job: BuildJob) -> EdgekitErr
 
 
 def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
-    devices = find_devices(result.bundle, result.target, DeviceChoice())
+    devices = find_devices(result.bundle, result.contents.target, DeviceChoice())
     if job.end < math.inf:
         seconds = round(job.seconds_left(waiting), 1)
         devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
     float_model = result.models["prepare"].path
-    task = result.target.thresholds.task
+    task = result.contents.target.thresholds.task
     # The float model is the same for most targets, what it was quantized to is that of one.
     known: dict[Step, KnownOutputs] = {
         step: job.kept.know(model.sha256, stays=step == "prepare") for step, model in result.models.items()
@@ -322,6 +322,6 @@ def _summarize(
         quantized_nodes=0 if result.quantized is None else result.quantized.quantized_nodes,
         float_nodes=0 if result.quantized is None else len(result.quantized.float_nodes),
         census={form: dict(counts) for form, counts in result.converted.census.items()},
-        check=result.check,
+        check=result.contents.check,
         verify=reports.get(target.name),
     )

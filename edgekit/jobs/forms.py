@@ -26,7 +26,7 @@ from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.constants import disable_harmful
 from edgekit.prepare.fix import fix_quantized
-from edgekit.quantize import Calibration, QuantPlan, quantize_model
+from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import spread_golden
@@ -76,24 +76,25 @@ def halve_model(
     return converted.model
 
 
-class Deployed(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the forms that a target loads; target and check are as they became on the way."""
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A model for a target, and how it was made: rewritten for the target or not, quantized by a plan or not."""
 
+    model: Model
     target: Target
+    precision: Precision
     check: CheckReport
+    is_rewritten: bool
+    plan: QuantPlan | None = None
+    quantized: QuantizedModel | None = None
+
+
+class Deployed(Made, frozen=True, kw_only=True):
+    """A model in the forms that its target loads; target and check are as they became on the way."""
+
     converted: ConvertedModel
 
 
-def deploy_model(
-    model: Model,
-    precision: Precision,
-    check: CheckReport,
-    inputs: BuildInputs,
-    target: Target,
-    job: BuildJob,
-    work: Path,
-    notes: list[str],
-) -> Deployed:
+def deploy_model(made: Made, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]) -> Deployed:
     """Halves a model where its precision is fp16, and converts it to the forms that the target loads.
 
     `notes` says what was done on the way.
@@ -101,8 +102,9 @@ def deploy_model(
     Raises:
         EdgekitError: the model cannot be halved or converted.
     """
+    model, target, check = made.model, made.target, made.check
     ort_source: Model | None = None
-    if precision == "fp16":
+    if made.precision == "fp16":
         # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
         ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
         check = check_model(model, target)
@@ -112,7 +114,7 @@ def deploy_model(
     golden, out = read_inputs(inputs.golden), work / "converted"
     convert = partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
     converted = _convert(convert, target, notes)
-    return Deployed(target=target, check=check, converted=converted)
+    return Deployed(**{**msgspec.structs.asdict(made), "target": target, "check": check, "converted": converted})
 
 
 def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
@@ -129,27 +131,13 @@ def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list
         return convert(target=msgspec.structs.replace(target, conversion=conversion))
 
 
-class Making(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
-
-    precision: Precision
-    is_rewritten: bool
-    plan: QuantPlan | None
-
-
-class Sized(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of all sizes, those of the largest first, and what a manifest says of them."""
-
-    files: tuple[Path, ...]
-    buckets: Buckets
-
-
 def make_sizes(
-    deployed: Deployed, making: Making, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]
-) -> Sized | None:
-    """Returns the models of all buckets, of which `deployed` is the largest, or None where there are no buckets.
+    deployed: Deployed, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]
+) -> tuple[tuple[Path, ...], Buckets] | None:
+    """Returns the model files of all buckets, and what a manifest says of them; None where there are no buckets.
 
-    Scales, ranges and rounding are those of the largest: they were found on samples that reach into all sizes.
+    `deployed` is the largest model, whose files come first. Scales, ranges and rounding of all are its own: they were
+    found on samples that reach into all sizes.
 
     Raises:
         EdgekitError: a model cannot be made at a smaller size.
@@ -168,9 +156,9 @@ def make_sizes(
         mine = msgspec.structs.replace(
             inputs, prepared=prepared, golden=make_golden(inputs.source, samples, folder / "golden")
         )
-        model = _remake(mine, making, deployed.target, folder)
-        check = check_model(model, deployed.target)
-        made = deploy_model(model, making.precision, check, mine, deployed.target, job, folder, told)
+        model = _remake(mine, deployed, folder)
+        same = msgspec.structs.replace(deployed, model=model, check=check_model(model, deployed.target))
+        made = deploy_model(same, mine, job, folder, told)
         notes += [f"{sized.models.padding.dim}={size}: {line}" for line in told if line not in notes]
         models[size] = _load(made, inputs)
     return _share(models, sized, inputs.source.name, work / "shared", notes)
@@ -181,21 +169,23 @@ def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
     return load_model(converted.folder / converted.files["onnx"][0], custom_ops=inputs.prepared.custom_ops)
 
 
-def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> Model:
+def _remake(inputs: BuildInputs, made: Made, work: Path) -> Model:
     """Returns a prepared model of another size as the largest was made."""
-    model = inputs.prepared
-    if making.is_rewritten:
+    model, target = inputs.prepared, made.target
+    if made.is_rewritten:
         rewritten = work / "rewritten" / model.path.name
-        model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
+        model = fix_for_target(model, rewritten, target, stays_float=made.plan is None)[0].model
     if inputs.is_quantized:
         return fix_quantized(model, target, work / "fixed.onnx").model
-    if making.plan is None or not isinstance(inputs.calibration, Calibration):
+    if made.plan is None or not isinstance(inputs.calibration, Calibration):
         return model
-    plan = msgspec.structs.replace(making.plan, model_sha256=model.sha256)
+    plan = msgspec.structs.replace(made.plan, model_sha256=model.sha256)
     return quantize_model(model, plan, inputs.calibration, work / "quantized.onnx").model
 
 
-def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Path, notes: list[str]) -> Sized:
+def _share(
+    models: Mapping[int, Model], sized: BucketInputs, name: str, work: Path, notes: list[str]
+) -> tuple[tuple[Path, ...], Buckets]:
     largest = sized.models.largest
     names = {size: name if size == largest else f"{name}-{size}" for size in models}
     # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
@@ -216,7 +206,7 @@ def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Pa
         sizes=tuple(Bucket(size=size, file=of_each[size][0].name) for size in sized.models.sizes),
         lengths=sized.lengths,
     )
-    return Sized(files=files, buckets=buckets)
+    return files, buckets
 
 
 def _gather(path: Path, work: Path, folder: Path) -> Path:

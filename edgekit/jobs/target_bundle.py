@@ -24,7 +24,7 @@ from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.check import list_versions
-from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
+from edgekit.jobs.forms import Deployed, Made, deploy_model, make_sizes
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_quantized
@@ -53,18 +53,6 @@ _SAID = {
 _READ_FROM = 16
 
 
-class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle as it was written, with the models that it was made from, step by step."""
-
-    bundle: Bundle
-    target: Target
-    check: CheckReport
-    models: dict[Step, Model]
-    converted: ConvertedModel
-    quantized: QuantizedModel | None
-    notes: tuple[str, ...]
-
-
 class Way(msgspec.Struct, frozen=True, kw_only=True):
     """One way to make the model of a target; `ready_bundles` tries several, the best first.
 
@@ -90,14 +78,11 @@ class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
 
 
-class _Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for a target, before it is halved or converted; `quantized` and `plan` say how it was quantized."""
+class BuiltBundle(ReadyBundle, frozen=True, kw_only=True):
+    """A bundle as it was written, with the models that it was made from, step by step."""
 
-    model: Model
-    quantized: QuantizedModel | None
-    plan: QuantPlan | None
-    check: CheckReport
-    notes: tuple[str, ...]
+    bundle: Bundle
+    models: dict[Step, Model]
 
 
 class _Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,22 +195,19 @@ class _Ladder:
         target, job = self._target, self._job
         work.mkdir()
         inputs = self._fix(way)
-        made = self._make_model(way, inputs, work)
+        notes = [inputs.gain] if inputs.gain else []
+        made = self._make_model(way, inputs, work, notes)
         # The rules of a model in half precision are asked of what is halved.
         if way.precision != "fp16":
             self._refuse(way, made.check)
-        notes = [*((inputs.gain,) if inputs.gain else ()), *made.notes]
-        precision = way.precision if made.plan is None else made.plan.precision
-        deployed = deploy_model(made.model, precision, made.check, inputs, target, job, work, notes)
+        deployed = deploy_model(made, inputs, job, work, notes)
         self._refuse(way, deployed.check)
-        making = Making(precision=precision, is_rewritten=inputs is not self._inputs, plan=made.plan)
-        sized = make_sizes(deployed, making, inputs, job, work, notes)
-        contents = _collect(inputs, precision, deployed, made.quantized, job)
+        sized = make_sizes(deployed, inputs, job, work, notes)
+        contents = _collect(inputs, deployed, job)
         if sized is not None and inputs.buckets is not None:
+            files, buckets = sized
             unpadded = inputs.buckets.unpadded
-            contents = msgspec.structs.replace(
-                contents, files={"onnx": sized.files}, buckets=sized.buckets, unpadded=unpadded
-            )
+            contents = msgspec.structs.replace(contents, files={"onnx": files}, buckets=buckets, unpadded=unpadded)
         return ReadyBundle(
             contents=msgspec.structs.replace(contents, check=_check_shipped(contents)),
             prepared=inputs.prepared,
@@ -289,10 +271,9 @@ class _Ladder:
             self._fixed[stays_float] = self._inputs if fixed is None else fixed
         return self._fixed[stays_float]
 
-    def _make_model(self, way: Way, inputs: BuildInputs, work: Path) -> _Made:
+    def _make_model(self, way: Way, inputs: BuildInputs, work: Path, notes: list[str]) -> Made:
         """Returns the model in integers where the way has these, else as it was prepared."""
-        target, notes = self._target, list[str]()
-        model, quantized, plan = inputs.prepared, None, None
+        target, model, quantized, plan = self._target, inputs.prepared, None, None
         if inputs.is_quantized:
             notes.append("the model is quantized already: taken as it is")
             fixed = fix_quantized(model, target, work / "fixed.onnx")
@@ -311,8 +292,15 @@ class _Ladder:
                 *(f"left out, since it failed: {step} ({why})" for step, why in self._job.memo.budget.failed.items()),
             ]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
-        check = check_model(model, target)
-        return _Made(model=model, quantized=quantized, plan=plan, check=check, notes=tuple(notes))
+        return Made(
+            model=model,
+            target=target,
+            precision=way.precision if plan is None else plan.precision,
+            check=check_model(model, target),
+            is_rewritten=inputs is not self._inputs,
+            plan=plan,
+            quantized=quantized,
+        )
 
     def _plan(self, way: Way, inputs: BuildInputs) -> _Planned:
         """Returns the plan for the model of a way; ways with the same graph share it."""
@@ -403,27 +391,18 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
     if sizes := bundle.manifest.open_dims:
         known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
         notes.append(f"any size may be passed where a dimension stays open; golden samples have: {known}")
-    return BuiltBundle(
-        bundle=bundle,
-        target=contents.target,
-        check=contents.check,
-        models=models,
-        converted=ready.converted,
-        quantized=ready.quantized,
-        notes=tuple(notes),
-    )
+    return BuiltBundle(**{**msgspec.structs.asdict(ready), "bundle": bundle, "models": models, "notes": tuple(notes)})
 
 
-def _collect(
-    inputs: BuildInputs, precision: Precision, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob
-) -> Contents:
-    target, converted, listed = deployed.target, deployed.converted, read_list(inputs.golden)
+def _collect(inputs: BuildInputs, deployed: Deployed, job: BuildJob) -> Contents:
+    target, converted, quantized = deployed.target, deployed.converted, deployed.quantized
+    listed = read_list(inputs.golden)
     rows = spread_indices(inputs.golden.samples, _READ_FROM)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
     return Contents(
         source=inputs.source,
         target=target,
-        precision=precision,
+        precision=deployed.precision,
         files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
         golden=inputs.golden,
         check=deployed.check,
