@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from edgekit._ort import Level
+from edgekit._ort import CPU_PROVIDER, VERSION, Level
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
+from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
@@ -206,22 +207,50 @@ class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.device} skipped: {self.reason}" + (f"; to run it: {self.command}" if self.command else "")
 
 
-class Device(Protocol):
-    """Something that can run a job."""
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that can run a job.
+
+    A bare model is opened as one of its `targets`, by default the first; without any, as the target `cpu`. It never
+    runs targets of the providers in `replaced`, for each of which another device proves more.
+    """
+
+    targets: ClassVar[tuple[str, ...]] = ()
+    replaced: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:
         """The device as the user names it, for example `qnn-htp-sim:v79`."""
-        ...
+        raise NotImplementedError
 
     @property
     def evidence(self) -> Evidence:
         """How much a run on it proves."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def providers(self) -> frozenset[str]:
+        """The providers whose targets it runs; an empty set means all."""
+        return frozenset()
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine, or None if the device can run."""
-        ...
+        return None
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the versions of the software that runs models, ONNX Runtime's first."""
+        return {"onnxruntime": VERSION}
+
+    def for_target(self, target: Target) -> "Device":  # noqa: ARG002 - most devices are the same for every target
+        """Returns the device as it runs a target."""
+        return self
+
+    def vary(self, settings: Mapping[str, str], target: Target) -> Sequence["Device"] | None:  # noqa: ARG002
+        """Returns the device with settings applied, several if they name several CPUs; None if it takes no settings.
+
+        Raises:
+            UsageError: there is no such setting or value.
+        """
+        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job; files go into the empty folder `work`.
@@ -229,11 +258,31 @@ class Device(Protocol):
         Raises:
             DeviceError: the device is not there. If it refuses the model or dies, nothing is raised: the `DeviceRun`
                 has a `failure`.
+            TargetError: the target has an option that the provider does not know, or would ignore or misread.
         """
-        ...
+        require_device(self.name, self.find_missing())
+        return self.run(job, work)
+
+    def run(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job, if nothing is missing: what `run_job` calls."""
+        raise NotImplementedError
 
 
-class WrappedDevice(msgspec.Struct, frozen=True, kw_only=True):
+class CpuDevice(Device, frozen=True, kw_only=True):
+    """A CPU of this machine, usually not the target's, hence `emulated`.
+
+    For the target `cpu`, whose own provider is the CPU provider, a run in that provider proves more than for others.
+    """
+
+    evidence: Evidence = Evidence.EMULATED
+
+    def for_target(self, target: Target) -> "CpuDevice":
+        """Returns the device with the evidence of a run in the target's own provider, if that is the CPU provider."""
+        is_own = target.provider == CPU_PROVIDER
+        return msgspec.structs.replace(self, evidence=Evidence.SAME_EP) if is_own else self
+
+
+class WrappedDevice(Device, frozen=True, kw_only=True):
     """A device that is another one to its users; a subclass changes what that one is given, or what comes back."""
 
     device: Device
@@ -251,6 +300,17 @@ class WrappedDevice(msgspec.Struct, frozen=True, kw_only=True):
     def find_missing(self) -> Missing | None:
         """Returns what the wrapped device lacks."""
         return self.device.find_missing()
+
+
+def require_device(name: str, missing: Missing | None) -> None:
+    """Refuses a device that lacks something.
+
+    Raises:
+        DeviceError: the device cannot run on this machine.
+    """
+    if missing is not None:
+        hint = missing.command or "use another device: edgekit devices list"
+        raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
 
 
 Devices = Sequence[Device]

@@ -18,7 +18,7 @@ from edgekit._files import digest_file, open_regular, read_chunks, replacing_fil
 from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
-from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, Missing, PlacedNode, WrappedDevice
+from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, PlacedNode, WrappedDevice
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
     encode_tensors,
@@ -120,7 +120,7 @@ class Recording(WrappedDevice, frozen=True, kw_only=True):
         return run
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class Recorded(Device, frozen=True, kw_only=True):
     """A recorded run in the role of the device that made it; it can answer only the recorded job.
 
     `voucher` says who signed it.
@@ -140,10 +140,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     def evidence(self) -> Evidence:
         """How much a run on that device proves, as the file claims."""
         return self.claim.evidence
-
-    def find_missing(self) -> Missing | None:
-        """Returns None: a file needs nothing else."""
-        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Returns the run, if it is a run of this job.

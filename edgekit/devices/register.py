@@ -21,7 +21,7 @@ from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice
-from edgekit.devices.find import find_device, vary_device
+from edgekit.devices.find import find_device
 from edgekit.devices.local.provider import PROVIDERS, is_accelerated
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError, UsageError
@@ -250,12 +250,12 @@ def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[
     """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
     target = target_for(name)
     device = find_device(name, target)
-    return (vary_device(device, settings, target) or (device,)) if settings else (device,)
+    return (device.vary(settings, target) or (device,)) if settings else (device,)
 
 
 def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
     target = target_for(name)
-    return vary_device(find_device(name, target), {}, target) is not None
+    return find_device(name, target).vary({}, target) is not None
 
 
 def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:

@@ -15,9 +15,8 @@ from edgekit.bundle.multi import INDEX
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.convert import convert_styles
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import Device, Job, require_device
 from edgekit.devices.local.runner import host_abi
-from edgekit.devices.process.run import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto

@@ -21,7 +21,7 @@ from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing, PlacedNode
+from edgekit.devices.device import Device, DeviceRun, DeviceState, Job, Missing, PlacedNode
 from edgekit.devices.register import DeviceChoice
 from edgekit.devices.standalone import ort_runner
 from edgekit.errors import BundleError, DeviceError, UsageError
@@ -45,7 +45,7 @@ def matmul_model(path: Path, size: int, *, times: int = 1) -> Path:
     return parse_model(text, path)
 
 
-class Phone(msgspec.Struct, frozen=True, kw_only=True):
+class Phone(Device, frozen=True, kw_only=True):
     """Stands for a device of its own: computes in this process, and tells the times and states that a test wants.
 
     Without a `scale` it tells the times that it took.

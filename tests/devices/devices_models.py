@@ -15,7 +15,7 @@ from onnx import numpy_helper, parser
 from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, WrappedDevice, make_empty_check
+from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice, make_empty_check
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner, build_runner, find_missing_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
@@ -28,14 +28,11 @@ SHAPE = (1, 4, 8, 8)
 ENDS = "(float[1,4,8,8] x) => (float[1,4,8,8] y)"
 
 
-class Stub(msgspec.Struct, frozen=True, kw_only=True):
+class Stub(Device, frozen=True, kw_only=True):
     """A device of which only the name is used; tests run a program in its place."""
 
     name: str = "stub"
     evidence: Evidence = Evidence.DEVICE
-
-    def find_missing(self) -> Missing | None:
-        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         raise NotImplementedError

@@ -10,7 +10,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.find import find_device, vary_device
+from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
 from edgekit.target import load_target
@@ -100,7 +100,7 @@ def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path)
 
 def vary(settings: dict[str, str], name: str = "android", target: str = "nnapi") -> list[str]:
     chosen = load_target(target)
-    return [device.name for device in vary_device(find_device(name, chosen), settings, chosen) or ()]
+    return [device.name for device in find_device(name, chosen).vary(settings, chosen) or ()]
 
 
 def test_settings_name_cores_and_phones() -> None:
@@ -110,7 +110,7 @@ def test_settings_name_cores_and_phones() -> None:
     assert vary({"cpu": "cortex-a53, cortex-a55,cortex-a53"}) == ["android:cortex-a53", "android:cortex-a55"]
     pixel = [f"android:pixel-6:{core}" for core in ("cortex-x1", "cortex-a76", "cortex-a55")]
     assert vary({"phone": "pixel-6"}) == pixel
-    assert vary_device(find_device("host", load_target("cpu")), {"cpu": "x"}, load_target("cpu")) is None
+    assert find_device("host", load_target("cpu")).vary({"cpu": "x"}, load_target("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from stepped_models import STEPS, make
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, WrappedDevice
+from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.process import session
@@ -71,16 +71,13 @@ def test_a_phone_and_a_board_keep_a_session(phone: Phone, bundle: Bundle, board:
     assert board.machine.left_running() == []
 
 
-class Doing(msgspec.Struct, frozen=True, kw_only=True):
+class Doing(Device, frozen=True, kw_only=True):
     """A device that answers as `turns` say, and ends as `failure` says."""
 
     turns: Callable[[Job], Iterator[Tensors]]
     failure: str | None = None
     name: str = "it"
     evidence: Evidence = Evidence.DEVICE
-
-    def find_missing(self) -> Missing | None:
-        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
         for outputs in self.turns(job):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from devices_models import Altering
 from msgspec.structs import replace
 from verify_models import turn_weights
@@ -33,7 +32,7 @@ def retell_nothing(_job: Job, _run: DeviceRun) -> dict[str, Any]:
     return {}
 
 
-class InProcess(msgspec.Struct, frozen=True, kw_only=True):
+class InProcess(Device, frozen=True, kw_only=True):
     """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
     It reports `times`, if given. With `nodes` it reports that many nodes that do no work; with `provider` it reports

@@ -29,7 +29,7 @@ from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettin
 from edgekit.bundle.folder import Bundle, open_bundle, read_target
 from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
@@ -51,16 +51,12 @@ _HEADS = ("logits", "Softmax", "Sigmoid", "Tanh", "image")
 _SIZES = (2, 3, 4, 6, 8, 16, 32, 64)
 
 
-class Honest(msgspec.Struct, frozen=True, kw_only=True):
+class Honest(Device, frozen=True, kw_only=True):
     """An honest device: computes its inputs, and reports each node at its predicted place."""
 
     level: Level
     name: str = "honest"
     evidence: Evidence = Evidence.SAME_EP
-
-    def find_missing(self) -> Missing | None:
-        """Returns None."""
-        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - what a device is asked
         """Runs the samples in this process."""

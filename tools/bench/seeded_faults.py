@@ -42,7 +42,7 @@ from other_faults import OTHERS
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
-from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -78,16 +78,12 @@ State = dict[str, list[Answer]]
 """The answers by model and form."""
 
 
-class Miscomputing(msgspec.Struct, frozen=True, kw_only=True):
+class Miscomputing(Device, frozen=True, kw_only=True):
     """A device that returns only outputs, and has the fault whenever the layer is part of what it runs."""
 
     fault: Seeded
     name: str = "miscomputing"
     evidence: Evidence = Evidence.EMULATED
-
-    def find_missing(self) -> Missing | None:
-        """Returns None."""
-        return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs the samples on the model with the fault."""

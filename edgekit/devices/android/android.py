@@ -8,7 +8,7 @@ import functools
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,13 +19,14 @@ from edgekit.devices.android.installed import LOADER, MACHINES
 from edgekit.devices.android.nnapi.compute import Service, can_compute, computing, find_feature_level
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
+from edgekit.devices.process.run import describe_job, refuse_run, run_program
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
+from edgekit.target import Target
 
 CORES = 4
 """The number of cores of the emulated phone; apps give ONNX Runtime at most that many threads."""
@@ -128,13 +129,14 @@ _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
 
-class Android(msgspec.Struct, frozen=True, kw_only=True):
+class Android(Device, frozen=True, kw_only=True):
     """ONNX Runtime's library for Android with its own providers; `cpu` is an Arm core or `x86_64`.
 
     `phone` names the phone that has the core, "" for none; `driver` is the NNAPI driver to emulate. With `computes`,
     NNAPI's networks must be computed, for which LiteRT has to be installed.
     """
 
+    targets = ("xnnpack", "nnapi")
     cpu: str = DEFAULT_CORE
     phone: str = ""
     driver: Driver | None = None
@@ -149,9 +151,26 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return "android" if self.cpu == DEFAULT_CORE else f"android:{self.cpu}"
 
     @property
+    def providers(self) -> frozenset[str]:
+        """Those of the archive that edgekit knows."""
+        return PROVIDERS
+
+    @property
     def abi(self) -> str:
         """The ABI of the archive's library that runs."""
         return X86_64 if self.cpu == X86_64 else "arm64-v8a"
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the version of the library, and the name of its archive."""
+        return LOADER.find_versions()
+
+    def for_target(self, target: Target) -> "Android":
+        """Returns the device, which computes NNAPI's networks only for a target of NNAPI."""
+        return msgspec.structs.replace(self, computes=target.provider == NNAPI)
+
+    def vary(self, settings: Mapping[str, str], target: Target) -> Sequence["Android"]:
+        """Returns the device with settings applied, once for each kind of core that they name."""
+        return vary_android(self, settings, target.provider)
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
@@ -171,13 +190,12 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             return Missing(reason="this machine has no x86-64 CPU", command=None)
         return Missing(reason="qemu-aarch64-static not found", command="apt-get install qemu-user-static")
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the provider of its target.
 
         Raises:
             DeviceError: the device is not installed, or cannot run here.
         """
-        require_device(self.name, self.find_missing())
         installed = LOADER.find_installed()
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:

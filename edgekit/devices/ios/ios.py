@@ -18,17 +18,18 @@ import msgspec
 
 from edgekit._files import digest_bytes, write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, require_device
 from edgekit.devices.ios.mil.compute import Facts
 from edgekit.devices.local.host import COREML, coreml_options
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
-from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
+from edgekit.devices.process.run import describe_job, refuse_run, run_program
 from edgekit.devices.release import Loader, Release, fetch_members, find_zig
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.target import Target
 
 # In the C and C++ sources, the stand-in for Apple's NAME is darwin_NAME; the pattern matches uses too, which does no
 # harm.
@@ -217,13 +218,14 @@ _COMPUTES = "edgekit.devices.ios.mil.compute"
 _LOG = "EDGEKIT_IOS_LOG"
 
 
-class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
+class IosSimulator(Device, frozen=True, kw_only=True):
     """The release library for the iOS simulator: its real Core ML provider partitions the graph and writes the models.
 
     If `cache` is given, the provider uses that folder as its `ModelCacheDirectory`. `model_format` is the format that
     it writes: edgekit computes ML Programs; of other formats, models are only placed and built.
     """
 
+    targets = ("coreml",)
     cache: Path | None = None
     model_format: str = ML_PROGRAM
     evidence: Evidence = Evidence.SAME_EP
@@ -232,6 +234,19 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The device as the user names it."""
         return NAME
+
+    @property
+    def providers(self) -> frozenset[str]:
+        """Core ML's alone."""
+        return PROVIDERS
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the version of the library, and the name of its framework."""
+        return LOADER.find_versions()
+
+    def for_target(self, target: Target) -> "IosSimulator":
+        """Returns the device with the format that a target asks the provider for."""
+        return msgspec.structs.replace(self, model_format=target.settings.get("model_format", ML_PROGRAM))
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine, or that models of this format cannot be computed."""

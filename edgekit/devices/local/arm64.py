@@ -9,11 +9,9 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing
 from edgekit.devices.process.files import cache_folder, list_model_files
 from edgekit.devices.process.run import (
     STANDALONE,
@@ -21,7 +19,6 @@ from edgekit.devices.process.run import (
     describe_job,
     python_program,
     refuse_run,
-    require_device,
     run_program,
 )
 from edgekit.errors import DeviceError, EdgekitError
@@ -50,7 +47,7 @@ _ENVIRONMENT = (
 )  # fmt: skip
 
 
-class Arm64(msgspec.Struct, frozen=True, kw_only=True):
+class Arm64(CpuDevice, frozen=True, kw_only=True):
     """The CPU provider on an emulated Arm CPU: it runs the kernels of an Arm device, but not at its speed."""
 
     cpu: str = CPUS[0]
@@ -65,7 +62,19 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
         """Returns what is lacking on this machine."""
         return find_missing_root()
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def find_versions(self) -> dict[str, str]:
+        """Returns the versions of the pinned ONNX Runtime, and of Python and qemu in the Debian root."""
+        pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
+        root = arm64_root()
+        python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
+        said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
+        return {
+            "onnxruntime": pinned.group(1) if pinned else "",
+            "python": python,
+            "qemu": said[2] if len(said) > 2 else "",
+        }
+
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job under qemu.
 
         Raises:
@@ -80,7 +89,6 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
     Raises:
         DeviceError: qemu or the Debian root is missing.
     """
-    require_device(device.name, device.find_missing())
     root = arm64_root()
     with folder_in_arm64(root) as folder:
         inside = f"/jobs/{folder.name}"
@@ -178,19 +186,6 @@ def find_missing_root() -> Missing | None:
 
 def _list_absent() -> str:
     return " and ".join(tool for tool in _TOOLS if shutil.which(tool) is None)
-
-
-def find_arm64_versions() -> dict[str, str]:
-    """Returns the versions of the pinned ONNX Runtime, and of Python and qemu in the Debian root."""
-    pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
-    root = arm64_root()
-    python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
-    said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
-    return {
-        "onnxruntime": pinned.group(1) if pinned else "",
-        "python": python,
-        "qemu": said[2] if len(said) > 2 else "",
-    }
 
 
 def arm64_root() -> Path:

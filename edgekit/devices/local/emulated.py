@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -9,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode
 from edgekit.devices.process.run import describe_job, refuse_run, run_python
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
@@ -108,7 +109,7 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], f"{target}/cast", to=kind)
 
 
-class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+class Emulated(Device, frozen=True, kw_only=True):
     """Emulates the target's arithmetic on this CPU, in the CPU provider with all optimisations off.
 
     A model with Q and DQ nodes runs unchanged: each quantized unit computes in float, and its output is then quantized.
@@ -116,14 +117,11 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     provider takes according to the check, except nodes that a file with float16 values keeps in float32.
     """
 
+    replaced: ClassVar[Mapping[str, str]] = {"NnapiExecutionProvider": "android", "XnnpackExecutionProvider": "android"}
     name: str = "emulated"
     evidence: Evidence = Evidence.EMULATED
 
-    def find_missing(self) -> Missing | None:
-        """Returns None: nothing but onnxruntime is needed."""
-        return None
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job; the placement is the predicted one."""
         try:
             model = load_model(job.model)

@@ -19,12 +19,12 @@ from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing
 from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_missing_runner, host_abi, require_runner
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
-from edgekit.devices.process.run import check_options, describe_job, refuse_run, require_device, run_program, run_python
+from edgekit.devices.process.run import check_options, describe_job, refuse_run, run_program, run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
@@ -32,7 +32,7 @@ from edgekit.model.external import skim_model
 _QEMU = "qemu-x86_64-static"
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
+class Host(CpuDevice, frozen=True, kw_only=True):
     """This machine's CPU, usually not the target's, hence `emulated`; `cpu` names an older one, emulated by qemu.
 
     qemu's Haswell is an x64 with AVX2, but without VNNI and AVX-512: on it MLAS uses its VPMADDUBSW kernels, whose sums
@@ -40,7 +40,6 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     cpu: str = ""
-    evidence: Evidence = Evidence.EMULATED
 
     @property
     def name(self) -> str:
@@ -55,22 +54,20 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
             return Missing(reason=f"{_QEMU} not found", command="apt-get install qemu-user-static")
         return None
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider.
 
         Raises:
             DeviceError: qemu is missing.
         """
-        require_device(self.name, self.find_missing())
         emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
         return run_python(self, job, describe_job(job), work, emulator)
 
 
-class Native(msgspec.Struct, frozen=True, kw_only=True):
+class Native(CpuDevice, frozen=True, kw_only=True):
     """edgekit's own runner on this machine's CPU, or with `arm` on the emulated one of `arm64`."""
 
     arm: bool = False
-    evidence: Evidence = Evidence.EMULATED
 
     @property
     def name(self) -> str:
@@ -86,13 +83,12 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
         """Returns what is lacking: the runner must be built, and with `arm` the Debian root installed."""
         return (find_missing_root() if self.arm else None) or find_missing_runner(self.abi)
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider.
 
         Raises:
             DeviceError: the runner is not built, or what emulates the CPU is missing.
         """
-        require_device(self.name, self.find_missing())
         native = require_runner(self.abi)
         if self.arm:
             return run_in_root(self, CPUS[0], native.pack(), job, work)
@@ -116,11 +112,17 @@ _COREML_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
+class CoreMl(Device, frozen=True, kw_only=True):
     """The real Core ML provider on Apple hardware, in a child process; `units` overrides the target's compute units."""
 
+    targets = ("coreml",)
     units: str = ""
     evidence: Evidence = Evidence.DEVICE
+
+    @property
+    def providers(self) -> frozenset[str]:
+        """Core ML's alone."""
+        return frozenset({COREML})
 
     @property
     def name(self) -> str:
@@ -133,14 +135,13 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return Missing(reason="Core ML runs only on Apple hardware", command=None)
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the Core ML provider; compiled models are cached for the next run.
 
         Raises:
             DeviceError: this is no Mac.
             TargetError: the target has an option that the provider does not know.
         """
-        require_device(self.name, self.find_missing())
         request = coreml_job(job, self.units)
         Path(request.provider_options["ModelCacheDirectory"]).mkdir(parents=True, exist_ok=True)
         run = run_python(self, job, request, work)
@@ -197,11 +198,21 @@ _FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 
 
-class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
+class QnnSimulator(Device, frozen=True, kw_only=True):
     """The HTP simulator; `arch` overrides the target's SoC, "" keeps it."""
 
+    targets = ("qnn",)
     arch: str = ""
     evidence: Evidence = Evidence.SIMULATOR
+
+    @property
+    def providers(self) -> frozenset[str]:
+        """QNN's alone."""
+        return frozenset({QNN})
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the versions of ONNX Runtime and of the provider's wheel, which contains Qualcomm's libraries."""
+        return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
 
     @property
     def name(self) -> str:
@@ -214,7 +225,7 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
             return Missing(reason="the wheel onnxruntime-qnn is not installed", command=INSTALL_QNN)
         return None
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the simulator, at first without a fallback to the CPU.
 
         If the provider does not take every node, the job runs again with the fallback; a note says so, and the
@@ -225,7 +236,6 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
             MissingExtraError: it cannot be imported.
             TargetError: the target has an option that the provider would ignore or misread.
         """
-        require_device(self.name, self.find_missing())
         options = qnn_options(job.target.session.provider_options, self.arch)
         if job.model.suffix == ".ort":
             return refuse_run(self, f"'{job.model.name}' is in ORT format, which {QNN} never takes")
@@ -256,11 +266,6 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         left = [node.name or node.op for node in run.placement if node.provider != QNN]
         note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
         return msgspec.structs.replace(run, notes=(note, *run.notes))
-
-
-def find_qnn_versions() -> dict[str, str]:
-    """Returns the versions of ONNX Runtime and of the provider's wheel, which contains Qualcomm's libraries."""
-    return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
 
 
 def qnn_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:

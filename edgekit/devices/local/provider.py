@@ -17,14 +17,13 @@ import msgspec
 from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.run import (
     STANDALONE,
     check_options,
     describe_job,
     last_words,
     printable,
-    require_device,
     run_python,
 )
 from edgekit.errors import MissingExtraError
@@ -278,15 +277,6 @@ def is_accelerated(device: str) -> bool:
     return any(one.kind != "cpu" for one in found.devices) or (bool(row.cpu_vendor) and not found.vendor_claimed)
 
 
-def find_provider_versions(device: str) -> dict[str, str]:
-    """Returns the versions of ONNX Runtime and of the package that brings the provider of a device."""
-    row = PROVIDERS[device]
-    try:
-        return {"onnxruntime": VERSION, row.distribution: version(row.distribution)}
-    except PackageNotFoundError:  # a custom build
-        return {"onnxruntime": VERSION}
-
-
 def list_offered() -> tuple[OfferedProvider, ...]:
     """Returns every provider that the installed ONNX Runtime and plug-in wheels offer, with what each finds here."""
     own = {row.name: device for device, row in PROVIDERS.items() if not row.module}
@@ -315,7 +305,7 @@ def list_offered() -> tuple[OfferedProvider, ...]:
 _NAMED_NODES = 8
 
 
-class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
+class LocalProvider(Device, frozen=True, kw_only=True):
     """A provider of this machine, in a child process; `hardware` is the kind of device to use, "" for the first."""
 
     kind: str
@@ -328,15 +318,23 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}:{self.hardware}" if self.hardware else self.kind
 
     @property
-    def provider(self) -> str:
+    def providers(self) -> frozenset[str]:
         """ONNX Runtime's name of the provider."""
-        return PROVIDERS[self.kind].name
+        return frozenset({PROVIDERS[self.kind].name})
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the versions of ONNX Runtime and of the package that brings the provider."""
+        name = PROVIDERS[self.kind].distribution
+        try:
+            return {"onnxruntime": VERSION, name: version(name)}
+        except PackageNotFoundError:  # a custom build
+            return {"onnxruntime": VERSION}
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking: the wheel, a library that it loads, or the hardware."""
         return find_missing_provider(self.kind, self.hardware)
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
+    def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the provider; nodes that it leaves run on the CPU, and a note names them.
 
         If the provider could not be created, so that the session has only the CPU provider, the run has failed.
@@ -345,7 +343,6 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the provider cannot be used here.
             TargetError: the target has an option that the provider would ignore.
         """
-        require_device(self.name, self.find_missing())
         row = PROVIDERS[self.kind]
         request = describe_job(
             job,
@@ -361,10 +358,10 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
         if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
             notes.append(
-                f"{self.provider} computes on this CPU, and lists it only where it is told that it is Intel's:"
+                f"{row.name} computes on this CPU, and lists it only where it is told that it is Intel's:"
                 " an app on this machine finds no device"
             )
-        versions = {**run.versions, **find_provider_versions(self.kind)}
+        versions = {**run.versions, **self.find_versions()}
         return msgspec.structs.replace(run, versions=versions, notes=(*run.notes, *notes))
 
 

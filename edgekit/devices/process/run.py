@@ -17,7 +17,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Measured, Missing, PlacedNode, RunOptions
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Measured, PlacedNode, RunOptions
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
     TRACE,
@@ -85,17 +85,6 @@ def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
         argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
         notes=notes,
     )
-
-
-def require_device(name: str, missing: Missing | None) -> None:
-    """Refuses a device that lacks something.
-
-    Raises:
-        DeviceError: the device cannot run on this machine.
-    """
-    if missing is not None:
-        hint = missing.command or "use another device: edgekit devices list"
-        raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
 
 
 def check_options(provider: str, options: Mapping[str, str], known: Collection[str]) -> None:

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.devices.process.run import last_line, require_device
+from edgekit.devices.device import require_device
+from edgekit.devices.process.run import last_line
 from edgekit.devices.remote.remote import AdbDevice
 from edgekit.devices.remote.store import ask
 from edgekit.errors import DeviceError

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from edgekit._proc import Finished, run_process
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.runner import ABIS, NativeRunner, find_missing_runner, find_runner, require_runner
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import (
@@ -27,7 +27,6 @@ from edgekit.devices.process.run import (
     last_line,
     python_program,
     refuse_run,
-    require_device,
     run_program,
 )
 from edgekit.devices.remote.store import (

@@ -21,6 +21,7 @@ import msgspec
 
 from edgekit._files import read_chunks
 from edgekit._proc import run_process, stream_process
+from edgekit.devices.device import Device
 from edgekit.devices.process.files import digest_files, digest_unchanged
 from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
@@ -63,7 +64,7 @@ def own_name(kind: str) -> str:
     return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
 
 
-class Shell(msgspec.Struct, frozen=True, kw_only=True):
+class Shell(Device, frozen=True, kw_only=True):
     """A machine that runs scripts in a POSIX shell and answers; a step may take `step_timeout_s`.
 
     A link slower than `slowest_bytes_per_s` counts as dead.
@@ -71,11 +72,6 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
 
     step_timeout_s: float = STEP_S
     slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
-
-    @property
-    def name(self) -> str:
-        """The machine as the user names it."""
-        raise NotImplementedError
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the local command that runs a script on the machine, with stdin, stdout and stderr passed through."""
