@@ -27,13 +27,7 @@ from edgekit.bundle.checks import SAID_BY_TARGET, check_files, check_requests, f
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.manifest import (
-    UNPADDED,
-    BundledFile,
-    Manifest,
-    decode_manifest,
-    encode_json,
-)
+from edgekit.bundle.manifest import UNPADDED, BundledFile, Manifest, decode_manifest, encode_json
 from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, check_subjects
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport

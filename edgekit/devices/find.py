@@ -5,11 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.devices.android.android import (
-    X86_64,
-    Android,
-    read_phones,
-)
+from edgekit.devices.android.android import X86_64, Android, read_phones
 from edgekit.devices.android.installed import LOADER as ANDROID_LOADER
 from edgekit.devices.device import Device, DeviceStatus, Missing
 from edgekit.devices.ios.ios import LOADER as IOS_LOADER
@@ -17,14 +13,7 @@ from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local.arm64 import CPUS, Arm64, install_arm64
 from edgekit.devices.local.emulated import Emulated
-from edgekit.devices.local.host import (
-    ARCH_SOCS,
-    UNITS,
-    CoreMl,
-    Host,
-    Native,
-    QnnSimulator,
-)
+from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, Native, QnnSimulator
 from edgekit.devices.local.provider import LocalProvider, provider_devices
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address

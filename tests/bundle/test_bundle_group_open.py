@@ -13,14 +13,7 @@ from group_models import make_talk, run_program, talk_on
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.edgekit_pipeline import CHOSEN
 from edgekit.bundle.group.group import open_group
-from edgekit.bundle.group.wiring import (
-    Interface,
-    Wiring,
-    describe_interface,
-    find_fault,
-    resolve_wiring,
-    run_pipeline,
-)
+from edgekit.bundle.group.wiring import Interface, Wiring, describe_interface, find_fault, resolve_wiring, run_pipeline
 from edgekit.jobs.group import build_group
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Data, Recipe

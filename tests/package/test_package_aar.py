@@ -14,17 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import find_runtime
-from package_loaders import (
-    NNAPI,
-    PACKAGE,
-    QNN,
-    XNNPACK,
-    find_qnn,
-    join_jars,
-    read_all,
-    require_program,
-    run_program,
-)
+from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, find_qnn, join_jars, read_all, require_program, run_program
 from package_maven import ANDROID, GET, ORT, fetch_jar, maven_repository, run_maven
 
 from edgekit._files import digest_file

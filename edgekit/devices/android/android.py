@@ -191,11 +191,7 @@ class Android(Device, frozen=True, kw_only=True):
         return Missing(reason="qemu-aarch64-static not found", command="apt-get install qemu-user-static")
 
     def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the provider of its target.
-
-        Raises:
-            DeviceError: the device is not installed, or cannot run here.
-        """
+        """Runs every sample of a job in the provider of its target."""
         installed = LOADER.find_installed()
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:

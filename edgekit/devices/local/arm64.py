@@ -13,14 +13,7 @@ from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
 from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing
 from edgekit.devices.process.files import cache_folder, list_model_files
-from edgekit.devices.process.run import (
-    STANDALONE,
-    Program,
-    describe_job,
-    python_program,
-    refuse_run,
-    run_program,
-)
+from edgekit.devices.process.run import STANDALONE, Program, describe_job, python_program, refuse_run, run_program
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto
@@ -75,11 +68,7 @@ class Arm64(CpuDevice, frozen=True, kw_only=True):
         }
 
     def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job under qemu.
-
-        Raises:
-            DeviceError: qemu or the Debian root is missing.
-        """
+        """Runs every sample of a job under qemu."""
         return run_in_root(self, self.cpu, python_program(PYTHON), job, work)
 
 

@@ -55,11 +55,7 @@ class Host(CpuDevice, frozen=True, kw_only=True):
         return None
 
     def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the CPU provider.
-
-        Raises:
-            DeviceError: qemu is missing.
-        """
+        """Runs every sample of a job in the CPU provider."""
         emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
         return run_python(self, job, describe_job(job), work, emulator)
 
@@ -84,11 +80,7 @@ class Native(CpuDevice, frozen=True, kw_only=True):
         return (find_missing_root() if self.arm else None) or find_missing_runner(self.abi)
 
     def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the CPU provider.
-
-        Raises:
-            DeviceError: the runner is not built, or what emulates the CPU is missing.
-        """
+        """Runs every sample of a job in the CPU provider."""
         native = require_runner(self.abi)
         if self.arm:
             return run_in_root(self, CPUS[0], native.pack(), job, work)
@@ -139,7 +131,6 @@ class CoreMl(Device, frozen=True, kw_only=True):
         """Runs every sample of a job in the Core ML provider; compiled models are cached for the next run.
 
         Raises:
-            DeviceError: this is no Mac.
             TargetError: the target has an option that the provider does not know.
         """
         request = coreml_job(job, self.units)
@@ -232,7 +223,6 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
         placement names the nodes.
 
         Raises:
-            DeviceError: onnxruntime-qnn is not installed.
             MissingExtraError: it cannot be imported.
             TargetError: the target has an option that the provider would ignore or misread.
         """

@@ -18,14 +18,7 @@ from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.process.run import (
-    STANDALONE,
-    check_options,
-    describe_job,
-    last_words,
-    printable,
-    run_python,
-)
+from edgekit.devices.process.run import STANDALONE, check_options, describe_job, last_words, printable, run_python
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
@@ -340,7 +333,6 @@ class LocalProvider(Device, frozen=True, kw_only=True):
         If the provider could not be created, so that the session has only the CPU provider, the run has failed.
 
         Raises:
-            DeviceError: the provider cannot be used here.
             TargetError: the target has an option that the provider would ignore.
         """
         row = PROVIDERS[self.kind]

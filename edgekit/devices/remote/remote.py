@@ -21,14 +21,7 @@ from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.runner import ABIS, NativeRunner, find_missing_runner, find_runner, require_runner
 from edgekit.devices.process.files import list_model_files
-from edgekit.devices.process.run import (
-    Program,
-    describe_job,
-    last_line,
-    python_program,
-    refuse_run,
-    run_program,
-)
+from edgekit.devices.process.run import Program, describe_job, last_line, python_program, refuse_run, run_program
 from edgekit.devices.remote.store import (
     COUNT_CORES,
     Shell,
