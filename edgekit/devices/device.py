@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -13,6 +13,8 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
+
+_Found = TypeVar("_Found")
 
 LEAST_SAMPLES = 4
 """The number of samples that even a slow device runs, whatever its time budget."""
@@ -302,15 +304,16 @@ class WrappedDevice(Device, frozen=True, kw_only=True):
         return self.device.find_missing()
 
 
-def require_device(name: str, missing: Missing | None) -> None:
-    """Refuses a device that lacks something.
+def require_device(name: str, found: _Found | Missing) -> _Found:
+    """Returns what was found for a device, if that is not that something is missing.
 
     Raises:
         DeviceError: the device cannot run on this machine.
     """
-    if missing is not None:
-        hint = missing.command or "use another device: edgekit devices list"
-        raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
+    if isinstance(found, Missing):
+        hint = found.command or "use another device: edgekit devices list"
+        raise DeviceError(f"'{name}' cannot run here: {found.reason}", hint=hint)
+    return found
 
 
 Devices = Sequence[Device]

@@ -15,9 +15,9 @@ from onnx import numpy_helper, parser
 from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice, make_empty_check
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, WrappedDevice, make_empty_check
 from edgekit.devices.find import find_device
-from edgekit.devices.local.runner import NativeRunner, build_runner, find_missing_runner, host_abi
+from edgekit.devices.local.runner import NativeRunner, build_runner, find_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
@@ -141,9 +141,9 @@ def present(name: str, target: Target | str = "cpu") -> Device:
 
 def require_runner(abi: str) -> NativeRunner:
     """The C++ runner for a kind of machine, which the cache stores; skips the test if it cannot be built."""
-    missing = find_missing_runner(abi)
-    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner build"):
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    found = find_runner(abi)
+    if isinstance(found, Missing) and not (found.command or "edgekit runner build").startswith("edgekit runner build"):
+        pytest.skip(f"{found.reason}: {found.command}")
     return build_runner(abi, lambda _: None)
 
 

@@ -11,9 +11,9 @@ import pytest
 from devices_models import Stub, make_job, present, qdq_conv, require_runner
 
 from edgekit.convert.convert import convert_model
-from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.host import COREML, coreml_options
-from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
+from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, build_runner, find_runner, host_abi
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import BundleError, ModelError, UsageError
@@ -116,14 +116,14 @@ def write_aar(path: Path, name: str = "jni/arm64-v8a/libonnxruntime.so") -> Path
 
 @pytest.mark.long
 def test_an_android_runner_takes_its_library_from_the_archive(tmp_path: Path, ndk: Path) -> None:
-    assert find_missing_runner("arm64-v8a") is not None
+    assert isinstance(find_runner("arm64-v8a"), Missing)
     built = build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "ort.aar"))
     assert built.library.read_bytes() == b"a library"
     assert built.program.read_bytes()[18] == 183  # ELF's number of 64-bit Arm
     assert set(built.files) == {PROGRAM, LIBRARY}
-    assert find_missing_runner("arm64-v8a") is None
+    assert isinstance(find_runner("arm64-v8a"), NativeRunner)
     with pytest.raises(UsageError, match="for arm64-v8a"):
         build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "b.aar", "jni/x86/a.so"))
     with pytest.raises(BundleError, match="absolute or climbs"):
         build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "c.aar", "../a.so"))
-    assert find_missing_runner("arm64-v8a") is None
+    assert isinstance(find_runner("arm64-v8a"), NativeRunner)

@@ -19,9 +19,9 @@ from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
-from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing
+from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
-from edgekit.devices.local.runner import find_missing_runner, host_abi, require_runner
+from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
 from edgekit.devices.process.run import check_options, describe_job, refuse_run, run_program, run_python
@@ -77,11 +77,12 @@ class Native(CpuDevice, frozen=True, kw_only=True):
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking: the runner must be built, and with `arm` the Debian root installed."""
-        return (find_missing_root() if self.arm else None) or find_missing_runner(self.abi)
+        found = (find_missing_root() if self.arm else None) or find_runner(self.abi)
+        return found if isinstance(found, Missing) else None
 
     def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider."""
-        native = require_runner(self.abi)
+        native = require_device(self.name, find_runner(self.abi))
         if self.arm:
             return run_in_root(self, CPUS[0], native.pack(), job, work)
         request = describe_job(job, runtime=str(native.library))

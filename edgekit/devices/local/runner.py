@@ -15,7 +15,7 @@ import msgspec
 from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entries, staged_folder, work_folder
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
-from edgekit.devices.device import Missing
+from edgekit.devices.device import Missing, require_device
 from edgekit.devices.local.arm64 import find_installed
 from edgekit.devices.process.files import cache_folder, find_sources
 from edgekit.devices.process.run import Program
@@ -80,8 +80,8 @@ def host_abi() -> str:
     return "linux-arm64" if platform.machine() == "aarch64" else "linux-x64"
 
 
-def find_runner(abi: str) -> NativeRunner | None:
-    """Returns the runner built from the current sources, with its library, or None.
+def find_runner(abi: str) -> NativeRunner | Missing:
+    """Returns the runner built from the current sources, with its library, or why there is none.
 
     Raises:
         UsageError: there is no such kind of machine.
@@ -90,37 +90,12 @@ def find_runner(abi: str) -> NativeRunner | None:
     library = folder / LIBRARY if ABIS[abi].android else _find_wheel_library(abi)
     if (folder / PROGRAM).is_file() and library is not None and library.is_file():
         return NativeRunner(abi=abi, program=folder / PROGRAM, library=library)
-    return None
-
-
-def require_runner(abi: str) -> NativeRunner:
-    """Returns the runner that `find_runner` finds.
-
-    Raises:
-        DeviceError: it is not built, or has no library.
-        UsageError: there is no such kind of machine.
-    """
-    found = find_runner(abi)
-    if found is None:
-        missing = find_missing_runner(abi)
-        raise DeviceError(f"there is no runner for {abi}", hint=(missing and missing.command) or "build it again")
-    return found
-
-
-def find_missing_runner(abi: str) -> Missing | None:
-    """Returns why `find_runner` finds no runner, or None if it finds one.
-
-    Raises:
-        UsageError: there is no such kind of machine.
-    """
-    if find_runner(abi) is not None:
-        return None
     command = f"edgekit runner build --abi {abi}"
     if ABIS[abi].android:
         return Missing(
             reason=f"the runner for Android {abi} is not built", command=f"{command} --ndk NDK --library AAR"
         )
-    if _find_wheel_library(abi) is None:
+    if library is None:
         return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
     tools = ("cmake", "make", "c++" if ABIS[abi].is_host else ABIS[abi].compiler)
     absent = [tool for tool in tools if shutil.which(tool) is None]
@@ -145,13 +120,13 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
     """
     known = _known_abi(abi)
     # If the user names a library, always build: the one in the cache may be another.
-    if library is None and (found := find_runner(abi)) is not None:
+    if library is None and isinstance(found := find_runner(abi), NativeRunner):
         return found
     # Look again inside the lock, because another process may have built it meanwhile.
     with one_at_a_time(_place(known)):
-        if library is not None or find_runner(abi) is None:
+        if library is not None or isinstance(find_runner(abi), Missing):
             _build(known, progress, ndk, library)
-    return require_runner(abi)
+    return require_device(f"runner for {abi}", find_runner(abi))
 
 
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
@@ -168,9 +143,9 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
         # Linked statically: a shared C++ library would be one more file to push, and might clash with another version.
         flags += [f"-DANDROID_PLATFORM=android-{ANDROID_API}", "-DANDROID_STL=c++_static"]
     else:
-        missing = find_missing_runner(abi.name)
-        if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
-            raise DeviceError(missing.reason, hint=missing.command)
+        found = find_runner(abi.name)
+        if isinstance(found, Missing) and not (found.command or "edgekit runner").startswith("edgekit runner"):
+            raise DeviceError(found.reason, hint=str(found.command))
         cross = [f"-DCMAKE_CXX_COMPILER={abi.compiler}", "-DCMAKE_SYSTEM_NAME=Linux"]
         cross.append(f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}")
         flags = ["-DEDGEKIT_STRICT=ON", *([] if abi.is_host else cross)]

@@ -19,7 +19,7 @@ import msgspec
 
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing, require_device
-from edgekit.devices.local.runner import ABIS, NativeRunner, find_missing_runner, find_runner, require_runner
+from edgekit.devices.local.runner import ABIS, NativeRunner, find_runner
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import Program, describe_job, last_line, python_program, refuse_run, run_program
 from edgekit.devices.remote.store import (
@@ -115,9 +115,10 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
         if fault := self.find_link_fault():
             return fault
         try:
-            return self.find_lacking(self.look_at())
+            found = self.find_program(self.look_at())
         except EdgekitError as error:
             return Missing(reason=error.message.removeprefix(f"'{self.name}' "), command=error.hint)
+        return found if isinstance(found, Missing) else None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job on the machine.
@@ -129,13 +130,13 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
         with self.connected() as device:
             require_device(device.name, device.find_link_fault())
             machine = device.look_at()
-            require_device(device.name, device.find_lacking(machine))
-            run = device._run_program(machine.base, device.choose_program(machine), job, work)  # noqa: SLF001 - itself
+            program = require_device(device.name, device.find_program(machine))
+            run = device._run_program(machine.base, program, job, work)  # noqa: SLF001 - itself
         said = {key: value for key, value in machine.versions.items() if value}
         return msgspec.structs.replace(run, versions={**run.versions, **said})
 
-    def find_runner(self, abi: str) -> NativeRunner | None:
-        """Returns the runner that the user gave, or the one that was built for a kind of machine, or None.
+    def find_runner(self, abi: str) -> NativeRunner | Missing:
+        """Returns the runner that the user gave, or the one that was built for a kind of machine, or why there is none.
 
         Raises:
             UsageError: one of the two files is given without the other.
@@ -146,13 +147,10 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
             raise UsageError("a runner and a library are given together", hint="give both, or none")
         return find_runner(abi)
 
-    def find_lacking(self, machine: Machine) -> Missing | None:
-        """Returns what a machine lacks to run models."""
-        return None if self.find_runner(machine.abi) else find_missing_runner(machine.abi)
-
-    def choose_program(self, machine: Machine) -> Program:
-        """Returns the program that runs a model there. Raises: DeviceError: there is none."""
-        return (self.find_runner(machine.abi) or require_runner(machine.abi)).pack(self.libraries)
+    def find_program(self, machine: Machine) -> Program | Missing:
+        """Returns the program that runs a model there, or why there is none."""
+        native = self.find_runner(machine.abi)
+        return native if isinstance(native, Missing) else native.pack(self.libraries)
 
     def _run_program(self, base: str, program: Program, job: Job, work: Path) -> DeviceRun:
         try:
@@ -334,7 +332,8 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
             DeviceError: it does not answer, or not as a POSIX system does.
         """
         linux = {abi.machine: abi.name for abi in ABIS.values() if not abi.android}
-        served = [machine for machine, abi in linux.items() if not self.python and self.find_runner(abi)]
+        native = {} if self.python else {machine: self.find_runner(abi) for machine, abi in linux.items()}
+        served = [machine for machine, found in native.items() if isinstance(found, NativeRunner)]
         python = shlex.quote(self.python or _PYTHON)
         cases = " | ".join(shlex.quote(f"Linux {machine}") for machine in [*served, "-"])
         script = f"""
@@ -355,26 +354,18 @@ exit 0"""
             python=last_line(path)[:200],
         )
 
-    def find_lacking(self, machine: Machine) -> Missing | None:
-        """Returns what a machine lacks to run models."""
-        if machine.python or (machine.abi and not self.python and self.find_runner(machine.abi)):
-            return None
-        if self.python:
-            return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
-        if not machine.abi:
-            system = machine.versions["system"]
-            return Missing(
-                reason=f"there is no runner for '{system}', and no python3 there has onnxruntime", command=None
-            )
-        lacking = find_missing_runner(machine.abi)
-        reason = f"{lacking.reason if lacking else 'no runner'}, and no python3 there has onnxruntime"
-        return Missing(reason=reason, command=lacking.command if lacking else None)
-
-    def choose_program(self, machine: Machine) -> Program:
+    def find_program(self, machine: Machine) -> Program | Missing:
         """Returns edgekit's native runner; if there is none, or Python is requested, the runner in Python."""
         native = self.find_runner(machine.abi) if machine.abi and not self.python else None
-        if native is not None:
+        if isinstance(native, NativeRunner):
             return native.pack(self.libraries)
         kind = machine.abi or machine.versions["system"]
-        why = "as asked" if self.python else f"because no runner for '{kind}' is built"
-        return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
+        if machine.python:
+            why = "as asked" if self.python else f"because no runner for '{kind}' is built"
+            return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
+        if self.python:
+            return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
+        reason = native.reason if native else f"there is no runner for '{kind}'"
+        return Missing(
+            reason=f"{reason}, and no python3 there has onnxruntime", command=native.command if native else None
+        )
