@@ -12,7 +12,7 @@ from devices_models import Stub, make_job, present, qdq_conv, require_runner
 
 from edgekit.convert.convert import convert_model
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.local.host import COREML, coreml_options
+from edgekit.devices.local.host import QNN, qnn_options
 from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, build_runner, find_runner, host_abi
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import describe_job, run_program
@@ -28,10 +28,10 @@ def run_plugin(job: Job, work: Path) -> DeviceRun:
     library = pytest.importorskip("onnxruntime_qnn", reason="pip install onnxruntime-qnn==2.7.0").get_library_path()
     native = require_runner(host_abi())
     request = msgspec.structs.replace(
-        describe_job(job, provider=COREML),
+        describe_job(job, provider=QNN),
         runtime=str(native.library),
         library=str(library),
-        provider_options=coreml_options(job.target.session.provider_options),
+        provider_options=qnn_options(job.target.session.provider_options),
     )
     return run_program(Stub(), [str(native.program), "--pipe"], job, request, work)
 
@@ -51,7 +51,7 @@ def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, for
     got = run_plugin(job, work / "b")
     assert (got.failure, want.failure) == (None, None)
     assert got.placement == want.placement
-    assert {node.provider for node in got.placement} == {COREML}
+    assert {node.provider for node in got.placement} == {QNN}
     for mine, other in zip(got.outputs, want.outputs, strict=True):
         assert mine["y"].tobytes() == other["y"].tobytes()
 
