@@ -27,10 +27,8 @@ def test_facts_are_read(relu_model: Path) -> None:
 
 
 def test_initializers_that_are_inputs_are_no_inputs(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 3, opset_import: ["" : 9]> g (float[1] x, float[1] w) => (float[1] y) <float[1] w = {2}>'
-        "{ y = Mul(x, w) }"
-    )
+    text = """<ir_version: 3, opset_import: ["" : 9]> g (float[1] x, float[1] w) => (float[1] y) <float[1] w = {2}>
+        { y = Mul(x, w) }"""
     assert [spec.name for spec in load_model(parse_model(text, tmp_path / "m.onnx")).inputs] == ["x"]
 
 

@@ -26,10 +26,8 @@ def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
         ("coreml", "(float[1,4] x) => (float[1,4] y) { a = Flatten(x) y = Relu(a) }", "flatten-to-reshape", 1),
         (
             "xnnpack",
-            (
-                "(float[1,2,4,4] x) => (float[1,2,8,8] y) <float[0] e = {}, int64[4] s = {1,2,8,8}> "
-                '{ y = Resize<mode="cubic">(x, e, e, s) }'
-            ),
+            """(float[1,2,4,4] x) => (float[1,2,8,8] y) <float[0] e = {}, int64[4] s = {1,2,8,8}>
+                { y = Resize<mode="cubic">(x, e, e, s) }""",
             "resize-empty-inputs",
             0,
         ),

@@ -22,11 +22,9 @@ def test_an_initializer_that_is_an_input_is_constant_in_ir_3_only() -> None:
 
 
 def test_shapes_are_inferred_through_operators_of_ort() -> None:
-    text = (
-        "g (float[2,3] x) => (float[2,3] y) <float s = {0.1}, uint16 z = {0}> "
-        "{ a = com.microsoft.QuantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(a, s, z) "
-        "y = com.microsoft.QuickGelu(b) }"
-    )
+    text = """g (float[2,3] x) => (float[2,3] y) <float s = {0.1}, uint16 z = {0}>
+        { a = com.microsoft.QuantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(a, s, z)
+        y = com.microsoft.QuickGelu(b) }"""
     graph = graph_of(text)
     assert (graph.value("a").shape, graph.value("a").dtype, graph.value("b").shape) == ((2, 3), "uint16", (2, 3))
     assert [node.domain for node in graph.nodes] == ["com.microsoft"] * 3

@@ -17,16 +17,12 @@ PICTURE = (
 ).format(",".join(["1"] * 216), ",".join(["1"] * 360))
 # What sizes of 224 give: 112 x 112 and 56 x 56 places.
 PICTURE_MACS = [112 * 112 * 8 * 27, 56 * 56 * 5 * 72]
-CACHE = (
-    "g (float[batch,1,sequence,4] x, float[batch,2,total,4] k) => (float[batch,2,sequence,4] y)"
-    "{ t = Transpose<perm=[0,1,3,2]>(k)  z = MatMul(x, t)  y = MatMul(z, k) }"
-)
-HIDDEN = (
-    "g (float[n,4] x, float[4,4] w) => (float[m,4] y) {"
-    " axis = Constant<value_ints=[1]>()  four = Constant<value_ints=[1,4]>()"
-    " i = NonZero(x)  t = Transpose(i)  r = GatherND(x, t)  u = Unsqueeze(r, axis)  e = Expand(u, four)"
-    " y = MatMul(e, w) }"
-)
+CACHE = """g (float[batch,1,sequence,4] x, float[batch,2,total,4] k) => (float[batch,2,sequence,4] y)
+    { t = Transpose<perm=[0,1,3,2]>(k)  z = MatMul(x, t)  y = MatMul(z, k) }"""
+HIDDEN = """g (float[n,4] x, float[4,4] w) => (float[m,4] y) {
+    axis = Constant<value_ints=[1]>()  four = Constant<value_ints=[1,4]>()
+    i = NonZero(x)  t = Transpose(i)  r = GatherND(x, t)  u = Unsqueeze(r, axis)  e = Expand(u, four)
+    y = MatMul(e, w) }"""
 
 
 def check_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:

@@ -12,19 +12,15 @@ from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 UNARY = "g (float[2,4] x) => (float[2,4] y) {{ y = {} }}"
-PAD = (
-    "g (uint8[1,3,4,4] x) => (uint8[1,3,4,5] y) <float s = {0.1}, uint8 z = {64}, int64[8] p = {0,0,0,0,0,0,0,1}> "
-    "{ a = DequantizeLinear(x, s, z) b = Pad(a, p) y = QuantizeLinear(b, s, z) }"
-)
+PAD = """g (uint8[1,3,4,4] x) => (uint8[1,3,4,5] y) <float s = {0.1}, uint8 z = {64}, int64[8] p = {0,0,0,0,0,0,0,1}>
+    { a = DequantizeLinear(x, s, z) b = Pad(a, p) y = QuantizeLinear(b, s, z) }"""
 FATAL = [
     (UNARY.format("Mod<fmod = 0>(x, x)"), "attribute 'fmod' is 0"),
     ("g (float[4] x, int64[1] a) => (float[1,4] y) { y = Unsqueeze(x, a) }", "input 1 is computed; it must be"),
     ("g (string[4] x) => (string[4] y) { y = Identity(x) }", "string"),
     (
-        (
-            "g (float[1,1,4,4] x) => (float[1,1,8,8] y) <float[4] f = {1,1,2,2}> "
-            '{ y = Resize<coordinate_transformation_mode = "half_pixel_symmetric">(x, , f) }'
-        ),
+        """g (float[1,1,4,4] x) => (float[1,1,8,8] y) <float[4] f = {1,1,2,2}>
+            { y = Resize<coordinate_transformation_mode = "half_pixel_symmetric">(x, , f) }""",
         "half_pixel_symmetric",
     ),
     ("g (float[2] x) => (float[2] y) { y = Reshape<allowzero = 1>(x, x) }", "allowzero"),

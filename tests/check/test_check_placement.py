@@ -74,10 +74,8 @@ def test_a_group_that_computes_nothing_is_given_back(target: str, body: str, rea
 
 
 def test_nothing_after_a_stop_operator_is_taken() -> None:
-    body = (
-        "g (float[1,4,4] b, float[1,1,4] s) => (int64[N,3] y, float[1,4,4] z) "
-        "{ y = NonMaxSuppression(b, s) f = Cast<to=1>(y) h = Relu(f) z = Relu(b) }"
-    )
+    body = """g (float[1,4,4] b, float[1,1,4] s) => (int64[N,3] y, float[1,4,4] z)
+        { y = NonMaxSuppression(b, s) f = Cast<to=1>(y) h = Relu(f) z = Relu(b) }"""
     nodes = check_text(body, "nnapi")
     assert nodes[-1].taken
     assert not any(node.taken for node in nodes[:-1])
@@ -93,11 +91,9 @@ def test_xnnpack_takes_an_activation_only_with_its_convolution() -> None:
 
 
 def test_a_body_is_refused_with_what_is_in_it_where_bodies_are_taken_whole() -> None:
-    body = (
-        "g (bool c, float[2] x) => (float[2] y) "
-        "{ y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) }, "
-        "else_branch = e () => (float[2] b) { b = Mish(x) }> }"
-    )
+    body = """g (bool c, float[2] x) => (float[2] y)
+        { y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) },
+        else_branch = e () => (float[2] b) { b = Mish(x) }> }"""
     nodes = check_text(body, "qnn", opset=18)
     assert [node.taken for node in nodes] == [False, False, False]
     assert "in its body is not taken" in why_not(nodes[:1])
@@ -105,11 +101,9 @@ def test_a_body_is_refused_with_what_is_in_it_where_bodies_are_taken_whole() -> 
 
 
 def test_bodies_of_control_flow_follow_the_provider() -> None:
-    body = (
-        "g (bool c, float[2] x) => (float[2] y) "
-        "{ y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) }, "
-        "else_branch = e () => (float[2] b) { b = Sigmoid(x) }> }"
-    )
+    body = """g (bool c, float[2] x) => (float[2] y)
+        { y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) },
+        else_branch = e () => (float[2] b) { b = Sigmoid(x) }> }"""
     nnapi, qnn = check_text(body, "nnapi"), check_text(body, "qnn")
     assert [node.op for node in nnapi] == ["If", "Relu", "Sigmoid"]
     assert not any(node.taken for node in nnapi)
@@ -130,11 +124,9 @@ def test_a_quantized_concat_reads_its_own_partition_behind_its_first_input() -> 
     assert (concat.taken, concat.fatal) == (False, True)
 
 
-SHAPES = (
-    "g (float[N,4] x, int64[1] fed) => (float[M] y) <int64 i = {{0}}, int64[1] axes = {{0}}>"
-    " {{ [s] s = Shape(x) [g] g = Gather(s, i) [u] u = Unsqueeze(g, axes) [c] c = Concat<axis=0>(u, {other})"
-    " [r] y = Reshape(x, c) }}"
-)
+SHAPES = """g (float[N,4] x, int64[1] fed) => (float[M] y) <int64 i = {{0}}, int64[1] axes = {{0}}>
+    {{ [s] s = Shape(x) [g] g = Gather(s, i) [u] u = Unsqueeze(g, axes) [c] c = Concat<axis=0>(u, {other})
+    [r] y = Reshape(x, c) }}"""
 
 
 def test_what_reads_shapes_alone_stays_where_they_lie() -> None:
@@ -195,10 +187,8 @@ def test_an_activation_that_the_q_makes_redundant_is_absorbed(zero: str, *, abso
 
 @pytest.mark.parametrize("op", ["Tanh", "Selu"])
 def test_each_reader_of_a_dq_has_one_of_its_own(op: str) -> None:
-    text = (
-        f"(uint8[4] x) => (uint8[4] y, uint8[4] v) <{SCALES}> {{ a = DequantizeLinear(x, s, z) b = Sigmoid(a) "
-        f"y = QuantizeLinear(b, s, z) c = {op}(a) v = QuantizeLinear(c, s, z) }}"
-    )
+    text = f"""(uint8[4] x) => (uint8[4] y, uint8[4] v) <{SCALES}> {{ a = DequantizeLinear(x, s, z) b = Sigmoid(a)
+        y = QuantizeLinear(b, s, z) c = {op}(a) v = QuantizeLinear(c, s, z) }}"""
     units = _units(text)
     assert len(units["Sigmoid"].members) == 3
     # Selu is never a unit, so that its DQ and Q are alone.

@@ -106,13 +106,11 @@ def _smallest(shape: str, body: str) -> str:
 
 
 def _conv(kind: str, product: float) -> str:
-    return (
-        f"g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float s = {{0.1}}, {kind} z = {{0}}, float u = {{0.01}},"
-        f" {kind}[1,1,1,1] w = {{9}}, int32[1] c = {{445}}, float b = {{{product}}}, int32 n = {{0}}>"
-        " { [q] q = QuantizeLinear(x, s, z) [d] d = DequantizeLinear(q, s, z) [v] v = DequantizeLinear(w, u, z)"
-        " [e] e = DequantizeLinear(c, b, n) [conv] f = Conv(d, v, e) [g] g = QuantizeLinear(f, s, z)"
-        " [y] y = DequantizeLinear(g, s, z) }"
-    )
+    return f"""g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float s = {{0.1}}, {kind} z = {{0}}, float u = {{0.01}},
+        {kind}[1,1,1,1] w = {{9}}, int32[1] c = {{445}}, float b = {{{product}}}, int32 n = {{0}}>
+        {{ [q] q = QuantizeLinear(x, s, z) [d] d = DequantizeLinear(q, s, z) [v] v = DequantizeLinear(w, u, z)
+        [e] e = DequantizeLinear(c, b, n) [conv] f = Conv(d, v, e) [g] g = QuantizeLinear(f, s, z)
+        [y] y = DequantizeLinear(g, s, z) }}"""
 
 
 AVERAGE = (
@@ -124,10 +122,8 @@ AVERAGE = (
 HALF_SUM = (
     "g (float16[1,4,8,8] x) => (float16[1,1,8,8] y) <int64[1] a = {1}> { [r] r = Relu(x) [m] y = ReduceSum(r, a) }"
 )
-HALF_NORM = (
-    "g (float16[1,2,4,4] x) => (float16[1,2,4,4] y) <float16[2] s = {1, 2}> { [r] r = Relu(x)"
-    " [n] n = BatchNormalization(r, s, s, s, s) [y] y = Sigmoid(n) }"
-)
+HALF_NORM = """g (float16[1,2,4,4] x) => (float16[1,2,4,4] y) <float16[2] s = {1, 2}> { [r] r = Relu(x)
+    [n] n = BatchNormalization(r, s, s, s, s) [y] y = Sigmoid(n) }"""
 CASES = {
     **{f"nnapi: {name}": ("nnapi", _smallest(*case)) for name, case in SMALLEST.items()},
     "nnapi: a bias of its own scale": ("nnapi", _conv("uint8", 0.0005)),

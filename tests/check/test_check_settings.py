@@ -18,16 +18,12 @@ RESIZE = 'g (float[1,2,4,4] x) => (float[1,2,8,8] y) <float[4] f = {1,1,2,2}> { 
 CONV = "g (float[1,2,4,4] x, float[2,2,1,1] w0) => (float[1,2,4,4] y) <float[2,2,1,1] w = {1,2,3,4}> { y = Conv(x, w) }"
 GATHER = "g (float16[4,2] x) => (float16[1,2] y) <int64[1] i = {1}> { y = Gather(x, i) }"
 BLOCKS = 'g (float16[1,4,2,2] x) => (float16[1,1,4,4] y) { y = DepthToSpace<blocksize = 2, mode = "DCR">(x) }'
-WIDE = (
-    "g (uint16[1,4] x, uint16[4,2] w) => (uint16[1,2] y) <float s = {0.1}, uint16 z = {0}> "
-    "{ a = com.microsoft.DequantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(w, s, z) c = MatMul(a, b) "
-    "y = com.microsoft.QuantizeLinear(c, s, z) }"
-)
-BRANCHES = (
-    "g (bool[1] c, float[1,4] x) => (float[1,4] y) {"
-    " [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },"
-    " else_branch = e () => (float[1,4] v) { [n2] v = Abs(x) }> }"
-)
+WIDE = """g (uint16[1,4] x, uint16[4,2] w) => (uint16[1,2] y) <float s = {0.1}, uint16 z = {0}>
+    { a = com.microsoft.DequantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(w, s, z) c = MatMul(a, b)
+    y = com.microsoft.QuantizeLinear(c, s, z) }"""
+BRANCHES = """g (bool[1] c, float[1,4] x) => (float[1,4] y) {
+    [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },
+    else_branch = e () => (float[1,4] v) { [n2] v = Abs(x) }> }"""
 ERF = "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }"
 ELU = "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }"
 HALF = "g (float16[1,3,4,4] x) => (float16[1,3,4,4] y) { y = Softmax(x) }"
@@ -127,10 +123,8 @@ def test_a_resize_of_the_width_alone_is_a_risk() -> None:
 
 
 def test_a_softmax_over_channels_is_a_risk_of_xnnpack_s_layout() -> None:
-    body = (
-        "g (uint8[1,4,2,2] p) => (uint8[1,4,2,2] y) <float s = {0.5}, float t = {0.00390625}, uint8 z = {0}>"
-        "{ a = DequantizeLinear(p, s, z) b = Softmax<axis=1>(a) y = QuantizeLinear(b, t, z) }"
-    )
+    body = """g (uint8[1,4,2,2] p) => (uint8[1,4,2,2] y) <float s = {0.5}, float t = {0.00390625}, uint8 z = {0}>
+        { a = DequantizeLinear(p, s, z) b = Softmax<axis=1>(a) y = QuantizeLinear(b, t, z) }"""
     (softmax,) = (node for node in check_text(body, "xnnpack") if node.op == "Softmax")
     assert not softmax.taken
     assert "a Conv before it changes the layout" in softmax.risks[0]

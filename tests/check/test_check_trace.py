@@ -40,10 +40,8 @@ def test_what_is_still_there_is_told_as_it_was_checked(tmp_path: Path) -> None:
 
 
 def test_a_fused_node_names_what_it_became(tmp_path: Path) -> None:
-    body = (
-        "(float[2,3] x) => (float[2,4] y) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[4] b = {1,2,3,4}> "
-        "{ [mm] a = MatMul(x, w) [bias] c = Add(a, b) [act] y = Relu(c) }"
-    )
+    body = """(float[2,3] x) => (float[2,4] y) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[4] b = {1,2,3,4}>
+        { [mm] a = MatMul(x, w) [bias] c = Add(a, b) [act] y = Relu(c) }"""
     told = _tell_text(tmp_path, body)
     assert (told["mm"].fate, told["bias"].fate, told["act"].fate) == ("fused", "rewritten", "kept")
     assert told["mm"].became == told["bias"].became
@@ -53,24 +51,20 @@ def test_a_fused_node_names_what_it_became(tmp_path: Path) -> None:
 
 
 def test_the_reasons_of_what_it_became_are_its_reasons(tmp_path: Path) -> None:
-    body = (
-        "(float[2,3] x) => (float[2,4] y) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[4] b = {1,2,3,4}> "
-        "{ [mm] a = MatMul(x, w) [bias] c = Add(a, b) [odd] y = Shrink(c) }"
-    )
+    body = """(float[2,3] x) => (float[2,4] y) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[4] b = {1,2,3,4}>
+        { [mm] a = MatMul(x, w) [bias] c = Add(a, b) [odd] y = Shrink(c) }"""
     told = _tell_text(tmp_path, body, "qnn")
     assert not told["odd"].taken
     assert told["odd"].reasons == ("QNN has no builder for Shrink",)
 
 
 def test_constants_copies_and_idle_nodes_say_why_they_are_gone(tmp_path: Path) -> None:
-    body = (
-        "(float[N,6] x) => (float[2,3] y) <float[2] k = {1, 2}, int64[1] three = {3}, int64[1] zero = {0}, "
-        "float[6,1] w = {1, 2, 3, 4, 5, 6}> "
-        "{ [const] k1 = Constant<value_ints = [1]>() [alias] one = Identity(k1) [twice] t = Add(k, k) "
-        "[shape] s = Shape(x) [first] f = Gather<axis = 0>(s, zero) [target] r = Concat<axis = 0>(f, three) "
-        "[copy] c = Identity(x) [act] a = Relu(c) [half] h = Slice(a, zero, three, one) [form] y = Reshape(h, r) "
-        "[idle] u = MatMul(a, w) }"
-    )
+    body = """(float[N,6] x) => (float[2,3] y) <float[2] k = {1, 2}, int64[1] three = {3}, int64[1] zero = {0},
+        float[6,1] w = {1, 2, 3, 4, 5, 6}>
+        { [const] k1 = Constant<value_ints = [1]>() [alias] one = Identity(k1) [twice] t = Add(k, k)
+        [shape] s = Shape(x) [first] f = Gather<axis = 0>(s, zero) [target] r = Concat<axis = 0>(f, three)
+        [copy] c = Identity(x) [act] a = Relu(c) [half] h = Slice(a, zero, three, one) [form] y = Reshape(h, r)
+        [idle] u = MatMul(a, w) }"""
     told = _tell_text(tmp_path, body, dims={"N": 2})
     fates = {name: node.fate for name, node in told.items()}
     assert fates == {

@@ -78,10 +78,8 @@ def test_a_crash_is_not_prevented_by_what_is_refused_after_it(attributes: str, w
 
 
 def test_a_quantized_resize_stops_xnnpack_before_1_29() -> None:
-    body = (
-        "g (int8[1,2,4,4] x) => (int8[1,2,8,8] y) <float s = {0.1}, int8 z = {0}, float[4] f = {1,1,2,2}> "
-        '{ a = DequantizeLinear(x, s, z) b = Resize<mode="linear">(a, , f) y = QuantizeLinear(b, s, z) }'
-    )
+    body = """g (int8[1,2,4,4] x) => (int8[1,2,8,8] y) <float s = {0.1}, int8 z = {0}, float[4] f = {1,1,2,2}>
+        { a = DequantizeLinear(x, s, z) b = Resize<mode="linear">(a, , f) y = QuantizeLinear(b, s, z) }"""
     assert all(node.fatal and not node.taken for node in check_text(body, "xnnpack", {"ort": "1.26.0"}))
     assert all(node.taken and not node.fatal for node in check_text(body, "xnnpack"))
 
@@ -90,10 +88,8 @@ def test_a_quantized_resize_stops_xnnpack_before_1_29() -> None:
 @pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
 def test_a_scale_in_a_list_stops_xnnpack_at_a_transposed_convolution(op: str, listed: str) -> None:
     scales = ", ".join(f"float{'[1]' * (name == listed)} s{name} = {{0.1}}" for name in "xwy")
-    body = (
-        f"g (int8[1,2,4,4] x) => (int8[1,2,4,4] y) <int8[2,2,1,1] w = {{1,2,3,4}}, {scales}> "
-        f"{{ a = DequantizeLinear(x, sx) b = DequantizeLinear(w, sw) c = {op}(a, b) y = QuantizeLinear(c, sy) }}"
-    )
+    body = f"""g (int8[1,2,4,4] x) => (int8[1,2,4,4] y) <int8[2,2,1,1] w = {{1,2,3,4}}, {scales}>
+        {{ a = DequantizeLinear(x, sx) b = DequantizeLinear(w, sw) c = {op}(a, b) y = QuantizeLinear(c, sy) }}"""
     body = body.replace("QuantizeLinear(c, sy)", "QuantizeLinear(c, sy, z)").replace("<int8", "<int8 z = {0}, int8", 1)
     assert {node.fatal for node in check_text(body, "xnnpack")} == {op == "ConvTranspose"}
     scalar = body.replace("float[1]", "float")
@@ -108,10 +104,8 @@ def test_a_risk_makes_the_verdict_maybe_at_best(tmp_path: Path) -> None:
 
 
 def test_work_counts_and_not_nodes() -> None:
-    body = (
-        "g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z) "
-        "{ c = Conv <pads=[1,1,1,1]> (x, w) a = Neg(c) b = Neg(a) z = Neg(b) }"
-    )
+    body = """g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z)
+        { c = Conv <pads=[1,1,1,1]> (x, w) a = Neg(c) b = Neg(a) z = Neg(b) }"""
     nodes = check_text(body, "coreml")
     assert [node.taken for node in nodes] == [True, False, False, False]
     assert nodes[0].macs == 64 * 64 * 9 * 56 * 56

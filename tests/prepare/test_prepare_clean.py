@@ -15,17 +15,13 @@ from edgekit.prepare.basic import guard_half, strip_casts
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET
 
-CONV = (
-    "g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y) "
-    "<float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>"
-    "{ c = Conv(x, w, b)  i = Identity(c)  d = Dropout(i)  y = Relu(d) }"
-)
-QDQ = (
-    "g (float[1,4] x) => (float[1,4] y) <float s = {0.1}, uint8 z = {128}, float t = {0.2}>"
-    "{ a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  c = Relu(b)"
-    "  d = QuantizeLinear(c, t, z)  e = DequantizeLinear(d, t, z)  f = Transpose<perm = [0, 1]>(e)"
-    "  h = QuantizeLinear(f, t, z)  y = DequantizeLinear(h, t, z) }"
-)
+CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
+    <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>
+    { c = Conv(x, w, b)  i = Identity(c)  d = Dropout(i)  y = Relu(d) }"""
+QDQ = """g (float[1,4] x) => (float[1,4] y) <float s = {0.1}, uint8 z = {128}, float t = {0.2}>
+    { a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  c = Relu(b)
+    d = QuantizeLinear(c, t, z)  e = DequantizeLinear(d, t, z)  f = Transpose<perm = [0, 1]>(e)
+    h = QuantizeLinear(f, t, z)  y = DequantizeLinear(h, t, z) }"""
 
 
 def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
@@ -40,20 +36,16 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
 
 
 def test_constants_are_folded(tmp_path: Path) -> None:
-    text = (
-        "g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()"
-        "  n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"
-    )
+    text = """g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()
+        n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"""
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
     assert op_names(prepared.path) == ["Reshape"]
     assert prepared.outputs[0].shape == (6, 2)
 
 
 def test_an_output_whose_axes_are_named_as_the_inputs_has_the_sizes_that_follow(tmp_path: Path) -> None:
-    text = (
-        "g (float[1,1,h,w] x) => (float[1,1,h,w] y) <float[1,1,4,4] k = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6}>"
-        "{ y = ConvTranspose<strides = [2, 2], pads = [3, 3, 3, 3]>(x, k) }"
-    )
+    text = """g (float[1,1,h,w] x) => (float[1,1,h,w] y) <float[1,1,4,4] k = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6}>
+        { y = ConvTranspose<strides = [2, 2], pads = [3, 3, 3, 3]>(x, k) }"""
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"h": 6, "w": 8})
     assert prepared.outputs[0].shape == (1, 1, 8, 12)
 
@@ -118,20 +110,16 @@ def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
     ],
 )
 def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs: str, weights: str) -> None:
-    text = (
-        f"g ({inputs}) => (float16[4,2] y) <{weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)"
-        "  h = Reshape(c, s)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }"
-    )
+    text = f"""g ({inputs}) => (float16[4,2] y) <{weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)
+        h = Reshape(c, s)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }}"""
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
     assert op_names(prepared.path) == ["Mul", "Cast", "Reshape", "Mul", "Softmax", "HardSwish"]
 
 
 def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
-    text = (
-        "g (float16[1,8] x, float[1,8] f) => (float16[1,8] y, float[1,8] z)"
-        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)"
-        "  o = my.HardSwish(x)  c = Cast<to = 1>(x) }"
-    )
+    text = """g (float16[1,8] x, float[1,8] f) => (float16[1,8] y, float[1,8] z)
+        { a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)
+        o = my.HardSwish(x)  c = Cast<to = 1>(x) }"""
     proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", imports=', "my" : 1').path))
     guard_half(proto)
     reads = {node.output[0]: node.input[0] for node in proto.graph.node if node.op_type != "Cast"}
@@ -156,10 +144,8 @@ def test_what_no_output_needs_is_gone_but_not_what_a_body_reads(tmp_path: Path) 
 
 
 def test_fp16_with_casts_of_its_own_computes_the_same(tmp_path: Path) -> None:
-    text = (
-        "g (float16[4] x) => (float16[4] y) { a = Relu(x)  b = Cast<to = 1>(a)  c = Exp(b)  d = Cast<to = 10>(c)"
-        "  e = Sqrt(d)  f = Cast<to = 1>(e)  h = Cast<to = 10>(f)  y = Add(h, a) }"
-    )
+    text = """g (float16[4] x) => (float16[4] y) { a = Relu(x)  b = Cast<to = 1>(a)  c = Exp(b)  d = Cast<to = 10>(c)
+        e = Sqrt(d)  f = Cast<to = 1>(e)  h = Cast<to = 10>(f)  y = Add(h, a) }"""
     model = make_model(text, tmp_path / "m.onnx")
     prepared = prepare_model(model, tmp_path / "out.onnx", {})
     inputs = make_inputs(model)
@@ -213,10 +199,8 @@ def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
 
 
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
-    text = (
-        "g (float[1,2] i, float[1,3,2] x) => (float[1,2] y, float[1,3,2] z) { y, z = Scan<num_scan_inputs = 1, "
-        "body = b (float[2] s, float[2] n) => (float[2] t, float[2] o) { t = Add(s, n)  o = Identity(t) }>(, i, x) }"
-    )
+    text = """g (float[1,2] i, float[1,3,2] x) => (float[1,2] y, float[1,3,2] z) { y, z = Scan<num_scan_inputs = 1,
+        body = b (float[2] s, float[2] n) => (float[2] t, float[2] o) { t = Add(s, n)  o = Identity(t) }>(, i, x) }"""
     model = make_model(text, tmp_path / "m.onnx", opset=8, ir_version=4)
     with pytest.raises(ModelError, match="Scan had a batch axis before opset 9"):
         prepare_model(model, tmp_path / "out.onnx", {})
@@ -261,11 +245,10 @@ def test_an_opset_that_onnx_runtime_does_not_have_is_lowered_where_it_can_be(tmp
 
 def test_constants_that_onnx_runtime_made_have_names_that_it_would_not_make_again(tmp_path: Path) -> None:
     # Where a session optimizes again and makes "gemm_input_shape_token_6" a second time, it fails.
-    text = (
-        "g (float[1,4,8] x) => (float[1,4,8] y) { w = Constant<value_floats=[0.5]>() s = Constant<value_ints=[8,8]>()"
-        "  v = Expand(w, s)  b = Constant<value_floats=[1.0,1.0,1.0,1.0,1.0,1.0,1.0,1.0]>()  m = MatMul(x, v)"
-        "  n = Add(m, b)  o = MatMul(n, v)  y = Add(o, b) }"
-    )
+    text = """
+        g (float[1,4,8] x) => (float[1,4,8] y) { w = Constant<value_floats=[0.5]>() s = Constant<value_ints=[8,8]>()
+        v = Expand(w, s)  b = Constant<value_floats=[1.0,1.0,1.0,1.0,1.0,1.0,1.0,1.0]>()  m = MatMul(x, v)
+        n = Add(m, b)  o = MatMul(n, v)  y = Add(o, b) }"""
     model = make_model(text, tmp_path / "m.onnx")
     prepared = prepare_model(model, tmp_path / "out.onnx", {})
     graph = onnx.load(str(prepared.path)).graph

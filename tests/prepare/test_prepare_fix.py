@@ -14,24 +14,17 @@ from edgekit.prepare.fix import ASKED, REWRITES, Fix, fix_model, list_asked
 from edgekit.target import load_target
 
 SUM = "g (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) { s = Sum(a, b)  t = Sum(s)  y = Sum(t, c, a) }"
-RESIZE = (
-    "g (float[1,1,2,2] x) => (float[1,1,4,4] y) <float[0] roi = {}, float[0] none = {}, int64[4] sizes = {1, 1, 4, 4}>"
-    '{ y = Resize<mode = "nearest">(x, roi, none, sizes) }'
-)
-FLATTEN = (
-    "g (float[2,3,4] x) => (float[2,12] y, float[1,24] a, float[6,4] b)"
-    "{ y = Flatten(x)  a = Flatten<axis = 0>(x)  b = Flatten<axis = 2>(x) }"
-)
-RESHAPE = (
-    "g (float[2,3] x) => (float[3,2] y, float[2,3] z) <int64[2] turned = {3, -1}, int64[2] same = {2, 0}>"
-    "{ y = Reshape<allowzero = 1>(x, turned)  z = Reshape(x, same) }"
-)
+RESIZE = """
+    g (float[1,1,2,2] x) => (float[1,1,4,4] y) <float[0] roi = {}, float[0] none = {}, int64[4] sizes = {1, 1, 4, 4}>
+    { y = Resize<mode = "nearest">(x, roi, none, sizes) }"""
+FLATTEN = """g (float[2,3,4] x) => (float[2,12] y, float[1,24] a, float[6,4] b)
+    { y = Flatten(x)  a = Flatten<axis = 0>(x)  b = Flatten<axis = 2>(x) }"""
+RESHAPE = """g (float[2,3] x) => (float[3,2] y, float[2,3] z) <int64[2] turned = {3, -1}, int64[2] same = {2, 0}>
+    { y = Reshape<allowzero = 1>(x, turned)  z = Reshape(x, same) }"""
 ZERO = "g (float[0,3] x) => (float[0,4] y) <int64[2] none = {0, 4}> { y = Reshape<allowzero = 1>(x, none) }"
-RELU = (
-    "g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low = {0}, uint8 mid = {128}>"
-    "{ a = Relu(x)  b = QuantizeLinear(a, s, low)  y = DequantizeLinear(b, s, low)"
-    "  c = Relu(x)  d = QuantizeLinear(c, s, mid)  w = DequantizeLinear(d, s, mid) }"
-)
+RELU = """g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low = {0}, uint8 mid = {128}>
+    { a = Relu(x)  b = QuantizeLinear(a, s, low)  y = DequantizeLinear(b, s, low)
+    c = Relu(x)  d = QuantizeLinear(c, s, mid)  w = DequantizeLinear(d, s, mid) }"""
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from edgekit.errors import RuntimeRefusal
 from edgekit.prepare.constants import DISABLED, OPTIMIZER, disable_harmful, find_float_weights
 from edgekit.target import load_target
 
-HEAD = (
-    "g (float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}}, "
-    "float[1] s1 = {{0.02}}, float[4] s4 = {{0.02, 0.02, 0.02, 0.02}}, uint8[4] z4 = {{128, 128, 128, 128}}> "
-    "{{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) {body} y = DequantizeLinear(q, t, z) }}"
-)
+HEAD = """g (float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
+    float[1] s1 = {{0.02}}, float[4] s4 = {{0.02, 0.02, 0.02, 0.02}}, uint8[4] z4 = {{128, 128, 128, 128}}>
+    {{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) {body} y = DequantizeLinear(q, t, z) }}"""
 OPEN = "[n] c = Conv(b, w) q = QuantizeLinear(c, t, z)"
 BODIES = {
     OPEN: ("n",),

@@ -154,10 +154,8 @@ def test_the_opset_goes_up_and_down(tmp_path: Path, opset: int) -> None:
     assert np.array_equal(run(prepared, image=normalise(PIXELS)), run(model, image=normalise(PIXELS)))
 
 
-HEADS = (
-    "g (float[2] x, int64 k, string s) => (float[2] y, float[2] z, string t)"
-    "{ y = Abs(x)  c = Cast<to = 1>(k)  n = Neg(x)  z = Mul(n, c)  t = Identity(s) }"
-)
+HEADS = """g (float[2] x, int64 k, string s) => (float[2] y, float[2] z, string t)
+    { y = Abs(x)  c = Cast<to = 1>(k)  n = Neg(x)  z = Mul(n, c)  t = Identity(s) }"""
 
 
 def test_outputs_are_left_out_with_what_made_them(tmp_path: Path) -> None:

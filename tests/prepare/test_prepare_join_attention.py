@@ -16,13 +16,11 @@ from edgekit.prepare.fix import fix_model
 from edgekit.target import load_target
 
 # Two heads of four numbers, five rows that ask three: what stands between the marks is what each case changes.
-ROWS = (
-    "g (float[1,5,8] q, float[1,3,8] k, float[1,3,8] v) => (float[1,5,8] y) <int64[4] s = {1,-1,2,4}, "
-    "int64[3] j = {1,5,8}, float h = {0.5}, float z = {0}, float[1,1,5,3] m = {0,-9,0,1,1,1,-9,0,0,0,0,0,2,-9,-9}, "
-    "float[3,1] w = {1,2,3}, float[1,3] r = {0,-9,1}, float t = {0.25}> "
-    "{ a = Reshape(q, s) b = Reshape(k, s) c = Reshape(v, s) qh = Transpose<perm=[0,2,1,3]>(a) "
-    "vh = Transpose<perm=[0,2,1,3]>(c) "
-)
+ROWS = """g (float[1,5,8] q, float[1,3,8] k, float[1,3,8] v) => (float[1,5,8] y) <int64[4] s = {1,-1,2,4},
+    int64[3] j = {1,5,8}, float h = {0.5}, float z = {0}, float[1,1,5,3] m = {0,-9,0,1,1,1,-9,0,0,0,0,0,2,-9,-9},
+    float[3,1] w = {1,2,3}, float[1,3] r = {0,-9,1}, float t = {0.25}>
+    { a = Reshape(q, s) b = Reshape(k, s) c = Reshape(v, s) qh = Transpose<perm=[0,2,1,3]>(a)
+    vh = Transpose<perm=[0,2,1,3]>(c)"""
 END = "o = MatMul(p, vh) x = Transpose<perm=[0,2,1,3]>(o) y = Reshape(x, j) }"
 TURNED = "kt = Transpose<perm=[0,2,3,1]>(b) "
 TWICE = "kh = Transpose<perm=[0,2,1,3]>(b) kt = Transpose<perm=[0,1,3,2]>(kh) "
@@ -108,12 +106,10 @@ def test_the_cpu_gets_the_attention_of_exporters_whole_where_it_stays_float(
 
 
 # -1000 stands for minus infinity, for which the text of a graph has no word.
-GUARD = (
-    "g (float[2,3] x, bool[2,3] k, float[2,3] f) => (float[2,3] y) <float z = {0}, float l = {-3.4e38}, "
-    "float u = {100}, float[3,3] x1 = {1,0,0,0,1,0,0,0,1}, float none = {-1000}, "
-    "float[2,3] some = {0,-1000,0,0,0,-1000}, float[2,3] whole = {0,-1000,0,-1000,-1000,-1000}> "
-    "{ BODY c = Softmax<axis=-1>(s) n = IsNaN(c) y = Where(n, z, c) }"
-)
+GUARD = """g (float[2,3] x, bool[2,3] k, float[2,3] f) => (float[2,3] y) <float z = {0}, float l = {-3.4e38},
+    float u = {100}, float[3,3] x1 = {1,0,0,0,1,0,0,0,1}, float none = {-1000},
+    float[2,3] some = {0,-1000,0,0,0,-1000}, float[2,3] whole = {0,-1000,0,-1000,-1000,-1000}>
+    { BODY c = Softmax<axis=-1>(s) n = IsNaN(c) y = Where(n, z, c) }"""
 IDLE = {
     "no mask": "s = MatMul(x, x1)",
     "the lowest number by a mask": "m = Where(k, z, l) a = MatMul(x, x1) s = Add(a, m)",
@@ -181,13 +177,12 @@ def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zero
     assert_same(tmp_path, fixed, 0)
 
 
-ROTARY = (
-    "g (float[1,2,3,4] x, int64[1,3] p, float[1,1,3,4] fed) => (float[1,2,3,4] y) <int64[1] a = {0}, int64[1] h = {2}, "
-    "int64[1] e = {4}, int64[1] d = {3}, int64[1] o = {1}, int64[1] t = {2}, float[1,1,2] w = {1, 0.01}, "
-    "float[1,1,3,4] c = {1,2,1,2,3,4,3,4,5,6,5,6}, float[3,4] s = {1,2,1,2,3,4,3,4,5,6,5,6}, "
-    "float[1,1,3,4] uneven = {1,2,1,2,3,4,3,4,5,6,5,7}> "
-    "{ x1 = Slice(x, a, h, d) x2 = Slice(x, h, e, d) n = Neg(x2) r = Concat<axis=-1>(n, x1) BODY }"
-)
+ROTARY = """
+    g (float[1,2,3,4] x, int64[1,3] p, float[1,1,3,4] fed) => (float[1,2,3,4] y) <int64[1] a = {0}, int64[1] h = {2},
+    int64[1] e = {4}, int64[1] d = {3}, int64[1] o = {1}, int64[1] t = {2}, float[1,1,2] w = {1, 0.01},
+    float[1,1,3,4] c = {1,2,1,2,3,4,3,4,5,6,5,6}, float[3,4] s = {1,2,1,2,3,4,3,4,5,6,5,6},
+    float[1,1,3,4] uneven = {1,2,1,2,3,4,3,4,5,6,5,7}>
+    { x1 = Slice(x, a, h, d) x2 = Slice(x, h, e, d) n = Neg(x2) r = Concat<axis=-1>(n, x1) BODY }"""
 TURNS = {
     "constants": "u = Mul(x, c) v = Mul(r, s) y = Add(u, v)",
     "the other way round": "u = Mul(c, x) v = Mul(s, r) y = Add(v, u)",

@@ -76,14 +76,10 @@ def test_a_model_worked_on_outside_of_memory_becomes_the_same(
     assert stored[0] == stored[1]
 
 
-MATRIX = (
-    "g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}> "
-    "{ [made] w = ConstantOfShape<value = float[1] {0.5}>(s) [mm] a = MatMul(x, w) [act] y = Relu(a) }"
-)
-TWINS = (
-    "g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}, int64[2] t = {256, 256}> "
-    "{ v = ConstantOfShape(s) w = ConstantOfShape(t) a = MatMul(x, v) b = MatMul(x, w) c = Neg(a) y = Add(c, b) }"
-)
+MATRIX = """g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}>
+    { [made] w = ConstantOfShape<value = float[1] {0.5}>(s) [mm] a = MatMul(x, w) [act] y = Relu(a) }"""
+TWINS = """g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}, int64[2] t = {256, 256}>
+    { v = ConstantOfShape(s) w = ConstantOfShape(t) a = MatMul(x, v) b = MatMul(x, w) c = Neg(a) y = Add(c, b) }"""
 
 
 def _with_weights(path: Path, *, normalised: bool) -> Model:

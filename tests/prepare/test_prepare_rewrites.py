@@ -14,108 +14,75 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import ASKED, FIXES, REWRITES, SPELLINGS, fix_model
 
 WITH = {
-    "default-activations": (
-        "g (float[2,1,3] x, float[2,8,3] w, float[2,8,2] r, float[1,6,3] u, float[1,6,2] v) "
-        "=> (float[2,2,1,2] y, float[2,1,1,2] z) { "
-        'y = LSTM<hidden_size=2, direction="bidirectional", activations=["Sigmoid", "Tanh", "Tanh", "sigmoid", "tanh", '
-        '"tanh"]>(x, w, r) z = GRU<hidden_size=2, activations=["Sigmoid", "Tanh"]>(x, u, v) }'
-    ),
+    "default-activations": """g (float[2,1,3] x, float[2,8,3] w, float[2,8,2] r, float[1,6,3] u, float[1,6,2] v)
+        => (float[2,2,1,2] y, float[2,1,1,2] z) {
+        y = LSTM<hidden_size=2, direction="bidirectional", activations=["Sigmoid", "Tanh", "Tanh", "sigmoid", "tanh",
+        "tanh"]>(x, w, r) z = GRU<hidden_size=2, activations=["Sigmoid", "Tanh"]>(x, u, v) }""",
     # onnx's text form has float16 as integers of the same bits: 15360 is 1, 16384 is 2.
-    "half-to-float": (
-        "g (bool c, float16[2,3] x, float[3,3] f) => (float16[2,3] y, float[2,3] z, float16[2,3] q) "
-        "<float16[3] b = {15360, 16384, 17408}, int64[2] s = {2, 3}> "
-        "{ h = Cast<to=10>(f) p = MatMul(x, h) q = Add(p, b) k = ConstantOfShape<value = float16[1] {16896}>(s) "
-        "t = Mul(q, k) z = Cast<to=1>(t) y = If(c) "
-        "<then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) }, "
-        "else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }"
-    ),
+    "half-to-float": """g (bool c, float16[2,3] x, float[3,3] f) => (float16[2,3] y, float[2,3] z, float16[2,3] q)
+        <float16[3] b = {15360, 16384, 17408}, int64[2] s = {2, 3}>
+        { h = Cast<to=10>(f) p = MatMul(x, h) q = Add(p, b) k = ConstantOfShape<value = float16[1] {16896}>(s)
+        t = Mul(q, k) z = Cast<to=1>(t) y = If(c)
+        <then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) },
+        else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }""",
     "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
     "index-to-int32": (
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
-    "gather-to-reshape": (
-        "g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1}, "
-        "int64[1,4,1] k = {0, 1, 2, 3}> { y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
-    ),
-    "gather-from-start": (
-        "g (float[4,3] x) => (float[4] y, float[2,3] z) <int64 i = {-1}, int32[2] k = {-3, 2}> "
-        "{ y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
-    ),
-    "plain-gather": (
-        "g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f) "
-        "<float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0}, "
-        "int64[3,4] k = {0, 3, 2, 1, 1, 1, 0, 2, 3, 3, 0, 1}> "
-        "{ b = Greater(x, h) s = Gather(b, i) y = Cast<to=1>(s) t = GatherND(b, p) z = Cast<to=1>(t) "
-        "u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) }"
-    ),
-    "pad-reflect": (
-        "g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}> "
-        '{ a = Relu(x) y = Pad<mode="reflect">(a, p) }'
-    ),
-    "plain-gemm": (
-        "g (float[3,2] x, float[3,4] w) => (float[2,4] y) <float[4] c = {1, 2, 3, 4}> "
-        "{ y = Gemm<alpha=0.5, beta=2.0, transA=1>(x, w, c) }"
-    ),
-    "gemm-to-matmul": (
-        "g (float[1,4,3] x) => (float[1,4,2] y) <int64[2] f = {4,3}, int64[3] s = {1,4,2}, float[2] b = {1,-2}, "
-        "float[3,2] w = {1,2,3,4,5,6}> { r = Reshape(x, f) p = Gemm(r, w, b) y = Reshape(p, s) }"
-    ),
+    "gather-to-reshape": """g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1},
+        int64[1,4,1] k = {0, 1, 2, 3}> { y = Gather<axis=-1>(x, i) z = Gather(x, k) }""",
+    "gather-from-start": """g (float[4,3] x) => (float[4] y, float[2,3] z) <int64 i = {-1}, int32[2] k = {-3, 2}>
+        { y = Gather<axis=-1>(x, i) z = Gather(x, k) }""",
+    "plain-gather": """g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f)
+        <float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0},
+        int64[3,4] k = {0, 3, 2, 1, 1, 1, 0, 2, 3, 3, 0, 1}>
+        { b = Greater(x, h) s = Gather(b, i) y = Cast<to=1>(s) t = GatherND(b, p) z = Cast<to=1>(t)
+        u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) }""",
+    "pad-reflect": """g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}>
+        { a = Relu(x) y = Pad<mode="reflect">(a, p) }""",
+    "plain-gemm": """g (float[3,2] x, float[3,4] w) => (float[2,4] y) <float[4] c = {1, 2, 3, 4}>
+        { y = Gemm<alpha=0.5, beta=2.0, transA=1>(x, w, c) }""",
+    "gemm-to-matmul": """
+        g (float[1,4,3] x) => (float[1,4,2] y) <int64[2] f = {4,3}, int64[3] s = {1,4,2}, float[2] b = {1,-2},
+        float[3,2] w = {1,2,3,4,5,6}> { r = Reshape(x, f) p = Gemm(r, w, b) y = Reshape(p, s) }""",
     "matmul-to-2d": (
         "g (float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }"
     ),
-    "join-hard-swish": (
-        "g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}> "
-        "{ a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }"
-    ),
+    "join-hard-swish": """g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}>
+        { a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }""",
     "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
-    "split-layer-norm": (
-        "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}> "
-        "{ y = LayerNormalization<epsilon=0.001>(x, w, b) }"
-    ),
-    "split-rms-norm": (
-        "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}> "
-        "{ y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001, stash_type=1>(x, w) }"
-    ),
-    "split-skip-norm": (
-        "g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,3] t) "
-        "<float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}, float[3] c = {3, 1, 2}> "
-        "{ y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c) }"
-    ),
+    "split-layer-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}>
+        { y = LayerNormalization<epsilon=0.001>(x, w, b) }""",
+    "split-rms-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}>
+        { y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001, stash_type=1>(x, w) }""",
+    "split-skip-norm": """g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,3] t)
+        <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}, float[3] c = {3, 1, 2}>
+        { y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c) }""",
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
     "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
-    "split-bias-gelu": (
-        "g (float[2,9] x, float[9] b) => (float[2,9] y) "
-        "{ a = com.microsoft.BiasGelu(x, b) y = com.microsoft.FastGelu(a, b) }"
-    ),
-    "split-embed-norm": (
-        "g (float[1,2] x) => (float[1,2,3] y, int32[1] m, float[1,2,3] t) <int32[1,2] i = {3, 1}, "
-        "int32[1,2] s = {0, 1}, float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,-12}, "
-        "float[2,3] k = {1,2,-3,4,5,6}, float[3] g = {1,2,3}> "
-        "{ c = Cast<to=6>(x) y, m, t = com.microsoft.EmbedLayerNormalization<epsilon=0.001>(i, s, w, w, k, g, g, c) }"
-    ),
-    "flat-expand": (
-        "g (float[1,2,4,3] x) => (float[1,6,4,3] y) "
-        "<int64[1] a = {2}, int64[5] s = {1,2,3,4,3}, int64[4] t = {1,6,4,3}> "
-        "{ b = Unsqueeze(x, a) c = Expand(b, s) y = Reshape(c, t) }"
-    ),
+    "split-bias-gelu": """g (float[2,9] x, float[9] b) => (float[2,9] y)
+        { a = com.microsoft.BiasGelu(x, b) y = com.microsoft.FastGelu(a, b) }""",
+    "split-embed-norm": """g (float[1,2] x) => (float[1,2,3] y, int32[1] m, float[1,2,3] t) <int32[1,2] i = {3, 1},
+        int32[1,2] s = {0, 1}, float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,-12},
+        float[2,3] k = {1,2,-3,4,5,6}, float[3] g = {1,2,3}>
+        { c = Cast<to=6>(x) y, m, t = com.microsoft.EmbedLayerNormalization<epsilon=0.001>(i, s, w, w, k, g, g, c) }""",
+    "flat-expand": """g (float[1,2,4,3] x) => (float[1,6,4,3] y)
+        <int64[1] a = {2}, int64[5] s = {1,2,3,4,3}, int64[4] t = {1,6,4,3}>
+        { b = Unsqueeze(x, a) c = Expand(b, s) y = Reshape(c, t) }""",
     "expand-to-concat": (
         "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
     ),
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
-    "join-gelu": (
-        "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}> "
-        "{ a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
-    ),
-    "join-softmax": (
-        "g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z) "
-        "<int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}, float b = {-inf}> "
-        "{ j = ReduceMax<axes=[1], keepdims=0>(x) m = Max(b, j) n = Reshape(m, s) c = Sub(x, n) e = Exp(c) "
-        "t = ReduceSum<keepdims=0>(e, a) u = Unsqueeze(t, a) y = Div(e, u) "
-        "f = Exp(x) g = ReduceSum(f, l) z = Div(f, g) }"
-    ),
+    "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}>
+        { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
+    "join-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z)
+        <int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}, float b = {-inf}>
+        { j = ReduceMax<axes=[1], keepdims=0>(x) m = Max(b, j) n = Reshape(m, s) c = Sub(x, n) e = Exp(c)
+        t = ReduceSum<keepdims=0>(e, a) u = Unsqueeze(t, a) y = Div(e, u)
+        f = Exp(x) g = ReduceSum(f, l) z = Div(f, g) }""",
     "join-layer-norm": (
         "g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z) <float[3] w = {1, -2, 3}, float t = {2}, "
         "float[4,1] b = {1, -2, 3, 4}, float e = {0.001}, int64[1] a = {1}, int64[3] s = {2,1,3}, float q = {0.25}, "
@@ -128,85 +95,69 @@ WITH = {
         "j = Reshape(g, s) i = Add(e, j) r1 = Sqrt(i) r2 = Reciprocal(r1) rb = Mul(r2, b) cb = Mul(c1, rb) "
         "z = Add(b, cb) }"
     ),
-    "join-rms-norm": (
-        "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
-        "{ a = Pow(x, t) b = ReduceMean<axes=[-1]>(a) c = Add(b, e) d = Sqrt(c) f = Reciprocal(d) g = Mul(x, f) "
-        "y = Mul(w, g) }"
-    ),
-    "unsigned-weights": (
-        "g (float[2,3] x) => (float[2,2] y) <int8[3,2] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}> "
-        "{ f = DequantizeLinear(w, s) y = Gemm(x, f) }"
-    ),
+    "join-rms-norm": """
+        g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}>
+        { a = Pow(x, t) b = ReduceMean<axes=[-1]>(a) c = Add(b, e) d = Sqrt(c) f = Reciprocal(d) g = Mul(x, f)
+        y = Mul(w, g) }""",
+    "unsigned-weights": """
+        g (float[2,3] x) => (float[2,2] y) <int8[3,2] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}>
+        { f = DequantizeLinear(w, s) y = Gemm(x, f) }""",
     "clip-to-min-max": (
         "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
     ),
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
-    "default-activations": (
-        "g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) { "
-        'y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }'
-    ),
+    "default-activations": """
+        g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) {
+        y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }""",
     "half-to-float": "g (float16[2] x) => (float16[2] y) { a = Relu(x) y = my.Half(a) }",
     "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}, float six = {6}> { y = Clip(x, low, six) }",
     "index-to-int32": "g (float[5,3] x, int32[2] i) => (float[2,3] y) { y = Gather<axis=0>(x, i) }",
-    "gather-to-reshape": (
-        "g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4,2] y, float[4,3] z, float[4,3] w, float[3,3] t) "
-        "<int64[2] i = {0, 1}, int64[4] k = {0, 2, 1, 3}, int64[3] m = {0, 1, 2}> "
-        "{ y = Gather<axis=1>(x, i) z = Gather(x, k) w = Gather(x, r) t = Gather(u, m) }"
-    ),
-    "gather-from-start": (
-        "g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4] y, float[4,3] z, float[1,3] t) "
-        "<int64 i = {1}, int64[1] m = {-1}> { y = Gather<axis=1>(x, i) z = Gather(x, r) t = Gather(u, m) }"
-    ),
+    "gather-to-reshape": """
+        g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4,2] y, float[4,3] z, float[4,3] w, float[3,3] t)
+        <int64[2] i = {0, 1}, int64[4] k = {0, 2, 1, 3}, int64[3] m = {0, 1, 2}>
+        { y = Gather<axis=1>(x, i) z = Gather(x, k) w = Gather(x, r) t = Gather(u, m) }""",
+    "gather-from-start": """g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4] y, float[4,3] z, float[1,3] t)
+        <int64 i = {1}, int64[1] m = {-1}> { y = Gather<axis=1>(x, i) z = Gather(x, r) t = Gather(u, m) }""",
     "plain-gather": "g (int32[5,3] x, int32[2] i) => (int32[2,3] y) { y = Gather<axis=0>(x, i) }",
-    "pad-reflect": (
-        "g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}> "
-        '{ y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }'
-    ),
+    "pad-reflect": """
+        g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}>
+        { y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }""",
     "plain-gemm": "g (float[2,3] x, float[3,4] w) => (float[2,4] y) { y = Gemm<beta=2.0>(x, w) }",
-    "gemm-to-matmul": (
-        "g (float[2,2,3] x) => (float[4,2] y, float[4,2] z) <int64[2] f = {4,3}, float[2,3] w = {1,2,3,4,5,6}> "
-        "{ r = Reshape(x, f) y = Gemm<transB=1>(r, w) z = Gemm<transB=1, alpha=2.0>(r, w) }"
-    ),
+    "gemm-to-matmul": """
+        g (float[2,2,3] x) => (float[4,2] y, float[4,2] z) <int64[2] f = {4,3}, float[2,3] w = {1,2,3,4,5,6}>
+        { r = Reshape(x, f) y = Gemm<transB=1>(r, w) z = Gemm<transB=1, alpha=2.0>(r, w) }""",
     "matmul-to-2d": "g (float[2,4,3] x, float[3,2] w) => (float[2,4,2] y) { y = MatMul(x, w) }",
-    "join-hard-swish": (
-        "g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}> "
-        "{ a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }"
-    ),
+    "join-hard-swish": """
+        g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}>
+        { a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }""",
     "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSigmoid(x) }",
     "split-layer-norm": (
         "g (float[2,3] x) => (float[2,3] y, float[2,1] m) <float[3] w = {1, -2, 3}> { y, m = LayerNormalization(x, w) }"
     ),
-    "split-rms-norm": (
-        "g (float[N,3] x) => (float[N,3] y) <float[3] w = {1, -2, 3}> "
-        "{ y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001>(x, w) }"
-    ),
-    "split-skip-norm": (
-        "g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,1] m) <float[3] w = {1, -2, 3}> "
-        "{ y, m = com.microsoft.SkipLayerNormalization(x, z, w) }"
-    ),
+    "split-rms-norm": """g (float[N,3] x) => (float[N,3] y) <float[3] w = {1, -2, 3}>
+        { y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001>(x, w) }""",
+    "split-skip-norm": """
+        g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,1] m) <float[3] w = {1, -2, 3}>
+        { y, m = com.microsoft.SkipLayerNormalization(x, z, w) }""",
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "exact-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.QuickGelu(x) }",
     "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
-    "split-embed-norm": (
-        "g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
-        "float[3] g = {1,2,3}> { y, m = com.microsoft.EmbedLayerNormalization(i, , w, w, , g, ) }"
-    ),
-    "expand-to-concat": (
-        "g (float[1,1,3] x, float[1,3] z, float[1,2] t) => (float[2,4,3] y, float[1,1,3] u, float[17,2] v) "
-        "<int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}> "
-        "{ y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }"
-    ),
+    "split-embed-norm": """
+        g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
+        float[3] g = {1,2,3}> { y, m = com.microsoft.EmbedLayerNormalization(i, , w, w, , g, ) }""",
+    "expand-to-concat": """
+        g (float[1,1,3] x, float[1,3] z, float[1,2] t) => (float[2,4,3] y, float[1,1,3] u, float[17,2] v)
+        <int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}>
+        { y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }""",
     "neg-to-mul": "g (int32[2,9] x) => (int32[2,9] y) { y = Neg(x) }",
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
-    "join-gelu": (
-        "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}> "
-        "{ a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
-    ),
+    "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}>
+        { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
     "join-softmax": (
         "g (float[4,4] x, float[4,4] w) => (float[4,4] y, float[4,4] z, float[4,4] v) "
         "<int64[1] a = {0}, int64[1] b = {1}, int64[2] ab = {0,1}, int64[2] s = {4,1}> "
@@ -214,25 +165,19 @@ WITHOUT = {
         "{ e = Exp(x) t = ReduceSum<keepdims=0>(e, a) t2 = Reshape(t, s) y = Div(e, t2) h = ReduceSum(e, ab) "
         "z = Div(e, h) f = Exp(w) k = ReduceSum(f, b) v = Div(e, k) }"
     ),
-    "join-layer-norm": (
-        "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float t = {2}, float e = {0.001}> "
-        "{ m = ReduceMean<axes=[1]>(u) c = Sub(x, m) p = Pow(c, t) v = ReduceMean<axes=[1]>(p) f = Add(v, e) "
-        "r = Sqrt(f) y = Div(c, r) }"
-    ),
-    "join-rms-norm": (
-        "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
-        "{ a = Pow(x, t) b = ReduceMean<axes=[1]>(a) c = Add(b, e) d = Sqrt(c) f = Div(x, d) y = Mul(w, f) }"
-    ),
-    "unsigned-weights": (
-        "g (float[1,3,4,4] x) => (float[1,2,4,4] y) <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}> "
-        "{ f = DequantizeLinear(w, s) y = Conv(x, f) }"
-    ),
+    "join-layer-norm": """g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float t = {2}, float e = {0.001}>
+        { m = ReduceMean<axes=[1]>(u) c = Sub(x, m) p = Pow(c, t) v = ReduceMean<axes=[1]>(p) f = Add(v, e)
+        r = Sqrt(f) y = Div(c, r) }""",
+    "join-rms-norm": """
+        g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}>
+        { a = Pow(x, t) b = ReduceMean<axes=[1]>(a) c = Add(b, e) d = Sqrt(c) f = Div(x, d) y = Mul(w, f) }""",
+    "unsigned-weights": """
+        g (float[1,3,4,4] x) => (float[1,2,4,4] y) <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}>
+        { f = DequantizeLinear(w, s) y = Conv(x, f) }""",
     "clip-to-min-max": "g (float[2,9] x, float low) => (float[2,9] y) { y = Clip(x, low) }",
-    "plain-slope": (
-        "g (float[2,2,1,1] x, float[1,2,1,1] r) => (float[2,2,1,1] y, float[2,2,1,1] z, float[2,2,1,1] t) "
-        "<float[2,1,1,1] s = {0.25, -2}, float[2,1,1] p = {0.25, -2}> "
-        "{ y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) }"
-    ),
+    "plain-slope": """g (float[2,2,1,1] x, float[1,2,1,1] r) => (float[2,2,1,1] y, float[2,2,1,1] z, float[2,2,1,1] t)
+        <float[2,1,1,1] s = {0.25, -2}, float[2,1,1] p = {0.25, -2}>
+        { y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) }""",
 }
 TOLERANCE = {
     # Without the rounding to 11 bits of the mantissa.
@@ -324,13 +269,11 @@ def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     assert rewrite(tmp_path, text, "join-hard-swish").fixes == ()
 
 
-FLAX_NORM = (
-    "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <int64[2] s = {4,1}, int64[2] t = {1,4}, float o = {0}, "
-    "float e = {0.001}, float[4] w = {1,-2,3,4}, float[4,4] full = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
-    "int64[1] one = {1}> { a = ReduceMean<axes=[1], keepdims=0>(x) m = Reshape(a, s) c = Sub(x, m) p = Mul(x, x) "
-    "b = ReduceMean<axes=[1], keepdims=0>(p) q = Mul(a, a) d = Sub(b, q) f = Max(o, d) v = Reshape(f, s) "
-    "h = Add(v, e) r = Sqrt(h) n = Div(c, r) i = Mul(n, w) y = Add(i, w) }"
-)
+FLAX_NORM = """g (float[4,4] x, float[4,4] u) => (float[4,4] y) <int64[2] s = {4,1}, int64[2] t = {1,4}, float o = {0},
+    float e = {0.001}, float[4] w = {1,-2,3,4}, float[4,4] full = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7},
+    int64[1] one = {1}> { a = ReduceMean<axes=[1], keepdims=0>(x) m = Reshape(a, s) c = Sub(x, m) p = Mul(x, x)
+    b = ReduceMean<axes=[1], keepdims=0>(p) q = Mul(a, a) d = Sub(b, q) f = Max(o, d) v = Reshape(f, s)
+    h = Add(v, e) r = Sqrt(h) n = Div(c, r) i = Mul(n, w) y = Add(i, w) }"""
 
 
 @pytest.mark.parametrize(
@@ -363,12 +306,10 @@ def test_what_is_nearly_a_layer_norm_stays(tmp_path: Path, part: str, instead: s
     assert rewrite(tmp_path, FLAX_NORM.replace(part, instead), "join-layer-norm").fixes == ()
 
 
-TENSORFLOW_NORM = (
-    "g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float e = {0.001}, float[4] w = {1,-2,3,4}, "
-    "float[4] b = {4,3,2,1}> { m = ReduceMean<axes=[1]>(x) c = Sub(x, m) p = Mul(c, c) "
-    "v = ReduceMean<axes=[1]>(p) h = Add(v, e) r = Sqrt(h) i = Reciprocal(r) f = Mul(i, w) s = Mul(x, f) "
-    "n = Mul(m, f) t = Sub(b, n) y = Add(s, t) }"
-)
+TENSORFLOW_NORM = """g (float[4,4] x, float[4,4] u) => (float[4,4] y) <float e = {0.001}, float[4] w = {1,-2,3,4},
+    float[4] b = {4,3,2,1}> { m = ReduceMean<axes=[1]>(x) c = Sub(x, m) p = Mul(c, c)
+    v = ReduceMean<axes=[1]>(p) h = Add(v, e) r = Sqrt(h) i = Reciprocal(r) f = Mul(i, w) s = Mul(x, f)
+    n = Mul(m, f) t = Sub(b, n) y = Add(s, t) }"""
 
 
 @pytest.mark.parametrize(
@@ -473,10 +414,8 @@ def test_weights_of_float16_in_another_file_become_float32(tmp_path: Path) -> No
 
 
 def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:
-    text = (
-        "g (bool c, float[2] x) => (float[2] y) { a = Identity(x) y = If (c) "
-        "<then_branch = t () => (float[2] u) { u = Neg(a) }, else_branch = e () => (float[2] v) { v = Abs(a) }> }"
-    )
+    text = """g (bool c, float[2] x) => (float[2] y) { a = Identity(x) y = If (c)
+        <then_branch = t () => (float[2] u) { u = Neg(a) }, else_branch = e () => (float[2] v) { v = Abs(a) }> }"""
     assert rewrite(tmp_path, text, "drop-copies").fixes == ()
 
 

@@ -85,10 +85,8 @@ def test_what_something_else_reads_or_makes_is_left_alone(text: str, tmp_path: P
 
 
 def test_a_zero_point_that_others_read_stays(tmp_path: Path) -> None:
-    text = (
-        f"g (float[2,3] x) => (float[2,2] y) <{W}, int8[2] v = {{1, 2}}, float s = {{0.5}}, int8 z = {{0}}> "
-        "{ f = DequantizeLinear(w, s, z) h = DequantizeLinear(v, s, z) m = MatMul(x, f) y = Add(m, h) }"
-    )
+    text = f"""g (float[2,3] x) => (float[2,2] y) <{W}, int8[2] v = {{1, 2}}, float s = {{0.5}}, int8 z = {{0}}>
+        {{ f = DequantizeLinear(w, s, z) h = DequantizeLinear(v, s, z) m = MatMul(x, f) y = Add(m, h) }}"""
     fixed = rewrite(tmp_path, text, UNSIGNED_WEIGHTS)
     assert [weight.dtype.name for weight in weights(fixed.model.path)] == ["uint8", "int8"]
     assert constants(fixed.model.path)["z"] == np.int8(0)

@@ -29,11 +29,9 @@ def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
 
 def test_nodes_stand_after_those_that_they_read_in_bodies_too(tmp_path: Path) -> None:
     """ONNX asks for it, and edgekit refuses a model where it is not so."""
-    text = (
-        f"{HEAD} (bool c, float[2,2] x) => (float[2,2] y) {{"
-        " a = Relu(x) r = If(c) <then_branch = t () => (float[2,2] u) { u = Add(a, x) },"
-        " else_branch = e () => (float[2,2] v) { v = Abs(a) }> y = Neg(r) }"
-    )
+    text = f"""{HEAD} (bool c, float[2,2] x) => (float[2,2] y) {{
+        a = Relu(x) r = If(c) <then_branch = t () => (float[2,2] u) {{ u = Add(a, x) }},
+        else_branch = e () => (float[2,2] v) {{ v = Abs(a) }}> y = Neg(r) }}"""
     for path in (MODEL, parse_model(text, tmp_path / "m.onnx")):
         model = prepare_model(load_model(path), tmp_path / f"p-{path.stem}.onnx", {})
         converted = convert_to_fp16(model, (), tmp_path / f"h-{path.stem}.onnx")
@@ -59,11 +57,9 @@ def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
 
 def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
     """What lies between them may be beyond half; where a half node reads it too, it reads a half."""
-    text = (
-        "g (float[2] x) => (float[2] y, float[2] z, bool[2] n)"
-        "{ [a] h = Abs(x) [b] s = Mul(h, h) [c] r = Sqrt(s) [d] y = Neg(r) [e] z = Relu(r) [f] m = Sigmoid(r)"
-        " [g] n = IsNaN(m) }"
-    )
+    text = """g (float[2] x) => (float[2] y, float[2] z, bool[2] n)
+        { [a] h = Abs(x) [b] s = Mul(h, h) [c] r = Sqrt(s) [d] y = Neg(r) [e] z = Relu(r) [f] m = Sigmoid(r)
+        [g] n = IsNaN(m) }"""
     sample = {"x": np.array([300.0, 1e-5], np.float32)}
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     kept = convert_to_fp16(model, ("b", "c", "f"), tmp_path / "k.onnx").model
@@ -79,11 +75,9 @@ def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
 
 def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: Path) -> None:
     """Nothing tells onnx that it gives floats, and no cast stood between it and the nodes behind it."""
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[2] x) => (float[2] y)'
-        "{ [a] h = Abs(x) [b] s = com.microsoft.Gelu(h) [c] r = Sqrt(s) [d] q = Neg(r) [e] p = Mul(r, q)"
-        " [f] y = Neg(p) }"
-    )
+    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[2] x) => (float[2] y)
+        { [a] h = Abs(x) [b] s = com.microsoft.Gelu(h) [c] r = Sqrt(s) [d] q = Neg(r) [e] p = Mul(r, q)
+        [f] y = Neg(p) }"""
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     kept = convert_to_fp16(model, ("b", "d"), tmp_path / "k.onnx").model
     got = CpuSession(kept.path, SessionSettings(level=Level.DISABLED)).run({"x": np.array([9.0, 4.0], np.float32)})
