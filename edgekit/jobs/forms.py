@@ -29,7 +29,7 @@ from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
-from edgekit.verify.layers.comparison import spread_golden
+from edgekit.verify.layers.comparison import choose_layer_samples
 from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
 # Enough samples to see the largest values; each one costs a run of the float model without optimizations.
@@ -51,7 +51,7 @@ def halve_model(
     beyond: dict[str, float] = {}
     # Where a run is refused the layers cannot be compared either, and what they say of it goes into the bundle.
     with contextlib.suppress(RuntimeRefusal):
-        reaches = find_overflows(prepared, spread_golden(golden))
+        reaches = find_overflows(prepared, choose_layer_samples(golden))
         beyond = {name: reach for name, reach in reaches.items() if name not in left}
     if beyond:
         worst = max(beyond, key=beyond.__getitem__)
@@ -63,7 +63,7 @@ def halve_model(
     halved = [node.name for node in check.node_list if node.taken and node.name not in beyond]
     lossy, least_db = None, target.thresholds.min_sqnr_db
     with contextlib.suppress(RuntimeRefusal):
-        lossy = find_lossy(prepared, halved, spread_golden(golden, _SAMPLES), least_db)
+        lossy = find_lossy(prepared, halved, choose_layer_samples(golden, _SAMPLES), least_db)
     if lossy is not None:
         notes.append(
             f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32: in half"

@@ -171,14 +171,14 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     arenas: list[list[tuple[Arena, Arena]]] = [[] for _ in runs]
     starts = [run.ts for run in runs]
     for event in sorted(kernels, key=attrgetter("ts")):
-        at, told = bisect_right(starts, event.ts) - 1, event.args
-        if at >= 0 and told.mem_in_use_peak:
-            held, used = _read_count(told.mem_arena_held), _read_count(told.mem_bytes_in_use)
+        at, args = bisect_right(starts, event.ts) - 1, event.args
+        if at >= 0 and args.mem_in_use_peak:
+            held, used = _read_count(args.mem_arena_held), _read_count(args.mem_bytes_in_use)
             before = Arena(
-                held_bytes=max(0, held - _read_count(told.mem_arena_held_delta)),
-                peak_bytes=max(0, used - _read_count(told.mem_in_use_delta)),
+                held_bytes=max(0, held - _read_count(args.mem_arena_held_delta)),
+                peak_bytes=max(0, used - _read_count(args.mem_in_use_delta)),
             )
-            after = Arena(held_bytes=held, peak_bytes=_read_count(told.mem_in_use_peak))
+            after = Arena(held_bytes=held, peak_bytes=_read_count(args.mem_in_use_peak))
             arenas[at].append((before, after))
     for step in _nest(kernels):
         at = bisect_right(starts, step.start_us) - 1

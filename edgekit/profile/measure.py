@@ -187,16 +187,16 @@ class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the rounds on a device: median times without and with the profiler, the traces, and the last run.
 
-    `npu` holds the cycles that an NPU reported. `plain` is a run without the profiler and `bare` one without an arena,
-    if there was time for them.
+    `npu` holds the cycles that an NPU reported. If there was time for them, `unprofiled` is a run without the profiler
+    and `without_arena` one without an arena.
     """
 
     rounds: tuple[tuple[float, float], ...]
     traces: tuple[Trace, ...]
     last: DeviceRun
     npu: tuple[Cycles, ...] = ()
-    plain: DeviceRun | None = None
-    bare: DeviceRun | None = None
+    unprofiled: DeviceRun | None = None
+    without_arena: DeviceRun | None = None
     raw: bytes = b""
 
 
@@ -250,7 +250,7 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
     events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
     runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
     times: list[dict[bool, float]] = []
-    last, plain = first, None
+    last, unprofiled = first, None
     for number in range(count):
         times.append({})
         # The order alternates from round to round, so that neither half always finds the device rested.
@@ -263,20 +263,20 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
                     npu += _read_cycles(last)
                     raw = _read_raw(last, options)
                 else:
-                    plain = plain or last
+                    unprofiled = unprofiled or last
             steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
             times[-1][traced] = median(steady)
-    bare = None
-    if plain is not None and plain.memory and end_s - time.monotonic() > start_s:
+    without_arena = None
+    if unprofiled is not None and unprofiled.memory and end_s - time.monotonic() > start_s:
         with work_folder() as work:
-            bare = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
+            without_arena = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
     return _Rounds(
         rounds=tuple((both[False], both[True]) for both in times),
         traces=tuple(traces),
         last=last,
         npu=tuple(npu),
-        plain=plain,
-        bare=bare,
+        unprofiled=unprofiled,
+        without_arena=without_arena,
         raw=raw,
     )
 
@@ -371,11 +371,11 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | No
 
 def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
     """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
-    held = (measured.plain or measured.last).memory
-    bare: Mapping[Phase, tuple[int, int]] = {} if measured.bare is None else measured.bare.memory
+    held = (measured.unprofiled or measured.last).memory
+    bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
     runs = measured.traces[-1].executions
-    told = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
-    arenas = {phase: arena for phase, arena in told.items() if arena is not None}
+    traced = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
+    arenas = {phase: arena for phase, arena in traced.items() if arena is not None}
     return tuple(
         PhaseMemory(
             phase=phase,

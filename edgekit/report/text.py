@@ -60,8 +60,8 @@ def list_remarks(report: BuildReport) -> list[str]:
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
     remarks = group_lines((bundle.target, remark) for bundle in report.bundles for remark in describe_remarks(bundle))
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
-    told = [] if report.forecast is None else [describe_forecast(report.forecast)]
-    return [*told, *remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
+    forecast = [] if report.forecast is None else [describe_forecast(report.forecast)]
+    return [*forecast, *remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
 
 
 def group_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -393,5 +393,5 @@ def _find_next(report: VerifyReport) -> str:
 
 def _quote(reason: str) -> str:
     """Returns a reason without ONNX Runtime's error codes, cut to the length that a headline may have."""
-    plain = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "ONNX Runtime says: ", " ".join(reason.split()))
-    return (plain if len(plain) <= _MOST_REASON else f"{plain[:_MOST_REASON]}...").rstrip(".")
+    cleaned = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "ONNX Runtime says: ", " ".join(reason.split()))
+    return (cleaned if len(cleaned) <= _MOST_REASON else f"{cleaned[:_MOST_REASON]}...").rstrip(".")

@@ -100,7 +100,7 @@ def describe_nearness(one: TriedSetting) -> str:
 def describe_setting(entrant: Entrant) -> Iterator[str]:
     """Yields the settings that differ from the defaults, by the names of ONNX Runtime's options."""
     setting = entrant.setting
-    told = {
+    settings = {
         "graph_optimization_level": (setting.level.value, _DEFAULT.level.value),
         "intra_op_num_threads": (setting.threads, _DEFAULT.threads),
         "inter_op_num_threads": (setting.inter_threads, _DEFAULT.inter_threads),
@@ -112,7 +112,7 @@ def describe_setting(entrant: Entrant) -> Iterator[str]:
         "batch": (entrant.batch, 1),
         "file": (entrant.file, ""),
     }
-    yield from (f"{name} = {value}" for name, (value, default) in told.items() if value != default)
+    yield from (f"{name} = {value}" for name, (value, default) in settings.items() if value != default)
     yield from (f"{key} = {value}" for key, value in {**setting.config, **setting.provider_options}.items())
 
 

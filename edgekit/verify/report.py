@@ -142,8 +142,8 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         """Where the target's own provider put the nodes, by the strongest evidence available; None if there is none."""
         # A session of an ORT file does not name what its provider compiled; that of the ONNX file in the same bundle
         # does.
-        told = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
-        return min(filter(None, told), key=lambda placed: Evidence(placed.evidence).rank, default=None)
+        placements = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
+        return min(filter(None, placements), key=lambda placed: Evidence(placed.evidence).rank, default=None)
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:

@@ -108,7 +108,7 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs as other devices' are compared with them, or None if some samples did not come back."""
 
     report: RunReport
-    held: KeptOutputs | None = None
+    kept: KeptOutputs | None = None
     scored: Scored | None = None
 
 
@@ -149,7 +149,7 @@ def verify_bundle(
         layers=layers,
         known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
     )
-    runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
+    runs, broken, kept = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
         target=manifest.target,
@@ -170,7 +170,7 @@ def verify_bundle(
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
-        differences=tuple(describe_differences(held)),
+        differences=tuple(describe_differences(kept)),
     )
 
 
@@ -194,7 +194,7 @@ def _run_devices(
         if asked.task is not None:
             scored = [(done.report, done.scored) for done in runs]
             reports = add_stand_ins(private, asked.golden or private.golden, asked.task, scored, work / "stand-in")
-        return reports, tuple(broken), tuple(done.held for done in runs if done.held is not None)
+        return reports, tuple(broken), tuple(done.kept for done in runs if done.kept is not None)
 
 
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
@@ -260,8 +260,8 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         scored, labels = None, read_labels(golden)
         if asked.task is not None and labels is not None:
             scored = score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
-        held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
-        return _Done(report=report, held=held, scored=scored)
+        kept = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
+        return _Done(report=report, kept=kept, scored=scored)
 
 
 def _measure_run(trial: _Trial) -> RunReport:
@@ -322,10 +322,10 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got, trial.rows), trial))
+    reports = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got, trial.rows), trial))
     unfaithful = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [
-        msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in plain
+        msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in reports
     ]
     failing = _name_wrong(outputs, trial)
     is_half = trial.bundle.manifest.precision == "fp16"

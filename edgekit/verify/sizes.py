@@ -48,10 +48,10 @@ def keep_outputs(device: str, kind: str, indices: Sequence[int], outputs: Sample
     return KeptOutputs(device=device, kind=kind, rows=rows)
 
 
-def describe_differences(held: Sequence[KeptOutputs]) -> Iterator[str]:
+def describe_differences(kept: Sequence[KeptOutputs]) -> Iterator[str]:
     """Yields, for each device whose numbers differ from those of the first of its kind, by how much they differ."""
     first: dict[str, KeptOutputs] = {}
-    for other in held:
+    for other in kept:
         one = first.setdefault(other.kind, other)
         shared = sorted(one.rows.keys() & other.rows.keys())
         if one is other or not shared:

@@ -61,16 +61,16 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
             suspects[name] = _OVERFLOW
             continue
         pairs = _pair(rows, name, name)
-        plain = _fit(pairs)
+        unchanged = _fit(pairs)
         transforms = (
             words
             for words, undo in _TRANSFORMS.items()
-            if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), plain)
+            if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), unchanged)
         )
         swaps = (
             f"came back as '{other}': the outputs are swapped"
             for other in (rows[0][1] if rows else ())
-            if _explains(_fit(_pair(rows, name, other)), plain)
+            if _explains(_fit(_pair(rows, name, other)), unchanged)
         )
         suspect = next(transforms, None) or _find_order(pairs) or next(swaps, None)
         if suspect:
@@ -93,8 +93,8 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
                                  for name, value in sample.items()}) for sample, _ in rows)  # fmt: skip
             return _fit(_pair([(one, found) for one, (_, found) in zip(made, rows, strict=True)], output, output))
 
-        plain = fit(lambda value: value)
-        words = next((words for words, change in _MISTAKES.items() if _explains(fit(change), plain)), None)
+        unchanged = fit(lambda value: value)
+        words = next((words for words, change in _MISTAKES.items() if _explains(fit(change), unchanged)), None)
     except EdgekitError:
         return None
     return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
@@ -163,8 +163,8 @@ def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:
     return False
 
 
-def _explains(fit: float, plain: float) -> bool:
-    return fit > _FIT_DB and fit > plain + _GAIN_DB
+def _explains(fit: float, unchanged: float) -> bool:
+    return fit > _FIT_DB and fit > unchanged + _GAIN_DB
 
 
 def _fit(pairs: _Pairs) -> float:

@@ -130,7 +130,8 @@ def test_recheck_says_yes_and_no_without_running(facts: Path, tmp_path: Path, an
     assert keys <= run.keys()
     keys = {"name", "max_abs", "mean_abs", "rmse", "cosine", "sqnr_db", "top1_agreement", "non_finite"}
     assert keys <= run["outputs"][0].keys()
-    assert {"bundle", "target", "passed", "runs", "attribution", "first_bad_layer"} <= no.keys()
+    assert run["latency_ms"].keys() >= {"median", "p95"}
+    assert {"bundle", "target", "passed", "runs", "skipped", "attribution", "first_bad_layer"} <= no.keys()
 
 
 def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
@@ -148,20 +149,13 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
     facts = tmp_path / "facts.json"
     facts.write_text(shown)
     recheck = ["verify", "--recheck", str(facts), "--history", str(tmp_path / "h.sqlite")]
-    files = [
-        "--markdown",
-        str(tmp_path / "v.md"),
-        "--html",
-        str(tmp_path / "v.html"),
-        "--junit",
-        str(tmp_path / "v.xml"),
-    ]
+    files = [f"--{kind}={tmp_path / f'v.{kind}'}" for kind in ("markdown", "html", "junit")]
     assert run_command([*recheck, *files]) == 3
-    assert "not proven" in (tmp_path / "v.md").read_text().splitlines()[0]
+    assert "not proven" in (tmp_path / "v.markdown").read_text().splitlines()[0]
     assert '<span class="open">not proven</span>' in (tmp_path / "v.html").read_text()
-    assert ET.parse(tmp_path / "v.xml").getroot().get("failures") == "1"  # noqa: S314 - our own text
+    assert ET.parse(tmp_path / "v.junit").getroot().get("failures") == "1"  # noqa: S314 - our own text
     assert run_command([*recheck, *files, "--accept-unproven"]) == 0
-    assert ET.parse(tmp_path / "v.xml").getroot().get("failures") == "0"  # noqa: S314 - our own text
+    assert ET.parse(tmp_path / "v.junit").getroot().get("failures") == "0"  # noqa: S314 - our own text
     assert run_command([*recheck, "--gate", "estimate"]) == 0
     assert run_command([*recheck, "--gate", "bound"]) == 3
     # Nothing makes a failure go away.

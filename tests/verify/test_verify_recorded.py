@@ -149,21 +149,6 @@ def test_the_run_of_one_device_is_exported(bundle: Bundle, tmp_path: Path) -> No
             verify_on(bundle, DeviceChoice(names=names), files=RunFiles(export=tmp_path / "a.run"))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--sign-run", "k.pem"], "add --export FILE"),
-        (["--run-key", "k.pem"], "add --import FILE"),
-        (["--import", "a.run", "--data", "d", "--reference", "m"], "--import means nothing here"),
-    ],
-)
-def test_options_that_would_go_unheard_are_refused(
-    options: list[str], words: str, bundle: Bundle, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(["verify", str(bundle.folder), *options]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_the_command_judges_a_file(bundle: Bundle, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["verify", str(bundle.folder), "--import", str(exported)]) == 0
     assert "as claimed: nobody signed it" in " ".join(capsys.readouterr().out.split())

@@ -45,8 +45,8 @@ from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
-_FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
-_FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
+_MOST_CHANNEL_STEPS: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
+_MOST_OFFSET_STEPS: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
 """How many 8-bit steps the worst channel of a layer's own result, and all of it, may be off before the layer stands
 out. Measured by tools/bench/seeded_faults.py: a zero point off by one is 1.0, two swapped channels are 28 and more."""
 # In a normal distribution 6 values in 100,000 are beyond four deviations: a model has about a thousand channels.
@@ -236,9 +236,9 @@ class _Comparison:
             for item in self._matched:
                 value, grid = values[item.tensor], self._moved_grids.get(item.raw_b)
                 values[item.tensor] = value if grid is None else grid.round_values(value).astype(value.dtype)
-            plain = self._scale({item.in_a: values[item.tensor] for item in self._matched}, -1)
+            scaled = self._scale({item.in_a: values[item.tensor] for item in self._matched}, -1)
             feed = {
-                ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype)
+                ISOLATED_PREFIX + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype)
                 for item in self._matched
             }
             reference = self._scale(of_a.run({**adapt_sample(sample, self._models[0]), **feed}))
@@ -290,10 +290,10 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
     """Returns the first layer that stands out, or None.
 
     A layer stands out if its own result is not finite, or if it is farther from the float values, rounded to its grid,
-    than rounding and clipping can explain: a channel by more than `_FAR_CHANNEL`, or the mean of all by more than
-    `_FAR_OFFSET`. If Q nodes inside the layer could not be separated from it, each of them adds the same tolerance
-    again. A layer that overflows because the float model's own values exceed half precision counts only if no other
-    layer stands out.
+    than rounding and clipping can explain: a channel by more than `_MOST_CHANNEL_STEPS`, or the mean of all by more
+    than `_MOST_OFFSET_STEPS`. If Q nodes inside the layer could not be separated from it, each of them adds the same
+    tolerance again. A layer that overflows because the float model's own values exceed half precision counts only if no
+    other layer stands out.
     """
     bad = [layer for layer in layers if describe_layer(layer)]
     return next((layer for layer in bad if not layer.overflows), next(iter(bad), None))
@@ -321,9 +321,9 @@ def describe_layer(layer: LayerReport) -> str:
         return ""
     granted, (worst, middle) = 1 + layer.roundings, layer.channel_steps
     of_channel, of_all = layer.rounding_steps or (0.0, 0.0)
-    if worst > granted * _FAR_CHANNEL[layer.arithmetic] + _SIGMAS * of_channel:
+    if worst > granted * _MOST_CHANNEL_STEPS[layer.arithmetic] + _SIGMAS * of_channel:
         return f"given the same values, a channel of its result is {worst:.1f} steps off (the middle one {middle:.2f})"
-    if layer.offset_steps > granted * _FAR_OFFSET[layer.arithmetic] + of_all:
+    if layer.offset_steps > granted * _MOST_OFFSET_STEPS[layer.arithmetic] + of_all:
         return f"given the same values, its result is {layer.offset_steps:.2f} steps off on the whole"
     return ""
 
@@ -369,7 +369,7 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
     if deployed is None:
         return LayerEvidence(note="the layers were not compared: the bundle holds no ONNX file")
     try:
-        return LayerEvidence(layers=compare_layers(prepared, deployed, spread_golden(golden)))
+        return LayerEvidence(layers=compare_layers(prepared, deployed, choose_layer_samples(golden)))
     except (ModelError, RuntimeRefusal) as error:
         reason = error.message
         for model in (prepared, deployed):
@@ -377,7 +377,7 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
         return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
 
 
-def spread_golden(golden: Golden, count: int = _SAMPLES) -> Samples:
+def choose_layer_samples(golden: Golden, count: int = _SAMPLES) -> Samples:
     """Returns the few samples, evenly spread, on which the tensors inside a model are compared."""
     return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
 

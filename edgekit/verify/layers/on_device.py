@@ -49,7 +49,7 @@ _MOST_TENSORS = 256
 _SAME_DB, _CLOSER_DB = 40.0, 6.0
 """Outputs may change a little when tensors inside become outputs, because fusions end there: their SQNR must be 40 dB,
 or 6 dB (half the amplitude) better than that of the error which is investigated."""
-_WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
+_WRONG_DB, _MOST_CHANNEL_STEPS, _MOST_OFFSET_STEPS = 30.0, 2.0, 0.5
 """A layer of a device is wrong by itself below this SQNR. With a grid it is wrong if its worst channel (root of the
 mean square) or the mean of all is off by more than so many steps: other kernels round differently, by a step at most
 (measured on QNN's simulator and XNNPACK: 1.0 and 0.13)."""
@@ -251,12 +251,12 @@ class _Probing:
     def __init__(self, device: Device, job: Job, work: Path) -> None:
         self.device, self.job = device, job
         self.model = load_model(job.model)
-        folder = work / "plain"
+        folder = work / "unprobed"
         folder.mkdir(parents=True)
-        self.plain = device.run_job(job, folder)
-        self.refusal = self.plain.failure or ""
+        self.unprobed = device.run_job(job, folder)
+        self.refusal = self.unprobed.failure or ""
         reference = _run_here(self.model, job.samples)
-        self.outputs = () if self.refusal else compare_outputs(reference, self.plain.outputs)
+        self.outputs = () if self.refusal else compare_outputs(reference, self.unprobed.outputs)
         self.runs = 1
         self.notes: tuple[str, ...] = ()
         self.errors: dict[str, LayerErrors] = {}
@@ -311,10 +311,10 @@ class _Probing:
             self.refusal = f"with tensors inside as outputs the device failed: {run.failure}"
         elif not names <= next(iter(run.outputs), dict[str, Array]()).keys():
             self.refusal = "the device does not give tensors inside"
-        elif not _stays_same(self.outputs, compare_outputs(self.plain.outputs, run.outputs)):
+        elif not _stays_same(self.outputs, compare_outputs(self.unprobed.outputs, run.outputs)):
             self.refusal = "the outputs change when tensors inside become outputs too"
         else:
-            left = _count_left(run) - _count_left(self.plain)
+            left = _count_left(run) - _count_left(self.unprobed)
             more = ", ".join(f"{count} {op}" for op, count in sorted(left.items()))
             note = (f"with tensors inside as outputs more nodes ran on the CPU: {more}",) if more else ()
             self.notes = tuple(dict.fromkeys((*self.notes, *note)))
@@ -340,9 +340,9 @@ class _Probing:
                 self.errors[probe.tensor] = measured if before is None else before.add(measured)
 
 
-def _stays_same(plain: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
+def _stays_same(unprobed: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
     """Returns True if the additional outputs changed the model's outputs little, or clearly less than their error."""
-    before = {report.name: report for report in plain}
+    before = {report.name: report for report in unprobed}
     for report in probed:
         off = before.get(report.name)
         if not report.samples or report.non_finite != report.reference_non_finite:
@@ -367,7 +367,7 @@ def _is_wrong(layer: LayerReport) -> bool:
         return True
     if layer.channel_steps is None or layer.offset_steps is None:
         return layer.own_sqnr_db < _WRONG_DB
-    return layer.channel_steps[0] > _FAR_STEPS or layer.offset_steps > _FAR_OFFSET
+    return layer.channel_steps[0] > _MOST_CHANNEL_STEPS or layer.offset_steps > _MOST_OFFSET_STEPS
 
 
 def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:

@@ -60,12 +60,12 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
 class Size(msgspec.Struct, frozen=True, kw_only=True):
     """The largest absolute value and the RMS of a tensor, over its finite elements that are no mask.
 
-    `is_plain` means that all elements are so.
+    `is_measurable` means that all elements are so.
     """
 
     largest: float
     rms: float
-    is_plain: bool
+    is_measurable: bool
 
 
 def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
@@ -73,8 +73,8 @@ def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tup
 
     Other values that are not finite are errors. `size` is that of `wanted`, if it is known.
     """
-    is_plain = _is_plain(wanted, _MASK) if size is None else size.is_plain
-    if is_plain and _is_plain(got, -HALF_MAX):
+    is_measurable = _is_measurable(wanted, _MASK) if size is None else size.is_measurable
+    if is_measurable and _is_measurable(got, -HALF_MAX):
         return wanted, got
     masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
@@ -84,10 +84,10 @@ def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tup
 
 def measure_size(value: Array) -> Size:
     """Returns the size of a float tensor."""
-    is_plain, largest = _find_largest(value)
-    kept = value.astype(np.float64, copy=False).reshape(-1) if is_plain else _keep_measurable(value)
+    is_measurable, largest = _find_largest(value)
+    kept = value.astype(np.float64, copy=False).reshape(-1) if is_measurable else _keep_measurable(value)
     rms = float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
-    return Size(largest=largest, rms=rms, is_plain=is_plain)
+    return Size(largest=largest, rms=rms, is_measurable=is_measurable)
 
 
 def _find_largest(value: Array) -> tuple[bool, float]:
@@ -98,7 +98,7 @@ def _find_largest(value: Array) -> tuple[bool, float]:
     return False, float(np.abs(_keep_measurable(value)).max(initial=0.0))
 
 
-def _is_plain(value: Array, above: float) -> bool:
+def _is_measurable(value: Array, above: float) -> bool:
     """Returns True if all values are finite and none is as low as a mask."""
     low, high = _find_ends(value)
     return low > above and high < np.inf

@@ -141,9 +141,9 @@ def find_leak(own: Floats, got: Floats) -> str | None:
     if len(own) <= _LEAST_STEPS:
         return None
     mean = own.mean(axis=0)
-    plain = np.stack([own[1:] - mean, np.broadcast_to(mean, own[1:].shape)], axis=-1)
+    removed = np.stack([own[1:] - mean, np.broadcast_to(mean, own[1:].shape)], axis=-1)
     before, error = own[:-1] - mean, (got - own)[1:]
-    basis = np.linalg.qr(plain.reshape(-1, 2))[0]
+    basis = np.linalg.qr(removed.reshape(-1, 2))[0]
     left, rest = (
         (value.reshape(-1) - basis @ (basis.T @ value.reshape(-1))).reshape(value.shape) for value in (before, error)
     )
