@@ -218,7 +218,9 @@ def _options(graph: Graph, plan: QuantPlan, subject: str) -> tuple[dict[str, Any
         return {"rmin": np.float32(span.low), "rmax": np.float32(span.high)}
 
     overrides: dict[str, list[dict[str, Any]]] = {
-        name: channel_overrides(channel_scales(graph.weight(name), axis, plan.weight_limit), axis, QuantType.QInt8)
+        name: channel_overrides(
+            channel_scales(graph.weight(name), axis, plan.find_weight_limit()), axis, QuantType.QInt8
+        )
         for name, axis in plan.axes.items()
     }
     # The gains of normalizations are positive, and a transformer's largest is ten times the others: as asymmetric uint8

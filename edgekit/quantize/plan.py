@@ -115,9 +115,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     narrow: NarrowConstants = NarrowConstants()
     judged: tuple[Candidate, ...]
 
-    @property
-    def weight_limit(self) -> int:
-        """The largest magnitude of a weight's integers."""
+    def find_weight_limit(self) -> int:
+        """Returns the largest magnitude of a weight's integers. A property would be a key of the plan's file."""
         return REDUCED_LIMIT if self.reduce_range else LIMIT
 
 

@@ -167,7 +167,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, plan.weight_limit, plan.bits)
+    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, plan.find_weight_limit(), plan.bits)
     if plan.block:
         store_blocks(qdq, graph, plan, statistics, scaled)
     return qdq
