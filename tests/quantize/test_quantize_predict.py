@@ -442,6 +442,17 @@ def test_of_several_outputs_the_one_that_loses_most_is_named(tmp_path: Path) -> 
     assert found.candidates == 23
 
 
+def test_what_stands_beside_a_decision_counts_too(tmp_path: Path) -> None:
+    """As the points and the box of a face beside whether there is one: they were left out, and could be lost unseen."""
+    text = "g (float[1,4] x) => (float[1,4] y, float[1,4] z) <float s = {SCALE}> { y = Softmax(x) z = Mul(x, s) }"
+    exact, other = (make_model(text.replace("SCALE", scale), tmp_path / f"{scale}.onnx") for scale in ("2.0", "2.2"))
+    rows = np.random.default_rng(0).normal(0, 4, (24, 1, 4)).astype(np.float32)
+    stated = {"z": StatedOutput(kind="values")}
+    reference = FloatReference(exact, make_samples([{"x": row} for row in rows]), stated)
+    assert [part.measure for part in reference.parts] == [MEASURES["classes"].name, MEASURES["values"].name]
+    assert reference.predict_drop(other).outputs == ("z",)
+
+
 def test_values_lose_what_their_spread_loses() -> None:
     reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
     values = np.array([[[1.0, 3.0], [10.0, 30.0]]])

@@ -170,20 +170,17 @@ class FloatReference:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The outputs that count, and how: a detector's head, and the first other output that makes one decision.
+        """The outputs and how they are judged: a detector's head as one part, each other output as one of its own.
 
-        If no output makes one decision, all others count. The kinds are guessed from outputs of the float model for a
-        few samples.
+        Their kinds are guessed from outputs of the float model for a few samples.
         """
         few = self._run_few(_KIND_SAMPLES)
         readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
         shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
-        first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
-        chosen = others if first is None else {first: others[first]}
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
-        parts = {name: read_output(name, reading, shapes[name]) for name, reading in chosen.items()}
+        parts = {name: read_output(name, reading, shapes[name]) for name, reading in others.items()}
         told = {name: msgspec.structs.replace(parts[name], measure=SILENT) for name in silent & parts.keys()}
         return (*heads, *(parts | told).values())
 
