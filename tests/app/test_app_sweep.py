@@ -26,8 +26,6 @@ from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.progress import say_nothing
 
-distributed = pytest.importorskip("distributed")
-
 TEXT = """
 [models.one]
 path = "one.onnx"
@@ -144,6 +142,7 @@ def test_a_cell_that_kills_its_process_fails_alone(
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Two workers of two threads in this process; one of them, `lab`, has a board."""
+    distributed = pytest.importorskip("distributed")
     options = {"nthreads": 2, "dashboard_address": ":0"}
     lab = {**options, "resources": {"ssh:board": 2}, "name": "lab"}
     with distributed.SpecCluster(
@@ -156,7 +155,7 @@ def cluster() -> Iterator[Any]:
 
 
 def _events(cluster: Any) -> list[tuple[float, dict[str, Any]]]:
-    with distributed.Client(cluster.scheduler_address, set_as_default=False) as client:
+    with pytest.importorskip("distributed").Client(cluster.scheduler_address, set_as_default=False) as client:
         return list(client.get_events(TOPIC))
 
 
@@ -177,6 +176,7 @@ def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Pa
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
+    distributed = pytest.importorskip("distributed")
     alone = _told(run_anywhere(_app(folder)))
     shutil.rmtree(folder / "build")
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}

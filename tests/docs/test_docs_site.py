@@ -11,13 +11,12 @@ from doc_pages import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-pytest.importorskip("mkdocs", reason="mkdocs is missing: pip install -r tools/lock/docs.txt")
-
 _FETCHED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?https?://[^>]*>|@import|url\(\"?https?://")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="mkdocs is missing: pip install -r tools/lock/docs.txt")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
