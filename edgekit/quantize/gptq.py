@@ -148,13 +148,13 @@ def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     return _add_to_diagonal(moment, spread**2 / (samples + 1))
 
 
-def find_inactive(moment: Array, spread: Array) -> Array:
+def find_inactive(moment: Array, spread: Array, widest: float) -> Array:
     """Returns which inputs, bool [groups, inputs], were zero in every sample at the resolution of 8 bits.
 
-    `spread` is [groups, inputs]. The samples say nothing about such an input when it is nonzero, so its weights must
-    stay those of the float model.
+    `spread` is [groups, inputs], and `widest` the largest one of the layer. The samples say nothing about such an input
+    when it is nonzero, so its weights must stay those of the float model.
     """
-    most = _INACTIVE * spread.max()
+    most = _INACTIVE * widest
     # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
     return np.asarray((spread <= most) & (np.diagonal(moment, axis1=1, axis2=2) <= most**2))
 

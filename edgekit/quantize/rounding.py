@@ -6,6 +6,7 @@ rounded before. Results are stored beside the statistics that they depend on.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -304,11 +305,11 @@ def _round_pieces(
 ) -> Rounded:
     """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
     size = moment.shape[-1]
-    pieces, split = layer.inputs // size, split_pieces(matrix, layer.groups, size)
-    scales = np.repeat(scale, pieces, axis=0)
+    is_whole, split = size == layer.inputs, split_pieces(matrix, layer.groups, size)
+    scales = np.repeat(scale, matrix.shape[2] // size, axis=0)
     if by_comq:
-        found = round_comq(split, moment, scales, fits_scale=pieces == 1, floor=floor)
-        scale = found.scale if pieces == 1 else scale
+        found = round_comq(split, moment, scales, fits_scale=is_whole, floor=floor)
+        scale = found.scale if is_whole else scale
     else:
         found = round_gptq(split, moment, scales, noise, place.limit)
     return Rounded(integers=join_pieces(found.integers, layer.groups), scale=scale)
@@ -326,6 +327,9 @@ each for the inputs that reach it through the layers rounded before, otherwise a
 
 
 _ERRORS_AT_ONCE = 1 << 20
+# The second moments of so many inputs are prepared at a time; each is in memory about ten times over, in double
+# precision. A choice.
+_MOMENT_BYTES = 4 << 20
 
 
 def round_qdq_weights(
@@ -424,17 +428,35 @@ def _correct_layer(
 def _round_with_moments(
     layer: Layer, matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: Rounding
 ) -> Rounded:
-    # The bias corrects the mean error, so only deviations from the mean matter.
-    blocks, size = moments.second_moment(centred=layer.bias is not None), moments.size
-    spread = moments.spread.reshape(-1, size)
-    inactive = find_inactive(blocks, spread)
-    blocks = isolate_inactive(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), inactive)
+    parts, widest = [*moments.split(_MOMENT_BYTES)], float(moments.spread.max())
+    prepare = partial(_prepare_moment, is_centred=layer.bias is not None, widest=widest)
+    # Prepared once where all inputs are one part, as in most layers.
+    known = [prepare(own) for _, own in parts[:1] if len(parts) == 1]
     noise = place.step**2 / 12 if rounding == "refit" else 0.0
-    if rounding == "refit":
-        split = split_pieces(matrix, layer.groups, size)
+
+    def refit(matrix: Array, moment: Array, inactive: Array) -> Array:
+        split = split_pieces(matrix, layer.groups, moments.size)
         # Least squares would set the weights of inputs that were always zero to zero.
-        split = np.where(inactive[:, None], split, refit_weights(split, blocks, noise))
-        matrix = join_pieces(split, layer.groups)
+        return join_pieces(np.where(inactive[:, None], split, refit_weights(split, moment, noise)), layer.groups)
+
+    if rounding == "refit":
+        fitted = (refit(matrix[..., span], *(known[0] if known else prepare(own))) for span, own in parts)
+        matrix = np.concatenate([*fitted], axis=2)
     scale = _find_scale(matrix, place, floor, moments.energy())
     by_comq = rounding == "comq" and place.has_four_bits
-    return _round_pieces(matrix, blocks, layer, place, scale, floor, by_comq=by_comq, noise=noise)
+    rounded = [
+        _round_pieces(
+            matrix[..., span], (known[0] if known else prepare(own))[0], layer, place, scale, floor,
+            by_comq=by_comq, noise=noise,
+        )
+        for span, own in parts
+    ]  # fmt: skip
+    return Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=rounded[0].scale)
+
+
+def _prepare_moment(moments: InputMoments, *, is_centred: bool, widest: float) -> tuple[Array, Array]:
+    """Returns a second moment that can be inverted, and which inputs are inactive."""
+    # The bias corrects the mean error, so only deviations from the mean matter.
+    blocks, spread = moments.second_moment(centred=is_centred), moments.spread.reshape(-1, moments.size)
+    inactive = find_inactive(blocks, spread, widest)
+    return isolate_inactive(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), inactive), inactive

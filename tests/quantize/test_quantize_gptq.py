@@ -219,9 +219,13 @@ def test_the_mean_error_of_rounded_weights_goes_into_the_bias(tmp_path: Path, pe
 
 
 @pytest.mark.parametrize("rounding", ["gptq", "refit"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_weights_are_rounded_with_the_moments_of_their_inputs(tmp_path: Path, rounding: Rounding, bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "in_parts"), [(True, False), (False, False), (True, True)])
+def test_weights_are_rounded_with_the_moments_of_their_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: Rounding, bias: bool, in_parts: bool
+) -> None:
     moment = make_moment(tmp_path)
+    if in_parts:
+        monkeypatch.setattr("edgekit.quantize.rounding._MOMENT_BYTES", 1)
     blocks = shrink_moment(moment.second_moment(centred=bias), 50)
     blocks = add_spread(blocks, np.full((2, 2), 6.0), 50)
     pieces, noise = MATRIX.reshape(1, 2, 2, 2).transpose(0, 2, 1, 3)[0], 0.05**2 / 12 if rounding == "refit" else 0.0

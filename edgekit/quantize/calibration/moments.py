@@ -8,7 +8,7 @@ bias corrects the mean error, the covariance E[xx'] - E[x]E[x]' takes the place 
 import contextlib
 import math
 import zipfile
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,6 +59,19 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
             return covariance
         mean = self.mean.reshape(-1, self.size).astype(np.float64)
         return covariance + mean[:, :, None] * mean[:, None, :]
+
+    def split(self, most_bytes: int) -> Iterator[tuple[slice, "InputMoments"]]:
+        """Yields the statistics of one span of inputs after another, each of as many blocks as take `most_bytes`.
+
+        A span has at least one block. If there are several groups, all inputs are one span.
+        """
+        count = len(self.covariance)
+        step = max(1, most_bytes // self.covariance[0].nbytes) if len(self.mean) == 1 else count
+        for start in range(0, count, step):
+            blocks = self.covariance[start : start + step]
+            span = slice(start * self.size, (start + step) * self.size) if step < count else slice(None)
+            mean, spread = self.mean[:, span], self.spread[:, span]
+            yield span, msgspec.structs.replace(self, mean=mean, spread=spread, covariance=blocks)
 
     def energy(self) -> Array:
         """Returns E[x^2] of each input, float64 [groups, inputs]."""

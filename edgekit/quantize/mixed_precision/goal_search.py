@@ -242,7 +242,7 @@ def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) ->
 
 
 def _add_trial(
-    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], cut: _Cut
+    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], cut: _Cut | None = None
 ) -> tuple[Searched, Trial | None]:
     """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried."""
 
@@ -273,11 +273,9 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
     known = trial = next((each for each in searched.trials if each.step == step), None)
     if known is None:
-        # What is only advised is measured over a part of the samples.
-        goal = Goal(max_drop=max_drop, is_asked=True) if misses else None
-        searched, trial = _add_trial(search, searched, step, make, partial(_glance, search, goal))
+        searched, trial = _add_trial(search, searched, step, make)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
-    if trial is None or (wider is None and trial is known and _drop(trial) >= _drop(chosen)):
+    if trial is None or (wider is None and trial is known and not (trial.is_whole and _drop(trial) < _drop(chosen))):
         return _advise(search, searched, f"no plan that was tried loses less: {_ELSE}")
     if misses and trial.prediction.meets(max_drop):
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
@@ -306,7 +304,6 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
-    figure += "" if other.is_whole else f" over {other.prediction.samples} samples"
     if _drop(other) >= _drop(chosen):
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (_quantize(search, trial.step, trial.plan).size_after for trial in (chosen, other))
@@ -641,8 +638,8 @@ def _predict(search: Search, model: Model, cut: _Cut | None) -> tuple[Prediction
     return lost or search.measure(model), lost is None
 
 
-def _glance(search: Search, goal: Goal | None, model: Model) -> Prediction | None:
-    return search.glance(model, lambda seen: goal is None or not goal.may_meet(seen, 0.0))
+def _glance(search: Search, goal: Goal, model: Model) -> Prediction | None:
+    return search.glance(model, lambda seen: not goal.may_meet(seen, 0.0))
 
 
 def _race(search: Search, rival: Trial, model: Model) -> Prediction | None:

@@ -117,9 +117,9 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked, how many at least if only the worst are, and how many
-# runs judge these by themselves: choices, to save time.
-_SAMPLES, _FEWEST_SAMPLES, _ALONE = 6, 2, 32
+# How many held-out samples rank activations if all are ranked, and if only the worst are, of which at most so many are
+# judged by themselves: choices, to save time.
+_SAMPLES, _FEWER_SAMPLES, _MOST_ALONE = 6, 4, 40
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
@@ -255,18 +255,25 @@ def rank_activations(
         )
         chosen = []
     # For few activations, judging each by all samples takes no more runs than a search.
-    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWEST_SAMPLES) * worst:
+    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         # The noisiest count most, and the first of them has judged spans, some of them of one activation, already.
         samples = switched.find_noisiest(samples)
-        few, fewer = samples[: max(1, _SPANS_EACH * worst // len(names))], max(_FEWEST_SAMPLES, _ALONE // worst)
+        few = samples[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
-        chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:fewer]
+        chosen = sorted(chosen, key=lambda index: ratios[index])[: min(worst, _MOST_ALONE)]
+        samples = samples[:_FEWER_SAMPLES]
     alone = [range(index, index + 1) for index in chosen]
-    for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
-        ratios[index] = ratio
+    found = dict(zip(chosen, switched.judge(alone, samples), strict=False))
+    if found and len(chosen) < len(names):
+        # The ratios of the others were told by fewer and noisier samples: they follow at their distance.
+        shift = float(np.mean([ratio - ratios[index] for index, ratio in found.items()]))
+        ratios = [round(ratio + shift, 2) for ratio in ratios]
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
-    errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
-    return tuple(sorted(errors, key=lambda error: error.sqnr_db))
+    errors = {
+        index: TensorError(name=name, op=ops[name], sqnr_db=found.get(index, ratios[index]))
+        for index, name in enumerate(names)
+    }
+    return tuple(errors[index] for index in sorted(errors, key=lambda each: (each not in found, errors[each].sqnr_db)))
 
 
 def measure_halves(
