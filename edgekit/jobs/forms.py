@@ -5,7 +5,7 @@ in half precision is found out once, for the largest.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data.padding import pad_samples
-from edgekit.data.samples import select_samples, spread_indices
+from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import MissingExtraError, RuntimeRefusal
 from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
 from edgekit.jobs.check import fix_for_target
@@ -27,10 +27,11 @@ from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.constants import disable_harmful
 from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
+from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import choose_layer_samples
-from edgekit.verify.layers.overflows import find_lossy, find_overflows
+from edgekit.verify.layers.overflows import HALF_MAX, find_lossy, find_overflows, find_unheld
 
 # Enough samples to see the largest values; each one costs a run of the float model without optimizations.
 _SAMPLES = 8
@@ -74,6 +75,29 @@ def halve_model(
     if converted.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
     return converted.model
+
+
+def warn_of_halves(prepared: Model, floats: Collection[str], target: Target, samples: Samples) -> str:
+    """Returns a warning if a target computes floats in half precision that the values of some nodes need more than.
+
+    `floats` are the nodes that stay float in a quantized model. The result is "" if nothing is lost.
+    """
+    if target.float_bits != 16 or not floats:
+        return ""
+    found = None
+    with contextlib.suppress(RuntimeRefusal):
+        few = select_samples(samples, spread_indices(samples.count, _SAMPLES))
+        found = find_unheld(prepared, floats, few, GOOD_DB)
+    if found is None:
+        return ""
+    what = f"'{found.name}' stays float, which {target.name} computes in fp16 (from 6e-8 to 65504): "
+    if found.share:
+        ends = f"down to {found.low:.1e}" if found.high <= HALF_MAX else f"up to {found.high:.3g}"
+        what += f"{found.share:.1%} of its values, {ends}, do not fit"
+    else:
+        what += "its values need more digits"
+    todo = "scale it, raise what is added before a logarithm or root, or let the app compute it before the model"
+    return f"{what}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {todo}"
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):

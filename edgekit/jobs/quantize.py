@@ -22,6 +22,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels
 from edgekit.jobs.check import describe_share, gain_on_target
+from edgekit.jobs.forms import warn_of_halves
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
@@ -121,6 +122,7 @@ def quantize_for(
         state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
         plan, searched = _choose_plan(job, search, how.method, state)
         quantized, predicted, check = _write_model(job, search, plan, searched, out)
+        warning = warn_of_halves(job.prepared, [node.name for node in plan.float_nodes], job.target, job.samples)
         layers: tuple[ActivationReport, ...] = ()
         if how.layers:
             job.budget.progress("quantize each activation alone")
@@ -133,6 +135,7 @@ def quantize_for(
         precision=plan.precision,
         samples=job.samples.count,
         data_warnings=warn_if_few(job.facts),
+        float_warning=warning,
         calibration=describe_calibration(search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixes},
         size_before=job.source.size_bytes,

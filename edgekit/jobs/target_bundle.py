@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import read_outputs
+from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, encode_json
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
@@ -24,7 +24,7 @@ from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.check import list_versions
-from edgekit.jobs.forms import Deployed, Made, deploy_model, make_sizes
+from edgekit.jobs.forms import Deployed, Made, deploy_model, make_sizes, warn_of_halves
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_quantized
@@ -292,6 +292,9 @@ class _Ladder:
                 *(f"left out, since it failed: {step} ({why})" for step, why in self._job.memo.budget.failed.items()),
             ]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
+            floats = [node.name for node in plan.float_nodes]
+            warning = warn_of_halves(inputs.prepared, floats, target, read_inputs(inputs.golden))
+            notes += [warning] if warning else []
         return Made(
             model=model,
             target=target,

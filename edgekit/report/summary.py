@@ -168,10 +168,11 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     constant that stays float, the largest first; `narrow` are those stored in 8 or 16 bits. `predicted` is the expected
     loss. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen
     trial reaches it, None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would
-    lose less, if more than 2 points are lost. `taken` is how much of the file the target's rules take, `taken_macs` the
-    share of the work; `refused` says that no session of it is expected. `layers` are the quantized activations in graph
-    order, if they were asked for. `left_out` lists the steps for which the time budget was too short; `failed` gives by
-    step why other steps were left out.
+    lose less, if more than 2 points are lost. `float_warning` names a tensor that stays float, and that half precision,
+    in which the target computes floats, does not hold. `taken` is how much of the file the target's rules take,
+    `taken_macs` the share of the work; `refused` says that no session of it is expected. `layers` are the quantized
+    activations in graph order, if they were asked for. `left_out` lists the steps for which the time budget was too
+    short; `failed` gives by step why other steps were left out.
     """
 
     model: str
@@ -198,6 +199,7 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     met: bool | None
     goal_note: str
     advice: str = ""
+    float_warning: str = ""
     layers: tuple[ActivationReport, ...]
     left_out: tuple[str, ...] = ()
     failed: dict[str, str] = {}

@@ -350,7 +350,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if seen.sample_error and seen.tail_errors:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
         yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
-    yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
+    own = [report.float_warning] if report.float_warning else []
+    yield from (f"warning: {warning}" for warning in (*own, *report.data_warnings, *report.calibration.notes))
 
 
 def describe_narrow(narrow: NarrowConstants) -> str:

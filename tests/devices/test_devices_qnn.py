@@ -206,3 +206,20 @@ def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> Non
     onnx.save(proto, str(path))
     run = device.run_job(make_job(path, "qnn", [{"x": np.zeros((1, 0), np.float32)}]), tmp_path)
     assert str(run.failure).startswith("input 'x' has no elements")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "is_right"), [(-6, False), (-1, True)])
+def test_floats_are_halves_and_the_logarithm_of_what_is_below_is_wrong(
+    least: float, tmp_path: Path, *, is_right: bool
+) -> None:
+    text = "g (float[1,32] x) => (float[1,32] y) <float e = {1e-10}> { p = Mul(x, x) a = Add(p, e) y = Log(a) }"
+    model = parse_model(text, tmp_path / "m.onnx")
+    x = (10 ** np.random.default_rng(0).uniform(least, 0, (1, 32))).astype(np.float32)
+    run = present("qnn-htp-sim", "qnn").run_job(make_job(model, "qnn", [{"x": x}], precision="fp16"), tmp_path)
+    assert (run.failure, run.notes) == (None, ())
+    wanted, found = CpuSession(model, SessionSettings()).run({"x": x})["y"], next(iter(run.outputs))["y"]
+    assert bool(np.abs(wanted - found).max() < 0.05) == is_right
+    # Where halves hold the power, its logarithm is right.
+    held = x**2 > 1e-5
+    assert np.abs(wanted - found)[held].max() < 0.05

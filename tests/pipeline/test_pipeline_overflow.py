@@ -1,16 +1,20 @@
 """A net whose values half precision cannot hold or loses is built so that it keeps them; the build says which nodes."""
 
+import re
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from tiny_models import parse_model
 
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
+from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
+from edgekit.report.tables import describe_quantization
 from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
 # The front end of a voice detector: powers of a spectrum by 2 ** 20, and then their logarithm or root.
@@ -94,3 +98,29 @@ def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -
     beyond = find_lossy(model, names, samples, found.kept_db + 3.1)
     assert beyond is not None
     assert len(beyond.nodes) > 2
+
+
+# A logarithm of powers, then a layer in integers.
+LOGARITHM = (
+    "net (float[1,16] x) => (float[1,8] y) <float least = {1e-10}, float[16,8] w = {WEIGHTS}> "
+    "{ [power] p = Mul(x, x) [floor] a = Add(p, least) [log] l = Log(a) [head] y = MatMul(l, w) }"
+)
+
+
+@pytest.mark.parametrize(("least", "target", "is_lost"), [(-6, "qnn", True), (-1, "qnn", False), (-6, "cpu", False)])
+def test_a_float_part_that_half_precision_does_not_hold_is_named(
+    least: float, target: str, tmp_path: Path, *, is_lost: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    weights = ",".join(f"{each:.3f}" for each in rng.normal(size=128))
+    path = parse_model(LOGARITHM.replace("WEIGHTS", weights), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=(10 ** rng.uniform(least, 0, (32, 1, 16))).astype(np.float32))
+    data = Data(source=str(tmp_path / "data.npz"))
+    report = quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=(target,)))
+    assert {"power", "floor", "log"} <= {node.name for node in report.float_nodes}
+    told = [line for line in describe_quantization(report) if "computes in fp16 (from 6e-8 to 65504)" in line]
+    assert bool(told) == bool(report.float_warning) == is_lost
+    assert not is_lost or re.match(r"warning: '[pa]' stays float, which qnn .* of its values, down to 1\.\d", told[0])
+    if is_lost:
+        (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
+        assert report.float_warning in summary.notes

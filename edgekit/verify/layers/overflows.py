@@ -178,3 +178,55 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     length = bisect_left(range(end), x=True, key=lambda count: measure(end - count, end) >= least_db)
     nodes = tuple(names[end - length : end])
     return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=measure(end - length, end))
+
+
+HALF_MIN = 2.0**-24
+"""The smallest positive number of half precision, 6e-8."""
+
+
+class UnheldTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that half precision does not hold, and the SQNR of the worst output with it in half precision.
+
+    `share` of its values lie beyond `HALF_MAX`, or below `HALF_MIN` without being 0; `low` is the smallest magnitude
+    above 0, `high` the largest.
+    """
+
+    name: str
+    share: float
+    low: float
+    high: float
+    sqnr_db: float
+
+
+def find_unheld(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> UnheldTensor | None:
+    """Returns the tensor of some nodes that loses most in half precision; None if outputs keep `least_db` with all.
+
+    It is the one with the largest share of values that halves do not hold, among those of the nodes without which the
+    outputs would keep as much (`find_lossy`).
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not run the model.
+        UsageError: the samples do not fit it.
+    """
+    lossy = find_lossy(model, halved, samples, least_db)
+    if lossy is None:
+        return None
+    graph = read_graph(model)
+    nodes = [node for node in graph.nodes if node.name in lossy.nodes]
+    names = list(dict.fromkeys(name for node in nodes for name in (*node.input, *node.output) if graph.is_float(name)))
+    traced = open_traced(model, [name for name in names if name in graph.producers])
+    found = {name: UnheldTensor(name=name, share=0, low=math.inf, high=0, sqnr_db=lossy.sqnr_db) for name in names}
+    for sample in samples:
+        given = adapt_sample(sample, model)
+        values = {name: value for name in names if (value := graph.array(name)) is not None}
+        for name, value in {**given, **values, **traced.run(given)}.items():
+            if name in found and value.size:
+                size, before = np.abs(_widen(value)), found[name]
+                lost = ((size > 0) & (size < HALF_MIN)) | (np.isfinite(size) & (size > HALF_MAX))
+                found[name] = msgspec.structs.replace(
+                    before,
+                    share=before.share + float(lost.mean()) / samples.count,
+                    low=min(before.low, float(size[size > 0].min(initial=np.inf))),
+                    high=max(before.high, float(size[np.isfinite(size)].max(initial=0))),
+                )
+    return max(found.values(), key=lambda each: each.share, default=None)
