@@ -218,7 +218,8 @@ def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked:
         if searched.chosen.prediction.meets(max_drop) or not (names or lifted):
             break
         make = partial(lift_tensors, search.model, search.calibration, base.plan, names or lifted)
-        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names or lifted)} in float", make)
+        step = f"{base.step}, {len(names or lifted)} in float"
+        searched, trial = _add_trial(search, searched, step, make, lambda _model: None)
         if trial is None:
             continue
         is_taken = trial.taken_macs >= before.taken_macs - _SAME_SHARE and trial.integer_macs >= least
