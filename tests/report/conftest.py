@@ -2,8 +2,10 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from chromium_pages import Browser
 from selenium import webdriver
 
 
@@ -23,8 +25,8 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 
 @pytest.fixture
-def browser(chromium: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
-    yield chromium
+def browser(chromium: webdriver.Chrome, tmp_path: Path) -> Iterator[Browser]:
+    yield Browser(chromium, tmp_path)
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     chromium.get("about:blank")

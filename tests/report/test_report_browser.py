@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chromium_pages import CUT_OFF, open_page
+from chromium_pages import Browser
 from demo_paths import CALIBRATION, MODEL
 from msgspec.structs import replace
-from selenium import webdriver
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
@@ -69,93 +66,89 @@ def _full() -> VerifyReport:
     return replace(report, attribution=STEPS, layers=LAYERS, attributed_device="emulated")
 
 
-def _column(browser: webdriver.Chrome, name: str) -> list[str]:
-    heads = [head.text.rstrip(" ↑↓") for head in browser.find_elements(By.CSS_SELECTOR, "table.filtered thead th")]
+def _column(browser: Browser, name: str) -> list[str]:
+    heads = [head.text.rstrip(" ↑↓") for head in browser.find("table.filtered thead th")]
     place = heads.index(name) + 1
-    cells = browser.find_elements(By.CSS_SELECTOR, f"table.filtered tbody tr:not([hidden]) td:nth-child({place})")
+    cells = browser.find(f"table.filtered tbody tr:not([hidden]) td:nth-child({place})")
     return [cell.text for cell in cells]
 
 
-def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: Browser) -> None:
     runs = (replace(GOOD, device="b", samples=12), replace(BAD, device="a", samples=9))
-    assert open_page(browser, render_verify(_report(*runs, DEAD)), tmp_path / "v.html") == []
+    browser.open(render_verify(_report(*runs, DEAD)))
     assert _column(browser, "device") == ["b", "a", "phone"]
-    head = browser.find_element(By.CSS_SELECTOR, "table.filtered thead th")
+    head = browser.find_one("table.filtered thead th")
     head.click()
     assert _column(browser, "device") == ["a", "b", "phone"]
     head.send_keys(Keys.ENTER)
     assert _column(browser, "device") == ["phone", "b", "a"]
-    numbers = browser.find_elements(By.CSS_SELECTOR, "table.filtered thead th")[3]
+    numbers = browser.find("table.filtered thead th")[3]
     numbers.click()
     assert _column(browser, "samples")[-1] == "12"
-    browser.find_element(By.ID, "failing").click()
+    browser.find_one("#failing").click()
     assert sorted(_column(browser, "device")) == ["a", "phone"]
-    browser.find_element(By.ID, "filter").send_keys("PHONE")
+    browser.find_one("#filter").send_keys("PHONE")
     assert _column(browser, "device") == ["phone"]
 
 
-def test_the_chart_names_the_layer_under_the_pointer(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    assert open_page(browser, render_verify(_full()), tmp_path / "v.html") == []
-    dot = browser.find_element(By.CSS_SELECTOR, ".chart circle.bad")
-    webdriver.ActionChains(browser).move_to_element(dot).perform()
-    assert browser.find_element(By.CSS_SELECTOR, ".chart .note").text == "conv7 (Conv): 53.0 dB so far, 10.0 dB own"
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".chart circle")) == len(LAYERS)
+def test_the_chart_names_the_layer_under_the_pointer(browser: Browser) -> None:
+    browser.open(render_verify(_full()))
+    browser.point_at(browser.find_one(".chart circle.bad"))
+    assert browser.find_one(".chart .note").text == "conv7 (Conv): 53.0 dB so far, 10.0 dB own"
+    assert len(browser.find(".chart circle")) == len(LAYERS)
 
 
-def test_a_comparison_of_models_is_a_page_too(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_comparison_of_models_is_a_page_too(browser: Browser) -> None:
     good, bad = GOOD.outputs[0], replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
     report = ModelComparison(a="float", b=HOSTILE, samples=8, outputs=(good, bad), layers=LAYERS, device="arm64")
     page = render_comparison(report, min_sqnr_db=15.0)
-    assert open_page(browser, page, tmp_path / "c.html") == []
+    browser.open(page)
     assert HOSTILE not in page
-    assert browser.find_element(By.CSS_SELECTOR, "header .fail").text == "fail"
+    assert browser.find_one("header .fail").text == "fail"
     assert _column(browser, "result") == ["pass", "fail"]
-    browser.find_element(By.ID, "failing").click()
+    browser.find_one("#failing").click()
     assert _column(browser, "output") == [HOSTILE]
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")) == 1
-    assert "conv7" in browser.find_element(By.CSS_SELECTOR, "ul").text
+    assert len(browser.find(".chart circle.bad")) == 1
+    assert "conv7" in browser.find_one("ul").text
 
 
-def test_names_of_models_run_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_names_of_models_run_nothing(browser: Browser) -> None:
     page = render_verify(_hostile())
-    assert open_page(browser, page, tmp_path / "v.html") == []
-    assert open_page(browser, render_build(_build()), tmp_path / "b.html") == []
+    browser.open(page)
+    browser.open(render_build(_build()))
     assert HOSTILE not in page
-    assert len(browser.find_elements(By.TAG_NAME, "script")) == 1
+    assert len(browser.find("script")) == 1
     smuggled = page.replace("</body>", "<script>document.title = 'run'</script></body>")
-    assert any("Content Security Policy" in line for line in open_page(browser, smuggled, tmp_path / "s.html"))
-    assert browser.title != "run"
+    assert any("Content Security Policy" in line for line in browser.read_log(smuggled))
+    assert browser.run("return document.title") != "run"
 
 
-def test_a_page_follows_light_and_dark_and_prints_light(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    open_page(browser, render_verify(_full()), tmp_path / "v.html")
+def test_a_page_follows_light_and_dark_and_prints_light(browser: Browser) -> None:
+    browser.open(render_verify(_full()))
     seen: dict[str, str] = {}
     for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
-        script = "return getComputedStyle(document.body).backgroundColor"
-        seen[f"{scheme} {media}"] = browser.execute_script(script)
+        browser.set_scheme(scheme, media)
+        seen[f"{scheme} {media}"] = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert seen["light screen"] == seen["dark print"] == "rgb(255, 255, 255)"
     assert seen["dark screen"] != seen["light screen"]
-    printed: dict[str, str] = browser.execute_cdp_cmd("Page.printToPDF", {})
-    assert len(printed["data"]) > 10_000
+    assert len(browser.ask("Page.printToPDF")["data"]) > 10_000
 
 
-def test_worst_samples_are_shown_as_pictures(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_worst_samples_are_shown_as_pictures(browser: Browser) -> None:
     image = np.random.default_rng(0).normal(size=(1, 3, 40, 60)).astype(np.float32)
     uri = draw_image(image)
     assert uri is not None
     page = render_verify(_full(), [Picture(sample=3, caption="sample 3", uri=uri)])
-    assert open_page(browser, page, tmp_path / "v.html") == []
-    shown = browser.find_element(By.CSS_SELECTOR, "figure img")
-    assert browser.execute_script("return arguments[0].naturalWidth", shown) == 60
+    browser.open(page)
+    shown = browser.find_one("figure img")
+    assert browser.run("return arguments[0].naturalWidth", shown) == 60
     assert draw_image(np.moveaxis(image, 1, 3)) == uri
     for other in (image[0], image[:, :2], np.full_like(image, np.nan), np.zeros((1, 3, 2, 2), np.float32)):
         assert draw_image(other) is None
     assert draw_image(np.zeros((1, 1, 28, 28), np.uint8)) is not None
 
 
-def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_page_of_the_largest_build_stays_small_and_whole(browser: Browser) -> None:
     located = Located(layer="conv7", runs=2, cuts=0, found_by="tensors", layers=LAYERS * 40)
     outputs = tuple(replace(GOOD.outputs[0], name=f"y{index}", worst_sample=index) for index in range(6))
     runs = tuple(replace(GOOD, device=name, outputs=outputs, located=located) for name in ("a", "b", "c"))
@@ -170,8 +163,8 @@ def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Ch
     assert len(page.encode()) < 500_000
     assert "http:" not in page
     assert "https:" not in page
-    assert open_page(browser, page, tmp_path / "b.html") == []
-    assert len(browser.find_elements(By.CSS_SELECTOR, "figure img")) == 24
+    browser.open(page)
+    assert len(browser.find("figure img")) == 24
 
 
 LONG = "a_model_with_a_rather_long_name_and_a_version_2.1.0-nnapi"
@@ -219,39 +212,32 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
 @pytest.mark.parametrize("kind", ["app", "build", "check", "compare", "quantize", "verify"])
-def test_nothing_is_cut_off(
-    kind: str, width: int, pages: dict[str, str], browser: webdriver.Chrome, tmp_path: Path
-) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    assert open_page(browser, pages[kind], tmp_path / "p.html") == []
-    found = browser.execute_script(CUT_OFF)
-    assert found == []
+def test_nothing_is_cut_off(kind: str, width: int, pages: dict[str, str], browser: Browser) -> None:
+    assert browser.find_cut_off(pages[kind], width) == []
     assert len(pages[kind].encode()) < 500_000
 
 
-def test_a_strip_shows_who_takes_which_stretch(
-    pages: dict[str, str], browser: webdriver.Chrome, tmp_path: Path
-) -> None:
+def test_a_strip_shows_who_takes_which_stretch(pages: dict[str, str], browser: Browser) -> None:
     check = check_model(load_model(MODEL), load_target("coreml"))
     stretches = draw_strip(check)
     assert {part.kind for part in stretches} == {"taken", "left", "taken odd"}
     assert sum(part.width for part in stretches) == pytest.approx(100)
     assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
-    open_page(browser, pages["check"], tmp_path / "p.html")
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".strip i")) == len(stretches)
+    browser.open(pages["check"])
+    assert len(browser.find(".strip i")) == len(stretches)
     many = replace(check, node_list=tuple(replace(check.node_list[0], partition=at) for at in range(1000)))
     assert len(draw_strip(many)) == 200
 
 
-def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> None:
     notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
     located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
     run = replace(BAD, located=located)
-    assert open_page(browser, render_verify(_report(run)), tmp_path / "v.html") == []
-    assert [dot.get_attribute("r") for dot in browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")] == ["6"]
-    assert "Layer by layer on arm64" in browser.page_source
-    assert notes[0] in browser.page_source
+    browser.open(render_verify(_report(run)))
+    assert [dot.get_attribute("r") for dot in browser.find(".chart circle.bad")] == ["6"]
+    shown = browser.find_one("body").text
+    assert "Layer by layer on arm64" in shown
+    assert notes[0] in shown
 
 
 def test_samples_are_those_that_ran() -> None:
@@ -324,86 +310,70 @@ def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **field
     )  # fmt: skip
 
 
-def _write_page(path: Path, *nodes: CheckedNode) -> Path:
-    report = CheckReport(
-        target="t", model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=()
-    )
+def _check_of(*nodes: CheckedNode) -> CheckReport:
+    return CheckReport(target="t", model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=())
+
+
+def _page_of(*nodes: CheckedNode) -> str:
+    report = _check_of(*nodes)
     recommended = recommend_target({"t": report}, {})
     page = render_check(CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=recommended))
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
-    path.write_text(page)
-    return path
+    return page
 
 
-def _open(browser: webdriver.Chrome, page: Path) -> None:
-    browser.get(page.as_uri())
-    assert browser.get_log("browser") == []
-
-
-def _find(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
-    return list(browser.find_elements("css selector", selector))
-
-
-def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False, reasons=("too <odd>",)), _node(2))
-    _open(browser, page)
-    (chip,) = _find(browser, ".chip.left")
-    (tip,) = _find(browser, ".chip.left .tip")
+def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: Browser) -> None:
+    browser.open(_page_of(_node(0), _node(1, taken=False, reasons=("too <odd>",)), _node(2)))
+    (chip,) = browser.find(".chip.left")
+    (tip,) = browser.find(".chip.left .tip")
     assert not tip.is_displayed()
-    webdriver.ActionChains(browser).move_to_element(chip).perform()
+    browser.point_at(chip)
     assert tip.is_displayed()
     assert "too <odd>" in tip.text
     assert "Conv n1" in tip.text
 
 
-def test_a_block_folds(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = _write_page(tmp_path / "p.html", *(_node(at) for at in range(8)))
-    _open(browser, page)
-    assert [block.is_displayed() for block in _find(browser, ".chip")] == [True] * 8
-    _find(browser, ".block > summary")[0].click()
-    assert not any(chip.is_displayed() for chip in _find(browser, ".chip"))
-    _find(browser, ".block > summary")[0].click()
-    assert all(chip.is_displayed() for chip in _find(browser, ".chip"))
+def test_a_block_folds(browser: Browser) -> None:
+    browser.open(_page_of(*(_node(at) for at in range(8))))
+    assert [block.is_displayed() for block in browser.find(".chip")] == [True] * 8
+    browser.find(".block > summary")[0].click()
+    assert not any(chip.is_displayed() for chip in browser.find(".chip"))
+    browser.find(".block > summary")[0].click()
+    assert all(chip.is_displayed() for chip in browser.find(".chip"))
 
 
-def test_taken_left_and_fatal_have_colours_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
+def test_taken_left_and_fatal_have_colours_of_their_own(browser: Browser) -> None:
+    page = _page_of(_node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
+    browser.open(page)
     for scheme in ("light", "dark"):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        _open(browser, page)
-        colours = [chip.value_of_css_property("background-color") for chip in _find(browser, ".chip")]
+        browser.set_scheme(scheme)
+        colours = [chip.value_of_css_property("background-color") for chip in browser.find(".chip")]
         assert len(set(colours)) == 3
-        ink = _find(browser, ".chip")[0].value_of_css_property("color")
+        ink = browser.find(".chip")[0].value_of_css_property("color")
         assert ink != colours[0]
 
 
-def test_a_thousand_nodes_open_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = _write_page(tmp_path / "p.html", *(_node(at, taken=at % 50 != 49) for at in range(1000)))
+def test_a_thousand_nodes_open_quickly(browser: Browser) -> None:
+    page = _page_of(*(_node(at, taken=at % 50 != 49) for at in range(1000)))
     start = time.monotonic()
-    _open(browser, page)
-    for block in _find(browser, ".block:not([open]) > summary"):
+    browser.open(page)
+    for block in browser.find(".block:not([open]) > summary"):
         block.click()
-    assert len(_find(browser, ".chip")) == 1000
+    assert len(browser.find(".chip")) == 1000
     assert time.monotonic() - start < 10
 
 
-def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    model = Path(__file__).parents[2] / "edgekit/demo/digits_mobilenet.onnx"
+def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "check.html"
-    assert run_command(["check", str(model), "--compare-ort", "--html", str(page)]) == 0
-    _open(browser, page)
-    assert "ONNX Runtime's own checker" in _find(browser, "body")[0].text
-    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert len(_find(browser, "details.graph")) == len(find_group("all"))
+    assert run_command(["check", str(MODEL), "--compare-ort", "--html", str(page)]) == 0
+    browser.open(page.read_text())
+    assert "ONNX Runtime's own checker" in browser.find("body")[0].text
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert len(browser.find("details.graph")) == len(find_group("all"))
 
 
 def test_blocks_follow_the_places_and_rows_the_depth() -> None:
-    nodes = (_node(0), _node(1), _node(2, taken=False), _node(3))
-    report = CheckReport(
-        target="t", model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=()
-    )
-    blocks = list(draw_blocks(report))
+    blocks = list(draw_blocks(_check_of(_node(0), _node(1), _node(2, taken=False), _node(3))))
     assert [(block.place, len(block.chips)) for block in blocks] == [("taken", 2), ("left", 1), ("taken", 1)]
     first, second = blocks[0].chips
     assert first.x == second.x
@@ -445,14 +415,9 @@ def page() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 800, 1400])
-def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(
-    width: int, page: str, browser: webdriver.Chrome, tmp_path: Path
-) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    assert open_page(browser, page, tmp_path / "p.html") == []
-    assert browser.execute_script(CUT_OFF) == []
-    counted, drawn_ms = browser.execute_script(
+def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(width: int, page: str, browser: Browser) -> None:
+    assert browser.find_cut_off(page, width) == []
+    counted, drawn_ms = browser.run(
         "const line = document.querySelector('.timeline');"
         "return [JSON.parse(line.querySelector('script').textContent).spans.length / 4, Number(line.dataset.drawn)];"
     )
@@ -461,20 +426,16 @@ def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(
 
 
 @pytest.mark.slow
-def test_the_time_line_zooms_and_names_what_it_is_pointed_at(
-    page: str, browser: webdriver.Chrome, tmp_path: Path
-) -> None:
-    assert open_page(browser, page, tmp_path / "p.html") == []
-    canvas = browser.find_element("css selector", ".timeline canvas")
+def test_the_time_line_zooms_and_names_what_it_is_pointed_at(page: str, browser: Browser) -> None:
+    browser.open(page)
+    canvas = browser.find_one(".timeline canvas")
     pixels = "return document.querySelector('.timeline canvas').toDataURL()"
-    one_run = browser.execute_script(pixels)
+    one_run = browser.run(pixels)
     canvas.send_keys("+++" + Keys.ARROW_LEFT * 60)
-    webdriver.ActionChains(browser).move_to_element_with_offset(
-        canvas, 3 - canvas.size["width"] // 2, 5 - canvas.size["height"] // 2
-    ).perform()
-    assert browser.find_element("css selector", ".timeline .note").text == "Conv Conv_0: 0.009 ms"
+    browser.point_at(canvas, 3 - canvas.size["width"] // 2, 5 - canvas.size["height"] // 2)
+    assert browser.find_one(".timeline .note").text == "Conv Conv_0: 0.009 ms"
     canvas.send_keys("0")
-    assert browser.execute_script(pixels) != one_run
+    assert browser.run(pixels) != one_run
 
 
 @pytest.mark.slow
