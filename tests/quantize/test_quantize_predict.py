@@ -453,6 +453,23 @@ def test_what_stands_beside_a_decision_counts_too(tmp_path: Path) -> None:
     assert reference.predict_drop(other).outputs == ("z",)
 
 
+def test_raw_numbers_beside_probabilities_of_others_are_no_scores(tmp_path: Path) -> None:
+    """As the offsets of a box beside whether there is a face: they were compared by the largest of the four."""
+    rows = np.random.default_rng(0).normal(0, 2, (24, 1, 8)).astype(np.float32)
+    layers = {name: np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32) for name in ("v", "w")}
+    biases = {name: np.zeros(4, np.float32) for name in ("b", "c")}
+    for first, measures in (
+        ("n = Gemm(x, w, c) z = Softmax(n)", ["spread of the values (R2)", "top-1 accuracy"]),
+        # Its own logits, and those of another choice where nothing is squashed, are scores.
+        ("z = Softmax(y)", ["top-1 accuracy", "top-1 accuracy"]),
+        ("z = Gemm(x, w, c)", ["top-1 accuracy", "top-1 accuracy"]),
+    ):
+        text = f"g (float[1,8] x) => (float[1,4] y, float[1,4] z) {{ y = Gemm(x, v, b) {first} }}"
+        model = make_model(text, tmp_path / "m.onnx", constants=layers | biases)
+        reference = FloatReference(model, make_samples([{"x": row} for row in rows]))
+        assert [part.measure for part in reference.parts] == measures
+
+
 def test_values_lose_what_their_spread_loses() -> None:
     reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
     values = np.array([[[1.0, 3.0], [10.0, 30.0]]])

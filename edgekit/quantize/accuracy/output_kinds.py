@@ -43,7 +43,7 @@ _LEAST_EMBEDDING, _UNIT = 8, 1e-3
 _LEAST_LANDMARKS = 8
 # Landmarks vary from sample to sample by less than this share of how the mean of each varies.
 _SAME_SHAPE = 0.1
-# A sample has fewer ratings than this: more positive numbers are something else.
+# A sample has fewer ratings, or numbers beside a decision, than this: more of them are something else.
 _MANY_CLASSES = 100
 
 
@@ -62,7 +62,8 @@ def read_output_kinds(
         values = [row[name] for row in outputs]
         if any(value.shape != first.shape for value in values):
             continue
-        guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores), None)
+        is_score = not _stands_beside_decisions(graph, name, outputs[0])
+        guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score), None)
         if guess is not None and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
             guess = msgspec.structs.replace(guess, kind="sequence")
         if guess is not None and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
@@ -134,18 +135,31 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
     return Reading(kind=stated.kind, axis=axis, squash=squash)
 
 
-def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool) -> Iterator[Reading]:
+def _guess_reading(
+    graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool, is_score: bool
+) -> Iterator[Reading]:
     """Yields how an output is read, nothing where its numbers tell no kind.
 
     `is_raw_score` says that it has one number for each row of another output, such as a score for each of many boxes:
-    these do not choose between the rows.
+    these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], _find_squash(graph, name)
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(kind="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
         scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
-        yield next(scores, None) or _read_numbers(graph, name, values)
+        yield (next(scores, None) if is_score else None) or _read_numbers(graph, name, values)
+
+
+def _stands_beside_decisions(graph: Graph, name: str, outputs: Tensors) -> bool:
+    """Returns True for a few raw numbers beside an output that the graph makes probabilities of other numbers.
+
+    A network that applies a Softmax to its scores leaves raw what is none, such as the box and the points of a face.
+    """
+    if not ranks_classes(outputs[name]) or outputs[name].size >= _MANY_CLASSES or _find_squash(graph, name):
+        return False
+    sources = [_trace_squash(graph, each) for each, value in outputs.items() if ranks_classes(value)]
+    return any(op and name not in moved for op, moved in sources)
 
 
 def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
@@ -329,11 +343,18 @@ def _is_distribution(rows: Array) -> bool:
 
 
 def _find_squash(graph: Graph, name: str) -> str:
+    return _trace_squash(graph, name)[0]
+
+
+def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
+    """Returns what squashes an output, "" for nothing, and the tensors that only move values before it."""
+    squash, moved = "", set[str]()
     while name in graph.producers:
         node = graph.producers[name]
-        if node.op_type in _SQUASHING_OPS:
-            return node.op_type
-        if node.op_type not in _SHAPE_OPS or not node.input:
-            return ""
+        if node.op_type in _SQUASHING_OPS and not squash:
+            squash, moved = node.op_type, {node.input[0]}
+        elif node.op_type not in _SHAPE_OPS or not node.input:
+            break
         name = node.input[0]
-    return ""
+        moved.add(name)
+    return squash, frozenset(moved)
