@@ -44,7 +44,7 @@ _HEAD_SAMPLES = 16
 # Larger records, such as those of long vectors, are not remembered together: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
 # Every eighth, fourth and second sample is looked at first, if these are enough to tell a standard error: a choice.
-_STRIDES, _LEAST_LOOKED = (8, 4, 2), 8
+_STRIDES, _LEAST_LOOKED = (8, 4, 2), 4
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
 """The measure of the head of a detector that detects too little in the samples."""
