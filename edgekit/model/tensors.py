@@ -20,7 +20,7 @@ all threads: "SystemError: AST constructor recursion depth mismatch" if the garb
 in the middle. That is rare, except in a Dask worker, whose callbacks of the collector are Python.
 """
 
-DTYPES: dict[str, npt.DTypeLike] = {
+DTYPES: dict[str, type[np.generic]] = {
     "float32": np.float32, "float64": np.float64, "float16": np.float16,
     "int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16,
     "int32": np.int32, "uint32": np.uint32, "int64": np.int64, "uint64": np.uint64,

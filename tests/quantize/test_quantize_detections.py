@@ -111,11 +111,11 @@ def test_a_head_is_decoded_to_the_boxes_that_it_codes(code: str) -> None:
 @pytest.mark.parametrize("code", ["offsets", "yolox"])
 def test_levels_in_outputs_of_their_own_are_one_head(code: str) -> None:
     joined, levels = make_outputs(code), list[Tensors]()
+    places: tuple[tuple[int, int, int], ...] = ((8, 0, 64), (16, 64, 80))
     for row in joined:
         parts = row if code == "offsets" else {"b": row["y"][..., :4], "o": row["y"][..., 4:5], "c": row["y"][..., 5:]}
-        levels.append(
-            {f"{name}_{at}": each[:, a:z] for at, a, z in ((8, 0, 64), (16, 64, 80)) for name, each in parts.items()}
-        )
+        level: Tensors = {f"{name}_{at}": each[:, a:z] for at, a, z in places for name, each in parts.items()}
+        levels.append(level)
     head, whole = read(find_head(levels, (SIDE, SIDE))), read(find_head(joined, (SIDE, SIDE)))
     assert (head.code, head.grid, head.objectness is None) == (code, whole.grid, whole.objectness is None)
     for found, wanted in zip(head.decode(levels[0]), whole.decode(joined[0]), strict=True):

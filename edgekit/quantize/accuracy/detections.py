@@ -164,7 +164,8 @@ def _likelihood(chances: Array, *, centred: bool) -> Array:
     if not centred or not len(chances):
         return np.asarray(chances**CERTAINTY)
     most, level = float(chances.max()), float(np.median(chances))
-    return np.asarray(most * (np.maximum(chances - level, 0) / max(most - level, 1e-12)) ** CERTAINTY)
+    risen = np.maximum(chances - level, 0) / max(most - level, 1e-12)
+    return np.asarray(most * risen**CERTAINTY)
 
 
 def _suppress(boxes: Array, chances: Array, overlap: float) -> _Detections:

@@ -58,7 +58,8 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
         if centred:
             return covariance
         mean = self.mean.reshape(-1, self.size).astype(np.float64)
-        return covariance + mean[:, :, None] * mean[:, None, :]
+        squares = mean[:, :, None] * mean[:, None, :]
+        return covariance + squares
 
     def split(self, most_bytes: int) -> Iterator[tuple[slice, "InputMoments"]]:
         """Yields the statistics of one span of inputs after another, each of as many blocks as take `most_bytes`.

@@ -144,9 +144,12 @@ def find_leak(own: Floats, got: Floats) -> str | None:
     removed = np.stack([own[1:] - mean, np.broadcast_to(mean, own[1:].shape)], axis=-1)
     before, error = own[:-1] - mean, (got - own)[1:]
     basis = np.linalg.qr(removed.reshape(-1, 2))[0]
-    left, rest = (
-        (value.reshape(-1) - basis @ (basis.T @ value.reshape(-1))).reshape(value.shape) for value in (before, error)
-    )
+
+    def remove(values: Array) -> Array:
+        flat = values.reshape(-1)
+        return np.asarray(flat - basis @ (basis.T @ flat)).reshape(values.shape)
+
+    left, rest = remove(before), remove(error)
     energy = _energy(left)
     # A sample before that is much like the sample itself gives no information.
     if energy <= _SAME * _energy(before) or not energy:
