@@ -17,7 +17,7 @@ ALIKE = "make both as the app does"
 """How a warning ends if the samples for calibration and verification differ: this explains a loss best."""
 # Raw pixels are 255 times as large as those from 0 to 1, and raw 16-bit sound is 32768 times as large as sound from -1
 # to 1.
-_FAR = 100.0
+_OUTLIER = 100.0
 _PIXELS = (0.0, 255.0)
 # Fractional values between 0 and 255 count as resized pixels only if they reach this; whole numbers need not.
 _LEAST_PIXEL = 64.0
@@ -291,7 +291,7 @@ class _Input:
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         # Compared with the median, which the outlier itself does not move.
-        if self._is_float and reach[farthest] > _FAR * usual > 0:
+        if self._is_float and reach[farthest] > _OUTLIER * usual > 0:
             yield (
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
                 " it stretches every range"
@@ -308,7 +308,7 @@ def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
     if len(reaches) < 2:
         return
     least, most = min(reaches, key=lambda name: reaches[name]), max(reaches, key=lambda name: reaches[name])
-    if reaches[most] > _FAR * reaches[least]:
+    if reaches[most] > _OUTLIER * reaches[least]:
         yield (
             f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g} in half of the samples:"
             " check that both are normalised as the model wants"

@@ -16,12 +16,16 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
+from edgekit._files import read_chunks
 from edgekit.errors import ModelError
 
 PAGE_BYTES = 4096
 """Large weights begin at a page, so that ONNX Runtime can map them (onnx's external_data_helper does the same)."""
 LEAST_BYTES = 1024
 """Weights up to this size stay in the model file: shape inference and constant folding do not read external data."""
+
+MAX_DATA_BYTES = 1 << 17
+"""Data of a tensor beyond this size are left out when a model is skimmed, and lie in a file while it is processed."""
 
 
 def begin_page(out: IO[bytes]) -> int:
@@ -71,6 +75,34 @@ def point_to(tensor: onnx.TensorProto, place: DataPlace) -> None:
         tensor.external_data.add(key=key, value=str(value))
 
 
+def copy_data(folder: Path, place: DataPlace, out: IO[bytes]) -> None:
+    """Appends the data at a place, in a file of `folder`, to an open file.
+
+    Raises:
+        OSError: the file cannot be read, or ends before the data do.
+    """
+    with (folder / place.file).open("rb") as file:
+        file.seek(place.offset)
+        if sum(out.write(chunk) for chunk in read_chunks(file, place.length)) < place.length:
+            raise OSError(f"'{folder / place.file}' ends within a weight")
+
+
+def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes], *, most: int = MAX_DATA_BYTES) -> None:
+    """Appends the data of an initializer of more than `most` bytes to an open file, and points to them there, in place.
+
+    They may lie in a file of `folder`.
+    """
+    place, data = read_place(tensor), tensor.raw_data
+    length = len(data) if place is None else place.length
+    if length > most:
+        start = begin_page(out)
+        if place is None:
+            out.write(data)
+        else:
+            copy_data(folder, place, out)
+        point_to(tensor, DataPlace(Path(out.name).name, start, length))
+
+
 def count_bytes(tensor: onnx.TensorProto) -> int | None:
     """Returns the size of a tensor's raw data; None for strings, which have none, and for elements of 6 bits.
 
@@ -83,9 +115,6 @@ def count_bytes(tensor: onnx.TensorProto) -> int | None:
     bits = 2 if name.endswith("INT2") else 4 if name.endswith(("INT4", "FLOAT4E2M1")) else 8 * dtype.itemsize
     return -(-math.prod(tensor.dims) * bits // 8)
 
-
-MAX_DATA_BYTES = 1 << 17
-"""Data of a tensor beyond this size are left out."""
 
 # Nesting of subgraphs: protobuf itself stops at 100 messages, and each graph is three (graph, node, attribute).
 _MAX_DEPTH = 64

@@ -6,9 +6,19 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import Message
 
-from edgekit._files import move_file, read_chunks, replacing_file, work_folder, write_file
+from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words, write_varint
+from edgekit.model.external import (
+    LEAST_BYTES,
+    DataPlace,
+    begin_page,
+    copy_data,
+    move_weight,
+    point_to,
+    read_place,
+    read_words,
+    write_varint,
+)
 from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_tensors, load_model, read_proto
 
 _LENGTH_DELIMITED = 2
@@ -46,14 +56,7 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
         for before, place, after in tensors:
             out.write(before)
             if place is not None:
-                left = place.length
-                with (folder / place.file).open("rb") as file:
-                    file.seek(place.offset)
-                    for block in read_chunks(file, left):
-                        out.write(block)
-                        left -= len(block)
-                if left:
-                    raise OSError(f"'{folder / place.file}' ends within a weight")
+                copy_data(folder, place, out)
             out.write(after)
         out.write(tail + last)
 
@@ -130,10 +133,7 @@ def place_weights(model: Model, *, external: bool) -> Model:
     if external:
         with replacing_file(data) as temporary, temporary.open("wb") as out:
             for tensor in proto.graph.initializer:
-                content = tensor.raw_data
-                if len(content) > LEAST_BYTES:
-                    point_to(tensor, DataPlace(data.name, begin_page(out), len(content)))
-                    out.write(content)
+                move_weight(tensor, path.parent, out, most=LEAST_BYTES)
         write_file(path, proto.SerializeToString(deterministic=True))
     else:
         refuse_inline(model)

@@ -17,16 +17,7 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites import (
-    activations,
-    halves,
-    idle,
-    join_attention,
-    layout,
-    norms,
-    products,
-    split_attention,
-)
+from edgekit.prepare.rewrites import activations, halves, idle, join_attention, layout, norms, products, split_attention
 from edgekit.target import INTEGERS, Target
 
 

@@ -17,9 +17,7 @@ from quantize_models import (
     op_types,
     random_samples,
 )
-from quantize_models import (
-    quantize as quantize_net,
-)
+from quantize_models import quantize as quantize_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process

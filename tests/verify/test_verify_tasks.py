@@ -19,13 +19,7 @@ from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
 from edgekit.verify.task_metrics import METRICS, measure_task
-from edgekit.verify.task_scores import (
-    TaskReport,
-    check_class_labels,
-    describe_difference,
-    judge_task,
-    measure_accuracy,
-)
+from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 
 
 def measure(

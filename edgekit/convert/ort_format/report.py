@@ -9,16 +9,7 @@ import msgspec
 import onnx
 
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION, is_canonical
-from edgekit.convert.ort_format.tables import (
-    Record,
-    iterate_graphs,
-    number,
-    open_tables,
-    records,
-    table,
-    text,
-    texts,
-)
+from edgekit.convert.ort_format.tables import Record, iterate_graphs, number, open_tables, records, table, text, texts
 from edgekit.model.model import tensor_dtype
 from edgekit.model.tensors import TensorSpec, name_dim
 

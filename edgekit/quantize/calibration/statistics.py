@@ -8,15 +8,7 @@ import numpy as np
 
 from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.augment import (
-    HIGHS,
-    LOWS,
-    PATCHES,
-    SCORES,
-    AugmentedGraph,
-    TensorAxis,
-    pick_outputs,
-)
+from edgekit.quantize.calibration.augment import HIGHS, LOWS, PATCHES, SCORES, AugmentedGraph, TensorAxis, pick_outputs
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange

@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, view_file, view_model
+from edgekit.model.external import move_weight
 from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -36,7 +37,6 @@ from edgekit.quantize.equalization.pairs import (
     saturation_of,
     write_powers,
 )
-from edgekit.quantize.graph.float_graph import move_weight
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_layer, read_layers
 from edgekit.quantize.ranges import TensorRange, snap_range
 

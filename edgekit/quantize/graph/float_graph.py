@@ -8,29 +8,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import read_chunks
 from edgekit.errors import ModelError
 from edgekit.graph.constants import lift_constants, load_external, read_array
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
-from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to, read_place
-from edgekit.model.model import (
-    Model,
-    drop_unread,
-    find_integer_ops,
-    list_names,
-    read_outside,
-    refill,
-    rename_tensors,
-)
+from edgekit.model.external import MAX_DATA_BYTES, move_weight
+from edgekit.model.model import Model, drop_unread, find_integer_ops, list_names, read_outside, refill, rename_tensors
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
@@ -270,23 +260,6 @@ def read_aside(folder: Path) -> Graph | None:
     """Returns the graph that `set_weights_aside` wrote to a folder, None if there is none."""
     path = folder / _ASIDE_NAME
     return view_file(path) if path.is_file() else None
-
-
-def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
-    """Appends the data of a large initializer to an open file and points to them; they may be read from `folder`."""
-    place = read_place(tensor)
-    length = place.length if place is not None else len(tensor.raw_data)
-    if length <= MAX_DATA_BYTES:
-        return
-    start = begin_page(out)
-    if place is None:
-        out.write(tensor.raw_data)
-    else:
-        with (folder / place.file).open("rb") as file:
-            file.seek(place.offset)
-            for chunk in read_chunks(file, length):
-                out.write(chunk)
-    point_to(tensor, DataPlace(Path(out.name).name, start, length))
 
 
 def float_activations(graph: Graph) -> Iterator[str]:

@@ -11,7 +11,7 @@ import onnx
 from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
 from edgekit.machine import VNNI, read_cpu_flags, release_memory
-from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to
+from edgekit.model.external import move_weight
 from edgekit.model.model import copy_without_weights, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
@@ -66,13 +66,11 @@ def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
     with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
         path = Path(out.name)
         for tensor in proto.graph.initializer:
-            data = tensor.raw_data  # each access to the field makes a copy
-            if len(data) <= MAX_DATA_BYTES:
-                copy.graph.initializer.append(tensor)
-                continue
-            shell = copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-            point_to(shell, DataPlace(path.name, begin_page(out), len(data)))
-            out.write(data)
+            moved = onnx.TensorProto()  # of its own: the model would keep the memory of cleared fields
+            moved.CopyFrom(tensor)
+            if moved.data_location != onnx.TensorProto.EXTERNAL:
+                move_weight(moved, folder, out)
+            copy.graph.initializer.append(moved)
     try:
         yield copy.SerializeToString()
     finally:
