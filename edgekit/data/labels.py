@@ -85,8 +85,8 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
     except _MALFORMED as error:
         raise DataError(f"'{path}' is malformed: {error}", hint=hint) from error
     if len(labels) != samples.count:
-        told = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
-        raise DataError(told, hint=hint)
+        message = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
+        raise DataError(message, hint=hint)
     return labels
 
 

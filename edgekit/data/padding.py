@@ -32,8 +32,8 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         shapes: dict[str, tuple[int, ...]] = {name: sample[name].shape for name in self.inputs}
         found = [(name, shapes[name][axis]) for name, axes in self.inputs.items() for axis in axes]
         if len({size for _, size in found}) != 1:
-            told = ", ".join(f"{size} in '{name}'" for name, size in found)
-            raise DataError(f"a sample has several sizes of '{self.dim}': {told}", hint="give all of them one size")
+            sizes = ", ".join(f"{size} in '{name}'" for name, size in found)
+            raise DataError(f"a sample has several sizes of '{self.dim}': {sizes}", hint="give all of them one size")
         return found[0][1]
 
     def fill(self, sample: Tensors, size: int) -> dict[str, Array]:

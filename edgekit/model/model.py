@@ -201,8 +201,8 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
             hint="copy the file to a place of its own",
         ) from error
-    if torn := find_wrong_size(proto):
-        raise ModelError(f"'{model.path}' is damaged: {torn}", hint="export it again")
+    if damage := find_wrong_size(proto):
+        raise ModelError(f"'{model.path}' is damaged: {damage}", hint="export it again")
     return proto
 
 

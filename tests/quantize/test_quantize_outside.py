@@ -17,7 +17,7 @@ from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.augment import augment_graph
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
-from edgekit.quantize.graph.float_graph import read_float_graph, set_weights_aside
+from edgekit.quantize.graph.float_graph import read_float_graph, store_float_graph
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
@@ -104,7 +104,7 @@ def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same
     model = make_model(text, tmp_path / "m.onnx", {"gain": (256,), "shift": (256,), "w1": (256, 256), "w2": (256, 256)})
     inline, work = read_float_graph(model), tmp_path / "work"
     work.mkdir()
-    aside = set_weights_aside(read_float_graph(model), work)
+    aside = store_float_graph(read_float_graph(model), work)
     factors = {"n": tuple((2.0 ** np.random.default_rng(0).integers(-6, 6, 256)).tolist()), "r": (0.5, 4.0) * 128}
     plain, written, again = (equalize_graph(each, factors, work) for each in (inline, aside, aside))
     files = sorted(path.name for path in work.glob("scaled-*"))

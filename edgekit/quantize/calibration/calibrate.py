@@ -22,7 +22,7 @@ from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.float_graph import float_activations, read_aside, read_float_graph, set_weights_aside
+from edgekit.quantize.graph.float_graph import float_activations, read_float_graph, read_stored_graph, store_float_graph
 from edgekit.quantize.ranges import (
     AUTO_METHODS,
     METHODS,
@@ -143,7 +143,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
     methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *PLAIN_METHODS})
     work.mkdir(parents=True, exist_ok=True)
-    graph = set_weights_aside(read_float_graph(model), work)
+    graph = store_float_graph(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(model, graph, samples, methods, how)
@@ -179,7 +179,7 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
     is_its = calibration.statistics and calibration.model_sha256 == model.sha256
-    return (read_aside(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
+    return (read_stored_graph(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
 
 
 def _make_task(

@@ -209,7 +209,7 @@ MINIMUM_OPSET = 13
 """From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
 
 # The file name of a graph whose large weights lie in another file beside it.
-_ASIDE_NAME = "float.onnx"
+_STORED_NAME = "float.onnx"
 _WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = frozenset(
@@ -242,13 +242,13 @@ def read_float_graph(model: Model) -> Graph:
     return view_model(proto, folder)
 
 
-def set_weights_aside(graph: Graph, folder: Path) -> Graph:
+def store_float_graph(graph: Graph, folder: Path) -> Graph:
     """Moves the large weights of a graph to a file in `folder`; returns the graph, which then takes little memory.
 
     Models written to the folder may refer to that file. `graph` must not be used any more.
     """
-    path = folder / _ASIDE_NAME
-    with path.with_name(f"{_ASIDE_NAME}.data").open("wb") as out:
+    path = folder / _STORED_NAME
+    with path.with_name(f"{_STORED_NAME}.data").open("wb") as out:
         for tensor in graph.proto.initializer:
             move_weight(tensor, graph.folder, out)
     # Protobuf keeps the memory of cleared fields; only a new message frees it.
@@ -256,9 +256,9 @@ def set_weights_aside(graph: Graph, folder: Path) -> Graph:
     return view_file(path)
 
 
-def read_aside(folder: Path) -> Graph | None:
-    """Returns the graph that `set_weights_aside` wrote to a folder, None if there is none."""
-    path = folder / _ASIDE_NAME
+def read_stored_graph(folder: Path) -> Graph | None:
+    """Returns the graph that `store_float_graph` wrote to a folder, None if there is none."""
+    path = folder / _STORED_NAME
     return view_file(path) if path.is_file() else None
 
 
