@@ -18,6 +18,8 @@ from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
 INSTALL_QNN = spell_install("onnxruntime-qnn==2.7.0")
+# What ONNX Runtime says where a provider takes no node, as of a tree.
+_TAKES_NONE = "Unable to compile any nodes"
 _PROGRAM = Path(__file__).parent / "standalone" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
@@ -181,9 +183,10 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
     left = re.findall(r"\{ name: (.*?), type: (\w+) \}", child.stderr)
     nodes = ", ".join(f"'{shorten_name(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])
     reason = f"does not take the whole model, for one {nodes}" if nodes else f"refuses the model: {last[:300]}"
-    raise RuntimeRefusal(
-        f"QNN for {settings} {reason}", hint="edgekit check MODEL --target qnn tells why, and what to change"
-    )
+    hint = "edgekit check MODEL --target qnn tells why, and what to change"
+    if _TAKES_NONE in last:
+        reason, hint = "takes no node of the model", f"build it for the CPU: --target cpu; {hint}"
+    raise RuntimeRefusal(f"QNN for {settings} {reason}", hint=hint)
 
 
 def shorten_name(name: str) -> str:

@@ -31,7 +31,8 @@ def takes_raw_pixels(graph: Graph, name: str) -> bool:
         node = next(iter(graph.readers(name)), None)
         if node is None or not node.output:
             return False
-        if node.op_type in _NORMALIZING:
+        # Numbers that choose the rows of a table are codes, such as letters.
+        if node.op_type in _NORMALIZING or (node.op_type == "Gather" and node.input[1] == name):
             return True
         if node.op_type in _LAYERS:
             return _is_made_for_raw(graph, node, gain)

@@ -9,7 +9,17 @@ import onnx
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit.model.external import point_into, skim_model
-from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, refill, rename_tensors, save_proto
+from edgekit.model.model import (
+    Model,
+    list_names,
+    load_model,
+    move_data,
+    order_nodes,
+    read_proto,
+    refill,
+    rename_tensors,
+    save_proto,
+)
 from edgekit.prepare.basic import (
     drop_initializer_inputs,
     merge_domains,
@@ -193,6 +203,8 @@ def _read_graph(model: Model) -> onnx.ModelProto:
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
+    # ONNX Runtime takes nodes in any order; what follows, and onnx's converter, do not.
+    refill(proto.graph.node, order_nodes(proto.graph))
     name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto.graph, outputs)

@@ -371,6 +371,8 @@ def name_unit(predicted: Prediction) -> str:
 def describe_prediction(predicted: Prediction) -> str:
     """Returns a prediction in one line."""
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
+    if math.isinf(predicted.sqnr_db):
+        return "no output holds numbers that could be compared"
     if predicted.drop_estimate is None:
         return f"{ratio}; {predicted.source}"
     others = f"nearest neighbours among {predicted.candidates} others"

@@ -89,6 +89,16 @@ def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
 
 
 @needs_qnn
+def test_a_model_of_which_qnn_takes_nothing_is_sent_to_the_cpu(tmp_path: Path) -> None:
+    """As a forest of trees, of which ONNX Runtime says only that no node could be compiled."""
+    model = save_text(tmp_path / "m.onnx", "(float[1,3,4,4] x) => (float[1,3] y) { y = Det(x) }", {})
+    with pytest.raises(RuntimeRefusal, match="soc_model=69 takes no node of the model") as refused:
+        convert_model(model, load_target("qnn"), tmp_path / "out")
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("build it for the CPU: --target cpu")
+
+
+@needs_qnn
 def test_a_compiler_that_takes_too_long_is_a_clear_error(tmp_path: Path) -> None:
     make_float(tmp_path / "m.onnx")
     with pytest.raises(DeviceError, match="QNN's compiler ran out of time"):

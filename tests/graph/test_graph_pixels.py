@@ -40,3 +40,11 @@ def test_weights_of_the_first_layer_tell() -> None:
     assert not takes(f"d = Mul(x, two) p = Sub(d, two) {CONV}", weight=0.2)
     assert not takes(f"p = Identity(x) {CONV}", weight=0.004, bias=0.0)
     assert not takes("p = Sigmoid(x) y = Conv(p, w)", weight=0.004)
+
+
+def test_numbers_that_choose_rows_of_a_table_are_no_pixels() -> None:
+    """As the codes of letters that deepcut and nakdimon take as floats."""
+    text = """g (float[1,3] x) => (float[1,3,2] y) <float[300,2] table = {ZEROS}>
+      { c = Cast<to = 7>(x) y = Gather(table, c) }""".replace("ZEROS", ",".join(["0.0"] * 600))
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
+    assert takes_raw_pixels(view_model(model), "x")

@@ -35,6 +35,22 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
+@pytest.mark.parametrize("opset", [11, 17])
+def test_nodes_may_stand_before_those_that_they_read_from(opset: int, tmp_path: Path) -> None:
+    """ONNX Runtime takes such a file; some exporters write it."""
+    model = make_model(CONV, tmp_path / "m.onnx", opset=opset)
+    proto = onnx.load(str(model.path))
+    nodes = list(proto.graph.node)[::-1]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    onnx.save(proto, str(tmp_path / "reversed.onnx"))
+    reverse = load_model(tmp_path / "reversed.onnx")
+    prepared = prepare_model(reverse, tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Conv", "Relu"]
+    inputs = make_inputs(prepared)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
 def test_constants_are_folded(tmp_path: Path) -> None:
     text = """g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()
         n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"""

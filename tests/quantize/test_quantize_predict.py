@@ -216,6 +216,14 @@ def test_what_is_lost_is_measured_by_what_an_output_means(
     assert far.drop_estimate > 0.05
 
 
+def test_a_sigmoid_for_each_row_decides(tmp_path: Path) -> None:
+    """As that of a word segmenter, which says of each letter whether a word begins at it."""
+    text = "g (float[64,8] x) => (float[64,1] y) { h = MatMul(x, w) y = Sigmoid(h) }"
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 1)}))
+    rows = [{"y": np.random.default_rng(seed).random((64, 1)).astype(np.float32)} for seed in range(4)]
+    assert read_output_kinds(graph, rows, {})["y"] == Reading(kind="map", axis=1, squash="Sigmoid")
+
+
 @pytest.mark.parametrize("shape", ["float[1,64]", "float[1,20,10]", "float[1,85,4,4]"])
 def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_path: Path) -> None:
     same, far = (drop_of(tmp_path, shape, "Identity", 0.1, bias) for bias in (1e-4, 0.4))

@@ -254,6 +254,10 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         # A gain for each number of the input, such as a denoiser's mask.
         yield Reading(kind="values", axis=_find_channels(first))
         return
+    if kept and first.ndim == 2 and first.shape[1] == 1:
+        # One score for each row of the samples, such as whether a word begins at a letter.
+        yield Reading(kind="map", axis=1, squash=kept)
+        return
     if ranks_classes(first):
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
