@@ -18,6 +18,7 @@ from edgekit.devices import observe
 from edgekit.devices.device import Job, Missing
 from edgekit.devices.find import default_target, device_names, find_device, list_devices, serve_device
 from edgekit.devices.local import provider
+from edgekit.devices.local.host import COREML, UNITS, CoreMl, coreml_job, coreml_options
 from edgekit.devices.local.provider import (
     PROVIDERS,
     Found,
@@ -246,3 +247,65 @@ def test_looking_for_swiftshader_starts_no_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "Popen", refuse)
     found = find_swiftshader.__wrapped__()
     assert set(found) <= {"VK_ICD_FILENAMES", "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER", "LD_LIBRARY_PATH"}
+
+
+@pytest.fixture
+def core_ml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    return make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16")
+
+
+def cache_of(core_ml: Job, units: str = "") -> str:
+    return coreml_job(core_ml, units).provider_options["ModelCacheDirectory"]
+
+
+def test_the_job_holds_the_format_the_units_and_a_cache_of_its_own(core_ml: Job, tmp_path: Path) -> None:
+    options = coreml_job(core_ml).provider_options
+    assert (options["ModelFormat"], options["MLComputeUnits"]) == ("MLProgram", "ALL")
+    assert Path(options["ModelCacheDirectory"]).is_relative_to(tmp_path / "cache/coreml")
+    assert coreml_job(core_ml, "ane").provider_options["MLComputeUnits"] == "CPUAndNeuralEngine"
+    network = load_target("coreml", {"model_format": "NeuralNetwork"})
+    caches = [cache_of(core_ml), cache_of(core_ml, "cpu"), cache_of(msgspec.structs.replace(core_ml, target=network))]
+    assert cache_of(core_ml) == caches[0]
+    float_conv(tmp_path / "f.onnx", opset=18)
+    caches.append(cache_of(core_ml))
+    assert len(set(caches)) == 4
+
+
+def test_every_units_that_a_name_may_have_finds_its_device() -> None:
+    for units in UNITS:
+        assert find_device(f"coreml:{units}", load_target("coreml")).name == f"coreml:{units}"
+    with pytest.raises(UsageError, match="did you mean 'coreml:"):
+        find_device("coreml:npu", load_target("coreml"))
+
+
+def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
+    with pytest.raises(TargetError, match="did you mean 'ModelFormat'"):
+        coreml_options({"ModelFormats": "MLProgram"})
+    with pytest.raises(TargetError, match="'MLprogram' is no ModelFormat"):
+        coreml_options({"ModelFormat": "MLprogram"})
+    with pytest.raises(UsageError, match="no compute units 'npu'"):
+        coreml_options({}, "npu")
+
+
+def test_the_same_path_on_another_provider_gives_its_outputs(core_ml: Job, work: Path) -> None:
+    request = msgspec.structs.replace(coreml_job(core_ml), provider=CPU_PROVIDER)
+    run = run_python(Stub(), core_ml, request, work)
+    assert run.failure is None
+    session = CpuSession(core_ml.model, SessionSettings())
+    for sample, got in zip(core_ml.samples, run.outputs, strict=True):
+        np.testing.assert_array_equal(got["y"], session.run(sample)["y"])
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
+def test_without_core_ml_the_cpu_does_not_run_in_its_place(core_ml: Job, work: Path) -> None:
+    run = run_python(Stub(), core_ml, coreml_job(core_ml), work)
+    assert run.failure == f"refused: asked for {COREML}, and the session has {CPU_PROVIDER} alone"
+    assert run.outputs.count == 0
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="needs a Mac")
+def test_the_provider_itself_computes_in_half_precision(core_ml: Job, work: Path) -> None:
+    run = CoreMl().run_job(core_ml, work)
+    assert run.failure is None
+    assert {node.provider for node in run.placement} == {COREML}

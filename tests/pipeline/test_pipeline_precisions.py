@@ -1,4 +1,4 @@
-"""A net whose values half precision cannot hold or loses is built so that it keeps them; the build says which nodes."""
+"""Precisions beside plain int8: values that half precision ends at, large constants in float, and quantized models."""
 
 import re
 from functools import partial
@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 from tiny_models import parse_model
 
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.bundle.folder import open_bundle
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
+from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import describe_quantization
 from edgekit.verify.layers.overflows import find_lossy, find_overflows
@@ -124,3 +128,79 @@ def test_a_float_part_that_half_precision_does_not_hold_is_named(
     if is_lost:
         (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
         assert report.float_warning in summary.notes
+
+
+CONSTANTS_TEXT = (
+    "g (float[1,4,4,4] x) => (float[1,4,4,4] y) "
+    "<float s = {0.02}, uint8 z = {128}, float t = {0.05}> { a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z)"
+    " [n] c = Conv(b, w) q = QuantizeLinear(c, t, z) y = DequantizeLinear(q, t, z) }"
+)
+
+
+@pytest.mark.parametrize("target", ["nnapi", "xnnpack", "qnn", "cpu"])
+def test_the_session_is_told_to_keep_them(tmp_path: Path, target: str) -> None:
+    rng = np.random.default_rng(0)
+    path = parse_model(CONSTANTS_TEXT, tmp_path / "m.onnx")
+    proto = onnx.load(str(path))
+    weight = rng.normal(0, 1, (4, 4, 1, 1)).astype(np.float32)
+    weight[0] *= 0.003
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, str(path))
+    np.savez(tmp_path / "data.npz", x=rng.normal(0, 1, (4, 4, 4, 4)).astype(np.float32))
+    recipe = Recipe(targets=(target,))
+    report = build(path, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)
+    (summary,) = report.bundles
+    assert summary.failure is None
+    assert "1 layers keep float weights between Q and DQ nodes ('n')" in summary.notes[-1]
+    bundle = open_bundle(tmp_path / "out" / f"m-{target}")
+    config = bundle.manifest.session_config
+    assert config[DISABLED] == OPTIMIZER
+    config = {key: value for key, value in config.items() if key != "session.disable_cpu_ep_fallback"}
+    sample = {"x": rng.normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
+    wanted = CpuSession(path, SessionSettings(config={DISABLED: OPTIMIZER})).run(sample)["y"]
+    files = [name for name in bundle.manifest.files if name.endswith((".onnx", ".ort")) and "/" not in name]
+    plain = [name for name in files if "context" not in name and "ctx" not in name]
+    for name in plain:
+        got = CpuSession(bundle.folder / name, SessionSettings(config=config)).run(sample)["y"]
+        assert (got == wanted).all(), name
+    assert (CpuSession(path, SessionSettings()).run(sample)["y"] != wanted).any()
+
+
+@pytest.mark.parametrize(("activation", "zero", "stored"), [("uint8", 128, "uint8"), ("int8", 0, "int8")])
+def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
+    activation: str, zero: int, stored: str, tmp_path: Path
+) -> None:
+    model = parse_model(
+        "g (float[1,3] x) => (float[1,4] y)"
+        f" <float xs = {{0.02}}, {activation} xz = {{{zero}}}, float ys = {{0.1}}, {activation} yz = {{{zero}}},"
+        " int8[4,3] w = {127, -2, 3, -127, 5, -128, 1, 2, 3, 4, 5, 6}, float s = {0.01}, int8 z = {0}>"
+        " { q = QuantizeLinear(x, xs, xz) d = DequantizeLinear(q, xs, xz) f = DequantizeLinear(w, s, z)"
+        " a = Gemm<transB=1>(d, f) r = QuantizeLinear(a, ys, yz) y = DequantizeLinear(r, ys, yz) }",
+        tmp_path / "m.onnx",
+    )
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(40, 1, 3)).astype(np.float32))
+    data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("nnapi",))
+    (bundle,) = build(model, data, tmp_path / "out", recipe, verify=False).bundles
+    assert bundle.path is not None, bundle.failure
+    told = "int8 weights of Gemm and MatMul are stored as uint8, the same values: 1 nodes"
+    assert (told in bundle.notes) == (stored == "uint8")
+    tensors = onnx.load(str(bundle.path / "model.onnx")).graph.initializer
+    assert {numpy_helper.to_array(tensor).dtype.name for tensor in tensors if list(tensor.dims) == [4, 3]} == {stored}
+
+
+def test_a_quantized_model_of_which_no_session_starts_is_not_shipped(tmp_path: Path) -> None:
+    text = (
+        "g (float[1,2,4,4] x) => (float[1,2,4,4] y)"
+        " <int8[2,2,1,1] w = {1,2,3,4}, float s = {0.1}, float[1] t = {0.1}, int8 z = {0}>"
+        " { q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = DequantizeLinear(w, t)"
+        " c = ConvTranspose(a, b) r = QuantizeLinear(c, s, z) y = DequantizeLinear(r, s, z) }"
+    )
+    model = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 2, 4, 4)).astype(np.float32))
+    data = Data(source=str(tmp_path / "data.npz"))
+    (bundle,) = build(model, data, tmp_path / "out", Recipe(targets=("xnnpack",)), verify=False).bundles
+    assert bundle.path is None
+    told = str(bundle.failure)
+    assert told.startswith("no session of the int8 model starts on xnnpack, 1 nodes stop it: ConvTr")
+    assert "must be a scalar" in told
+    assert "give the float model" in told
