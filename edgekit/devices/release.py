@@ -187,35 +187,31 @@ def _require_success(finished: Finished) -> None:
         raise DeviceError(f"'{finished.argv[0]}' {finished.explanation}", hint="check the compiler")
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """ONNX Runtime's archive for a phone's system, as it was read; `archive` is its name.
-
-    `imports` are those of the library for each ABI that can run here; `libraries` are all shared libraries.
-    """
+class Archive(msgspec.Struct, frozen=True, kw_only=True):
+    """ONNX Runtime's archive for a phone's system; `archive` is its name, `libraries` are all its shared libraries."""
 
     archive: str
     sha256: str
     version: str
     providers: tuple[str, ...]
-    imports: Mapping[str, tuple[str, ...]]
     libraries: tuple[NativeLibrary, ...] = ()
 
 
-class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed library of a phone: its archive, version, providers and ABIs.
+class Release(Archive, frozen=True, kw_only=True):
+    """An archive as it was read; `imports` are those of the library for each ABI that can run here."""
 
-    `abis` are the ABIs that can run here; `libraries` are all shared libraries of the archive. `sources` is the digest
-    of the sources of the programs; `compilers` has the compiler of each ABI's program.
+    imports: Mapping[str, tuple[str, ...]]
+
+
+class Installed(Archive, frozen=True, kw_only=True):
+    """An installed archive: the ABIs that can run here, and what their programs were built from.
+
+    `sources` is the digest of the sources of the programs; `compilers` has the compiler of each ABI's program.
     """
 
-    archive: str
-    sha256: str
-    version: str
-    providers: tuple[str, ...]
     abis: tuple[str, ...]
     sources: str
     compilers: dict[str, str]
-    libraries: tuple[NativeLibrary, ...] = ()
 
     def describe(self) -> str:
         """Returns what is installed, in words."""
@@ -336,7 +332,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             abis = tuple(abi for abi, compiler in compilers.items() if compiler)
             if not abis:
                 raise DeviceError(lacking, hint=self.needs[next(iter(compilers))])
-            facts = {name: getattr(release, name) for name in Release.__struct_fields__ if name != "imports"}
+            facts = {name: getattr(release, name) for name in Archive.__struct_fields__}
             installed = Installed(**facts, abis=abis, sources=digest_sources(self.system), compilers=compilers)
             write_file(staging / FACTS, msgspec.json.encode(installed))
         return installed

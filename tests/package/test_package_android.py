@@ -25,7 +25,8 @@ from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.android.nnapi.compute import computing
+from edgekit.devices.android.nnapi.compute import can_compute
+from edgekit.devices.process.pipes import serving
 from edgekit.package import formats
 from edgekit.package.package import package_bundles
 
@@ -82,10 +83,10 @@ def kotlin(repository: Path, unpacked: Path, bundles: Path, make_once: MakeOnce)
 @pytest.fixture
 def neural(tmp_path: Path) -> Generator[Sequence[str]]:
     """What the driver of NNAPI finds in its environment, while networks are computed."""
-    with computing(tmp_path / "nnapi", 120) as service:
-        if service.pipes is None:
-            pytest.skip("needs ai-edge-litert: pip install ai-edge-litert==2.3.0")
-        yield ("env", f"EDGEKIT_NNAPI_PIPES={service.pipes}")
+    if not can_compute():
+        pytest.skip("needs ai-edge-litert: pip install ai-edge-litert==2.3.0")
+    with serving(tmp_path / "nnapi", "edgekit.devices.android.nnapi.compute", 120) as served:
+        yield ("env", f"EDGEKIT_NNAPI_PIPES={served.folder}")
 
 
 def wrap_usage(readme: str) -> str:

@@ -16,11 +16,12 @@ import msgspec
 from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.installed import LOADER, MACHINES
-from edgekit.devices.android.nnapi.compute import Service, can_compute, computing, find_feature_level
+from edgekit.devices.android.nnapi.compute import Facts, can_compute, find_feature_level
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.exchange import RunnerJob
+from edgekit.devices.process.pipes import Served, serving
 from edgekit.devices.process.run import describe_job, refuse_run, run_program
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
@@ -125,6 +126,7 @@ X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
+_COMPUTES = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
@@ -210,16 +212,16 @@ class Android(Device, frozen=True, kw_only=True):
 
     def _run(self, job: Job, work: Path) -> DeviceRun:
         request = self._describe_job(job)
-        # Without samples, networks are only built, not computed.
-        is_computed = job.target.provider == NNAPI and job.samples.count > 0
-        with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
-            argv = [*self._enter(job, work, service), str(LOADER.find_program(self.abi)), "--pipe"]
+        # Without samples, or without TFLite's kernels, networks are only built, not computed.
+        is_computed = job.target.provider == NNAPI and job.samples.count > 0 and can_compute()
+        with serving(work / "nnapi", _COMPUTES, job.timeout_s) if is_computed else contextlib.nullcontext() as served:
+            argv = [*self._enter(job, work, served), str(LOADER.find_program(self.abi)), "--pipe"]
             run = run_program(self, argv, job, request, work, emulates=True)
         return msgspec.structs.replace(
             run,
             failure=run.failure and f"{run.failure}{self._explain_failure(run, job)}",
             versions={**LOADER.find_versions(), **run.versions},
-            notes=(*run.notes, *self._list_notes(run, job, request, service)),
+            notes=(*run.notes, *self._list_notes(run, job, request, served)),
         )
 
     def _describe_job(self, job: Job) -> RunnerJob:
@@ -240,12 +242,12 @@ class Android(Device, frozen=True, kw_only=True):
             threads=job.threads or threads,
         )
 
-    def _enter(self, job: Job, work: Path, service: Service) -> tuple[str, ...]:
+    def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""
         api = job.target.settings.get("api_level", _DEFAULT_API)
         facts = [f"EDGEKIT_ANDROID_API={api}"]
-        if service.pipes is not None:
-            facts.append(f"EDGEKIT_NNAPI_PIPES={service.pipes}")
+        if served is not None:
+            facts.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
         if job.target.provider == NNAPI:
             facts.append(f"EDGEKIT_NNAPI_LEVEL={find_feature_level(int(api))}")
         if self.driver is not None:
@@ -278,7 +280,7 @@ class Android(Device, frozen=True, kw_only=True):
         where = f"{bare.op_type} '{bare.name}' has no input"
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
-    def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, service: Service) -> Iterator[str]:
+    def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, served: Served | None) -> Iterator[str]:
         """Yields notes on the emulated phone, and on what was done differently from a real one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
@@ -286,7 +288,7 @@ class Android(Device, frozen=True, kw_only=True):
         if request.provider_options.get(_POOL, asked) != asked:
             pool = request.provider_options[_POOL]
             yield f"XNNPACK had {pool} of {asked} threads, which compute the same: here they would wait for each other"
-        facts = service.facts
+        facts = None if served is None else served.read_facts(Facts)
         if facts is None:
             return
         if facts.relaxed:

@@ -303,11 +303,9 @@ def _describe_job(job: Job, cache: Path | None) -> RunnerJob:
 
 def _list_notes(served: Served | None) -> Iterator[str]:
     """Yields the note that the ML Program is the provider's, but was computed by edgekit."""
-    if served is None or not served.said:
-        return
-    facts = msgspec.json.decode(served.said, type=Facts)
-    total = sum(facts.operations.values())
-    if total:
+    facts = None if served is None else served.read_facts(Facts)
+    total = 0 if facts is None else sum(facts.operations.values())
+    if facts is not None and total:
         yield (
             f"Core ML's program was written by the provider; edgekit computed its {total} operations,"
             f" {facts.halves} of them in half precision"

@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Literal, Protocol, TypeVar
 
 import msgspec
 
 from edgekit._proc import run_process
 from edgekit.errors import EdgekitError
+
+_Facts = TypeVar("_Facts", bound=msgspec.Struct)
 
 ASK, ANSWER = "ask", "answer"
 """The pipes, by their names in a folder."""
@@ -88,9 +90,16 @@ def serve_pipes(computer: Computer, folder: Path) -> None:
 
 
 class Served(msgspec.Struct, kw_only=True):
-    """The last line that the serving process printed, available once it has ended; empty before."""
+    """The process that serves the pipes of a `folder`; what it printed last is known once it has ended."""
 
+    folder: Path
     said: str = ""
+
+    def read_facts(self, kind: type[_Facts]) -> _Facts | None:
+        """Returns what was computed, None if the process did not tell it."""
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.said, type=kind)
+        return None
 
 
 @contextlib.contextmanager
@@ -100,7 +109,7 @@ def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
     This process holds both pipes open until one side has ended; then it closes them, so that the other side sees the
     end and does not wait for ever.
     """
-    served = Served()
+    served = Served(folder=folder)
     folder.mkdir()
     held: list[int] = []
     for name in (ASK, ANSWER):

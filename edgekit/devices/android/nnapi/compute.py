@@ -1,10 +1,9 @@
 """Computes NNAPI's networks with TFLite's reference kernels, in a separate process."""
 
-import contextlib
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation, split_constants
 from edgekit.devices.android.nnapi.tflite import write_model
-from edgekit.devices.process.pipes import serve_pipes, serving
+from edgekit.devices.process.pipes import serve_pipes
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early). Networks with one of them run on TFLite's optimized kernels, with which NNAPI's own CPU path
@@ -112,13 +111,6 @@ _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
 _LAST_FEATURE_LEVEL = 1_000_008
 
 
-class Service(msgspec.Struct, kw_only=True):
-    """The process that computes: `pipes` is the folder by which the driver reaches it; `facts` are known at its end."""
-
-    pipes: Path | None = None
-    facts: Facts | None = None
-
-
 def find_feature_level(api: int) -> int:
     """Returns NNAPI's feature level on a phone with that Android API level and all updates."""
     return api if api < min(_FEATURE_LEVELS) else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
@@ -127,23 +119,6 @@ def find_feature_level(api: int) -> int:
 def can_compute() -> bool:
     """Returns True if TFLite's kernels (the wheel ai-edge-litert) are installed."""
     return importlib.util.find_spec("ai_edge_litert") is not None
-
-
-@contextlib.contextmanager
-def computing(folder: Path, timeout_s: float) -> Generator[Service]:
-    """Runs the process that computes for the NNAPI driver, for the duration of the block.
-
-    If TFLite's kernels are not installed, networks can be built but not run.
-    """
-    service = Service()
-    if not can_compute():
-        yield service
-        return
-    with serving(folder, "edgekit.devices.android.nnapi.compute", timeout_s) as served:
-        service.pipes = folder
-        yield service
-    with contextlib.suppress(msgspec.DecodeError):
-        service.facts = msgspec.json.decode(served.said, type=Facts)
 
 
 if __name__ == "__main__":
