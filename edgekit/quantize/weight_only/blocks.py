@@ -89,7 +89,7 @@ def pack_weights(
             weight = numpy_helper.to_array(tensor)
             blocks = blocks or quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
             packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
-        (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
+        _replace(node, packed[tensor.name, turned], shape, form, gathers=gathers)
         changed.append(node.name)
     _flatten_tables(graph)
     drop_unread(graph)
@@ -115,11 +115,7 @@ def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False)
     # Signed integers reach one step farther down than up. The scale, which may be negative, maps the value with the
     # largest magnitude to the lowest integer. With 4 bits that gives 8 steps instead of 7, as ONNX Runtime's own
     # quantizer does (onnxruntime/core/mlas/lib/q4_dq.cpp).
-    depth, columns = weight.shape
-    blocks = -(-depth // block)
-    filled = np.zeros((blocks * block, columns), np.float32)
-    filled[:depth] = weight
-    parts = np.ascontiguousarray(filled.T).reshape(columns, blocks, block)
+    parts = _split_rows(weight.T, block)
     largest = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
     middle = 2 ** (bits - 1)
     scales = largest / np.float32(-middle)
@@ -128,6 +124,12 @@ def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False)
     steps = np.divide(parts, scales, out=np.zeros_like(parts), where=scales != 0)
     values = np.clip(np.rint(steps) + middle, 0, 2**bits - 1).astype(np.uint8)
     return values, scales[..., 0]
+
+
+def _split_rows(rows: Array, block: int) -> Array:
+    """Returns rows [N, K] as blocks [N, blocks, block], the last one filled up with zeros."""
+    filled = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))))
+    return filled.reshape(len(rows), -1, block)
 
 
 def snap_scales(scales: Array) -> Array:
@@ -242,23 +244,20 @@ def _packed_names(name: str, bits: int, *, turned: bool) -> tuple[str, str]:
     return f"{name}_q{bits}{end}", f"{name}_scales{end}"
 
 
-def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], form: BlockForm) -> None:
-    inputs = [node.input[0], *names, *(("", "", bias) if (bias := _bias(node)) else ())]
-    sizes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": form.bits, "block_size": form.block}
-    if form.accuracy_level:
-        sizes["accuracy_level"] = form.accuracy_level
-    node.CopyFrom(
-        helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes)
-    )
-
-
-def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], form: BlockForm) -> None:
-    sizes: dict[str, Any] = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
-    inputs = [names[0], node.input[1], names[1]]
-    made = helper.make_node(
-        "GatherBlockQuantized", inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes
-    )
-    node.CopyFrom(made)
+def _replace(
+    node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], form: BlockForm, *, gathers: bool = False
+) -> None:
+    """Turns a node into MatMulNBits, or into GatherBlockQuantized if it `gathers` rows."""
+    values, scales = names
+    sizes: dict[str, Any] = {"bits": form.bits, "block_size": form.block}
+    if gathers:
+        op, inputs = "GatherBlockQuantized", [values, node.input[1], scales]
+        sizes |= {"gather_axis": 0, "quantize_axis": 1}
+    else:
+        op, inputs = "MatMulNBits", [node.input[0], *names, *(("", "", bias) if (bias := _bias(node)) else ())]
+        sizes |= {"K": shape[0], "N": shape[1]}
+        sizes |= {"accuracy_level": form.accuracy_level} if form.accuracy_level else {}
+    node.CopyFrom(helper.make_node(op, inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes))
 
 
 def _flatten_tables(graph: onnx.GraphProto) -> None:
@@ -352,17 +351,12 @@ def _search_scales(weight: Array, energy: Array, form: BlockForm) -> Array:
     """Returns, for each block, the scale with the least error of rounding to nearest, [N, blocks]."""
     block = form.block
     _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
-    columns, blocks = whole.shape
-    parts = np.zeros((columns, blocks * block), np.float32)
-    parts[:, : len(weight)] = weight.T
-    parts = parts.reshape(columns, blocks, block)
-    counted = np.zeros(blocks * block)
-    counted[: len(weight)] = energy
+    parts, counted = _split_rows(weight.T, block), _split_rows(energy[None], block)
     best, least = whole, np.full(whole.shape, np.inf)
     for share in _SHARES:
         scale = (whole * np.float32(share)).astype(np.float32)
         steps = np.divide(parts, scale[..., None], out=np.zeros_like(parts), where=scale[..., None] != 0)
         rounded = np.clip(np.rint(steps), -_MIDDLE, _MOST - _MIDDLE) * scale[..., None]
-        cost = ((parts - rounded) ** 2 * counted.reshape(blocks, block)).sum(axis=2)
+        cost = ((parts - rounded) ** 2 * counted).sum(axis=2)
         best, least = np.where(cost < least, scale, best), np.minimum(cost, least)
     return snap_scales(best) if form.lpbq else np.asarray(best, np.float32)
