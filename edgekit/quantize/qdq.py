@@ -28,6 +28,7 @@ from edgekit.model.model import (
     order_nodes,
     read_proto,
     refill,
+    rename_tensors,
 )
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
@@ -221,11 +222,7 @@ def compact_qdq(proto: onnx.ModelProto) -> None:
     for node in graph.node:
         if node.op_type in _QUANTIZERS:
             node.name = next(nodes)
-        for field in (node.input, node.output):
-            for index, name in enumerate(field):
-                field[index] = tensors.get(name, name)
-    for tensor in graph.initializer:
-        tensor.name = tensors.get(tensor.name, tensor.name)
+    rename_tensors(graph, tensors)
 
 
 def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
