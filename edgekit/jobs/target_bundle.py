@@ -47,6 +47,7 @@ _MOST_KEPT = 12
 # What a rewrite of a model that was quantized before did.
 _SAID = {
     products.UNSIGNED_WEIGHTS: "int8 weights of Gemm and MatMul are stored as uint8, the same values",
+    activations.flatten_softplus.id: "Softplus of 16 bits has three axes, because QNN's kernel for four is wrong",
     activations.part_silu.id: "x * Sigmoid(x) of 16 bits is not fused, because QNN's kernel for it is wrong",
 }
 # The kind of an output (classes, boxes, an embedding ...) is guessed from so many golden samples.

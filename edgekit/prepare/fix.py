@@ -91,7 +91,8 @@ For a target, those are applied by which the check finds that it takes more.
 """
 
 ASKED = _by_id(
-    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu
+    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
+    activations.flatten_softplus
 )  # fmt: skip
 """Rewrites that gain no node but that a target needs all the same: in a float model (`list_asked`), or in integers
 (`fix_quantized`)."""
@@ -174,7 +175,7 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
     rules = target.quantization
     ids = [
         *([products.UNSIGNED_WEIGHTS] if rules.unsigned_ops else ()),
-        *([activations.part_silu.id] if rules.scheme == "qnn" else ()),
+        *([activations.part_silu.id, activations.flatten_softplus.id] if rules.scheme == "qnn" else ()),
     ]
     return fix_model(model, out, ids) if ids else FixedModel(model=model, fixes=())
 

@@ -12,7 +12,7 @@ from edgekit.graph.constants import load_external
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites.activations import part_silu
+from edgekit.prepare.rewrites.activations import flatten_softplus, part_silu
 from edgekit.prepare.rewrites.products import store_unsigned
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
@@ -79,6 +79,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         store_unsigned(quantized.graph, plan.unsigned_ops)
     if plan.scheme == "qnn":
         part_silu(quantized.graph, read_opset(quantized))
+        flatten_softplus(quantized.graph, read_opset(quantized))
     narrow_constants(quantized.graph, plan.narrow.bits)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,14 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.jobs.build import build
+from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
-from edgekit.target import Target, load_target
+from edgekit.target import Precision, Target, load_target
 
 GRAPH = """<ir_version: 10, opset_import: ["" : 21]> g (float[1,4,ROWS,COLUMNS] x) => (float[1,4,ROWS,COLUMNS] y)
   <float xs = {0.00013}, TYPE xz = {MIDDLE}, int8[4,4,1,1] w = {90,-20,30,-40,50,60,-70,8,-127,10,11,-120,13,100,15,90},
@@ -206,6 +207,42 @@ def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> Non
     onnx.save(proto, str(path))
     run = device.run_job(make_job(path, "qnn", [{"x": np.zeros((1, 0), np.float32)}]), tmp_path)
     assert str(run.failure).startswith("input 'x' has no elements")
+
+
+SOFTPLUS = """<ir_version: 10, opset_import: ["" : 21]> g (float[1,4,20,8] x) => (float[1,4,20,8] y)
+  <float xs = {0.00013}, uint16 xz = {32768},
+   int8[4,4,1,1] w = {90,-20,30,-40,50,60,-70,8,-127,10,11,-120,13,100,15,90},
+   float[4] ws = {0.01,0.01,0.01,0.01}, int8[4] wz = {0,0,0,0}, float cs = {0.0003}, uint16 cz = {32768},
+   float ys = {0.00016}, uint16 yz = {0}>
+  { xq = QuantizeLinear(x, xs, xz) xd = DequantizeLinear(xq, xs, xz) wd = DequantizeLinear<axis=0>(w, ws, wz)
+    c = Conv<kernel_shape=[1,1]>(xd, wd) cq = QuantizeLinear(c, cs, cz) cd = DequantizeLinear(cq, cs, cz)
+    s = Softplus(cd) sq = QuantizeLinear(s, ys, yz) y = DequantizeLinear(sq, ys, yz) }"""
+
+
+@pytest.mark.slow
+def test_the_kernel_of_softplus_is_wrong_and_is_avoided(tmp_path: Path) -> None:
+    path, shape = parse_model(SOFTPLUS, tmp_path / "m.onnx"), (1, 4, 20, 8)
+    # If this fails with a new version of QNN, its kernel is right, and the rewrite can go.
+    assert measure_simulator(path, shape, tmp_path / "wrong") < 20
+    fixed = fix_quantized(load_model(path), load_target("qnn"), tmp_path / "fixed.onnx")
+    assert [(fix.id, len(fix.nodes)) for fix in fixed.fixes] == [("flat-softplus", 1)]
+    assert measure_simulator(fixed.model.path, shape, tmp_path / "right") > 40
+
+
+def test_a_softplus_in_16_bits_is_quantized_so(tmp_path: Path) -> None:
+    text = """g (float[1,4,8,6] x) => (float[1,4,8,6] y) <float[4,4,1,1] w = {WEIGHTS}> {
+      c = Conv(x, w) s = Softplus(c) y = Conv(s, w) }"""
+    weights = ",".join(f"{each:.3f}" for each in np.random.default_rng(0).normal(size=16))
+    path = parse_model(text.replace("WEIGHTS", weights), tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(24, 1, 4, 8, 6)).astype(np.float32))
+    wanted: dict[Precision, int] = {"int16": 2, "int8": 0}
+    for precision, reshapes in wanted.items():
+        out, recipe = tmp_path / f"{precision}.onnx", Recipe(targets=("qnn",), precision=precision)
+        quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, recipe)
+        assert sum(node.op_type == "Reshape" for node in onnx.load(str(out)).graph.node) == reshapes
+        sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
+        one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
+        assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
 
 
 @pytest.mark.slow

@@ -447,5 +447,6 @@ def test_every_rewrite_is_tested() -> None:
         "flatten-to-reshape",
         "plain-reshape",
         "part-silu",
+        "flat-softplus",
     }
     assert set(REWRITES) == set(FIXES) | set(SPELLINGS) | set(ASKED) == set(WITH) | elsewhere

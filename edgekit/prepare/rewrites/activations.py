@@ -163,6 +163,39 @@ def part_silu(writer: Writer) -> None:
         return
 
 
+@node_rewrite("flat-softplus", {"Softplus"}, since=10)
+def flatten_softplus(writer: Writer) -> None:
+    """Computes a Softplus of 16 bits with four axes in three, between Reshapes, for QNN.
+
+    In pictures [N, C, H, W] QNN's kernel is wrong for some sizes (targets/qnn/NOTES.md), also in float behind 16 bits;
+    in tensors of three axes it is right. Each Reshape stands between pairs of Q and DQ with the scales that were there.
+    Softplus before Tanh, as in Mish, is right and stays.
+    """
+    graph, node = writer.graph, writer.node
+    shape, read = graph.static_shape(node.output[0]), _maker(graph, node.input[0], "DequantizeLinear")
+    written = [reader for reader in graph.readers(node.output[0]) if reader.op_type == "QuantizeLinear"]
+    if shape is None or len(shape) != _PICTURE or read is None or not read.has_input(2) or len(written) != 1:
+        return
+    zero, after = graph.constants.get(read.input[2]), written[0]
+    again = [reader for each in graph.readers(after.output[0]) for reader in graph.readers(each.output[0])]
+    is_mish = any(reader.op_type == "Tanh" for reader in again)
+    if zero is None or zero.data_type != onnx.TensorProto.UINT16 or is_mish or not after.has_input(2):
+        return
+    three, four = (
+        writer.constant(part, sizes, "int64") for part, sizes in (("three", [*shape[:2], -1]), ("four", shape))
+    )
+    flat = _requantize(writer, writer.add("Reshape", [node.input[0], three], "flat"), read, "flat")
+    made = _requantize(writer, writer.add("Softplus", [flat], "made"), after, "made")
+    writer.add("Reshape", [made, four])
+
+
+def _requantize(writer: Writer, name: str, like: Node, part: str) -> str:
+    """Returns a value through Q and DQ with the scale and zero point of another such node."""
+    parameters = list(like.input[1:3])
+    values = writer.add("QuantizeLinear", [name, *parameters], f"{part}-values", domain=like.domain)
+    return writer.add("DequantizeLinear", [values, *parameters], f"{part}-again", domain=like.domain)
+
+
 def _maker(graph: Graph, name: str, op: str) -> Node | None:
     """Returns the node that makes a value if it is this operator; ONNX Runtime has Q and DQ of its own for 16 bits."""
     node = graph.producers.get(name)
