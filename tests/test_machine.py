@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from edgekit.devices.standalone import ort_runner
 from edgekit.machine import (
@@ -98,7 +98,8 @@ def test_matrices_are_multiplied_by_one_thread_for_a_while() -> None:
     def threads() -> set[int]:
         return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 
-    before = threads()
-    with single_blas_thread():
-        assert threads() == {1}
-    assert threads() == before
+    with threadpool_limits(limits=2, user_api="blas"):
+        assert threads() == {2}
+        with single_blas_thread():
+            assert threads() == {1}
+        assert threads() == {2}

@@ -34,6 +34,9 @@ MUSL_ONLY = {
 }  # fmt: skip
 """glibc has them as Android does; the C library that zig links has not."""
 
+SHORT = {"__open_2", "__strlen_chk", "access", "fflush", "pthread_sigmask", "pthread_attr_init", "pthread_cond_wait"}
+"""One of each kind: what is linked without one of the others is tried by the long tests."""
+
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
     """What a check is linked from, for one machine, and what runs it."""
@@ -126,12 +129,16 @@ def test_every_function_is_android_s(built: Built, tmp_path: Path) -> None:
     assert {check: run.stderr for check, run in runs.items() if run.returncode} == {}
 
 
-@pytest.mark.parametrize("name", sorted(set(CHECKS) - OF_THE_LOADER - ARM_ONLY - MUSL_ONLY))
+def _each(names: Collection[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("name", _each(set(CHECKS) - OF_THE_LOADER - ARM_ONLY - MUSL_ONLY))
 def test_without_its_stand_in_it_is_not(name: str, built_for_x86: Built, tmp_path: Path) -> None:
     assert fails_without(name, built_for_x86, tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(ARM_ONLY))
+@pytest.mark.parametrize("name", _each(ARM_ONLY))
 def test_without_its_stand_in_it_is_not_on_arm(name: str, built_for_arm: Built, tmp_path: Path) -> None:
     assert fails_without(name, built_for_arm, tmp_path)
 
