@@ -9,6 +9,7 @@ import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
 from fixture_types import Answer, Refused
+from tiny_models import save_net
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.convert import ConvertOptions, _refuse_large
@@ -122,9 +123,21 @@ def test_quantization_formats_stand_side_by_side(refused: Refused, answer: Answe
     assert "give a second model, or --formats" in refused(*arguments, "--layers")
 
 
-@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
-def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, answer: Answer) -> None:
-    model = ZOO / "models/squeezenet1.1_fp32.onnx"
+def _write_convolutions(path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    shapes = {"u": (32, 3, 3, 3), "v": (64, 32, 3, 3), "w": (64, 64, 3, 3)}
+    weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    text = """(float[1,3,16,16] x) => (float[1,64] y) {
+      a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  d = Relu(c)  e = Conv(d, w)  p = GlobalAveragePool(e)  y = Flatten(p)
+    }"""
+    return save_net(text, path, **weights).path
+
+
+@pytest.mark.parametrize("name", ["small", pytest.param("squeezenet1.1_fp32", marks=pytest.mark.long)])
+def test_a_format_that_a_model_of_convolutions_cannot_have_says_why(name: str, tmp_path: Path, answer: Answer) -> None:
+    model = ZOO / f"models/{name}.onnx" if name != "small" else _write_convolutions(tmp_path / "m.onnx")
+    if not model.is_file():
+        pytest.skip("needs ../shared/zoo")
     (spec,) = load_model(model).inputs
     shape = [size if isinstance(size, int) else 1 for size in spec.shape or ()]
     rng = np.random.default_rng(0)
