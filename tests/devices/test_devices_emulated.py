@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -12,6 +13,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import Job
 from edgekit.devices.local.emulated import Emulated
 from edgekit.model.tensors import Array
+from edgekit.profile.events import read_trace
 
 
 def run_one(job: Job, work: Path) -> Array:
@@ -143,6 +145,13 @@ def test_the_placement_is_predicted(tmp_path: Path, work: Path) -> None:
     run = Emulated().run_job(job, work)
     assert run.placement_source == "predicted"
     assert [node.provider for node in run.placement] == ["CoreMLExecutionProvider", CPU_PROVIDER]
+
+
+def test_nothing_is_fused(tmp_path: Path, work: Path) -> None:
+    job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32"), trace=True)
+    run = Emulated().run_job(job, work)
+    assert run.trace is not None
+    assert [step.op for step in read_trace(run.trace).executions[0].steps] == ["Conv", "Relu"]
 
 
 def test_a_check_of_another_model_is_a_failure(tmp_path: Path, work: Path) -> None:

@@ -65,6 +65,12 @@ def test_every_device_that_a_target_names_exists(target: str) -> None:
         assert find_device(plan.device, load_target(target)).name.startswith(plan.device)
 
 
+@pytest.mark.parametrize("name", ["host", "host:native", "arm64"])
+def test_a_cpu_proves_more_for_the_target_whose_provider_it_runs(name: str) -> None:
+    found = [find_device(name, load_target(target)).evidence for target in ("cpu", "nnapi")]
+    assert found == [Evidence.SAME_EP, Evidence.SAME_ARCH if name == "arm64" else Evidence.EMULATED]
+
+
 def test_every_name_finds_its_device() -> None:
     for name in device_names():
         assert find_device(name, default_target(name)).name.partition(":")[0] == name.partition(":")[0]
