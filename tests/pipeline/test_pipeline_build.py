@@ -359,7 +359,7 @@ def haswell() -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> tuple[Path, Data, Recipe]:
+def saturating(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     """A model whose 8-bit products of pairs saturate in 16 bits, in some channels, and what tells that."""
     path = parse_model(
         "g (float[1,8,8,8] x) => (float[1,10] y) {"
@@ -381,8 +381,8 @@ def small(tmp_path: Path) -> tuple[Path, Data, Recipe]:
 
 
 @pytest.mark.long
-def test_a_bundle_for_any_x64_passes_without_vnni(small: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
-    path, data, recipe = small
+def test_a_bundle_for_any_x64_passes_without_vnni(saturating: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
+    path, data, recipe = saturating
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64"})
     (summary,) = build(path, data, tmp_path / "out", recipe).bundles
     assert summary.verify is not None
@@ -393,8 +393,10 @@ def test_a_bundle_for_any_x64_passes_without_vnni(small: tuple[Path, Data, Recip
 
 
 @pytest.mark.long
-def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(small: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
-    path, data, recipe = small
+def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(
+    saturating: tuple[Path, Data, Recipe], tmp_path: Path
+) -> None:
+    path, data, recipe = saturating
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64-vnni"})
     build(path, data, tmp_path / "out", recipe, verify=False)
     report = verify_on(open_bundle(tmp_path / "out" / "net-cpu"), DeviceChoice(names=("host:haswell",)))
