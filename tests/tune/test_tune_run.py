@@ -229,9 +229,14 @@ def test_a_class_holds_for_its_machines() -> None:
 
 
 def test_the_page_draws_the_front() -> None:
-    def tried(name: str, ms: float, size: int, *, pareto: bool) -> TriedSetting:
+    def tried(name: str, ms: float, size: int, sqnr_db: float, *, pareto: bool) -> TriedSetting:
         return TriedSetting(
-            entrant=Entrant(name=name), measurements=2, median_ms=ms, peak_rss_bytes=size, sqnr_db=45.0, pareto=pareto
+            entrant=Entrant(name=name),
+            measurements=2,
+            median_ms=ms,
+            peak_rss_bytes=size,
+            sqnr_db=sqnr_db,
+            pareto=pareto,
         )
 
     report = TuneReport(
@@ -242,13 +247,13 @@ def test_the_page_draws_the_front() -> None:
         goal="latency",
         defaults=Entrant(name="defaults"),
         chosen=Entrant(name="fast"),
-        tried=(tried("defaults", 2, 3 << 20, pareto=False), tried("fast", 1, 2 << 20, pareto=True)),
+        tried=(tried("defaults", 2, 3 << 20, 45, pareto=False), tried("fast", 1, 2 << 20, 120, pareto=True)),
     )
     chart = draw_front(report)
     assert chart is not None
     slow, fast = chart.marks
     assert fast.x < slow.x
     assert fast.y > slow.y
-    assert (fast.kind, slow.kind) == ("front chosen", "")
+    assert (fast.kind, slow.kind) == ("front chosen", "lossy")
     assert "<b>m</b>" not in render_tuning(report)
     assert draw_front(msgspec.structs.replace(report, tried=report.tried[:1])) is None
