@@ -256,11 +256,6 @@ KEY = "0123456789abcdef0123456789abcdef"
 TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
 
 
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    present("ios-sim", "coreml")
-
-
 def keyed_model(path: Path, body: str = TWO_PARTITIONS) -> Model:
     proto = load(str(text_model(path, body)))
     helper.set_model_props(proto, {"COREML_CACHE_KEY": KEY})
@@ -268,6 +263,7 @@ def keyed_model(path: Path, body: str = TWO_PARTITIONS) -> Model:
     return load_model(path)
 
 
+@pytest.mark.usefixtures("device")
 def test_each_partition_is_a_package_that_holds_what_it_lists(tmp_path: Path) -> None:
     model = keyed_model(tmp_path / "m.onnx")
     files = write_coreml(model, load_target("coreml"), tmp_path / "out", packages=True, cache=False)
@@ -283,6 +279,7 @@ def test_each_partition_is_a_package_that_holds_what_it_lists(tmp_path: Path) ->
     assert read_package(folder).outputs == ("y",)
 
 
+@pytest.mark.usefixtures("device")
 def test_an_app_that_ships_the_cache_gets_what_is_in_it(tmp_path: Path) -> None:
     """The provider takes what it finds under the key and writes nothing again: a file of another content stays."""
     model, target = keyed_model(tmp_path / "m.onnx"), load_target("coreml")
@@ -303,6 +300,7 @@ def test_an_app_that_ships_the_cache_gets_what_is_in_it(tmp_path: Path) -> None:
     assert {path.stat().st_mtime == 1.0 for path in files if "1_static" in str(path)} == {False}
 
 
+@pytest.mark.usefixtures("device")
 def test_releases_of_ios_that_part_a_model_otherwise_have_no_common_cache(tmp_path: Path) -> None:
     """Core ML 6 of iOS 16 has 16-bit inputs that Core ML 5 has not."""
     body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
@@ -314,12 +312,14 @@ def test_releases_of_ios_that_part_a_model_otherwise_have_no_common_cache(tmp_pa
     assert write_coreml(model, load_target("coreml"), tmp_path / "out", packages=False, cache=True).cache
 
 
+@pytest.mark.usefixtures("device")
 def test_a_model_of_which_the_provider_takes_nothing_has_no_package(tmp_path: Path) -> None:
     model = load_model(text_model(tmp_path / "m.onnx", "(float[4] x) => (float[4] y) { y = Acos(x) }"))
     with pytest.raises(DeviceError, match="takes nothing of 'm'"):
         write_coreml(model, load_target("coreml"), tmp_path / "out", packages=True, cache=False)
 
 
+@pytest.mark.usefixtures("device")
 def test_operations_are_matched_to_the_nodes_that_they_are_made_of(tmp_path: Path) -> None:
     """One node may become several operations; names that MIL does not know are written otherwise."""
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) <float one = {1.0}>"
@@ -342,6 +342,7 @@ def test_operations_are_matched_to_the_nodes_that_they_are_made_of(tmp_path: Pat
     }
 
 
+@pytest.mark.usefixtures("device")
 def test_the_layer_that_the_provider_writes_otherwise_is_named_as_in_the_program(tmp_path: Path) -> None:
     """It writes Reciprocal as 1 / (x + 0.0001), which is far off where x is small."""
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) <float small = {0.001}>"
@@ -355,6 +356,7 @@ def test_the_layer_that_the_provider_writes_otherwise_is_named_as_in_the_program
     assert "'n2' in Core ML's program: inverse 'n2' (float)" in list(list_located(located))
 
 
+@pytest.mark.usefixtures("device")
 def test_a_conversion_writes_them_beside_the_files_of_the_target(tmp_path: Path) -> None:
     source = text_model(tmp_path / "m.onnx", "(float[1,4,8,8] x) => (float[1,4,8,8] y) { y = Relu(x) }")
     recipe = Recipe(targets=("coreml",), settings={"model_format": "NeuralNetwork"})

@@ -353,14 +353,10 @@ def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precisi
     assert (run.outputs[0].sqnr_db or 0.0) > least_db
 
 
-@pytest.fixture(autouse=True)
-def haswell() -> None:
-    present("host:haswell")
-
-
 @pytest.fixture
 def saturating(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     """A model whose 8-bit products of pairs saturate in 16 bits, in some channels, and what tells that."""
+    present("host:haswell")
     path = parse_model(
         "g (float[1,8,8,8] x) => (float[1,10] y) {"
         " c = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(c)  p = GlobalAveragePool(r)  f = Flatten(p)"
