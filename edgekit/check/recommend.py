@@ -51,7 +51,13 @@ def recommend_target(
     cpus = {name for name, target in targets.items() if target.provider == CPU_PROVIDER}
     usable = [name for name in fit if name not in cpus] or fit
     if not usable:
-        why = "each refuses the model or takes less than half of its work; use the CPU"
+        # Such as numbers for open dimensions, without which some providers take nothing.
+        gains = [
+            (report, advice) for report in reports.values() for advice in report.advice if advice.fix == "automatic"
+        ]
+        helps = any(2 * (report.taken + advice.gain_nodes) >= report.nodes for report, advice in gains)
+        what = "follow the automatic advice, and check again" if helps else "use the CPU"
+        why = f"each refuses the model or takes less than half of its work; {what}"
         return Recommendation(target=None, reasons=(why,), rest=tuple(reports))
     name = max(usable, key=lambda at: rank_report(reports[at]))
     best, target = reports[name], targets.get(name)

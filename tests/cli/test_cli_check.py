@@ -1,6 +1,7 @@
 """`edgekit check`: what it observes, its page, and its recommendation."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -103,7 +104,21 @@ def test_where_each_target_says_no_none_is_recommended() -> None:
     reports = {"none": _report("none", LEFT)}
     found = recommend_target(reports, {})
     assert (found.target, found.style, found.precision) == (None, None, None)
-    assert describe_recommendation(found, reports).startswith("none of these targets: each refuses")
+    line = describe_recommendation(found, reports)
+    assert line.startswith("none of these targets: each refuses")
+    assert line.endswith("; use the CPU")
+
+
+@pytest.mark.parametrize(("fix", "gain", "then"), [
+    ("automatic", 1, "follow the automatic advice, and check again"), ("automatic", 0, "use the CPU"),
+    ("manual", 1, "use the CPU"),
+])  # fmt: skip
+def test_advice_that_would_gain_half_of_the_nodes_comes_before_the_cpu(
+    fix: Literal["automatic", "manual"], gain: int, then: str
+) -> None:
+    advice = Advice(id="dims", subject="dims", message="fix them", fix=fix, gain_nodes=gain)
+    report = msgspec.structs.replace(_report("none", LEFT, LEFT), advice=(advice,))
+    assert recommend_target({"none": report}, {}).reasons[0].endswith(f"; {then}")
 
 
 def test_the_recommendation_says_how_to_build_and_why() -> None:
