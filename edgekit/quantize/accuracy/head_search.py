@@ -165,11 +165,12 @@ def find_silent(outputs: Sequence[Tensors], image: tuple[int, int]) -> frozenset
     for (boxes, *others), scores in _pair_columns(outputs[0]):
         if others or boxes.count != _BOX or len(outputs[0][boxes.outputs[0]].shape) > 3:
             continue
-        chances = np.stack([scores[-1].view(row) for row in outputs])
-        highest = float(chances.max())
-        shown = np.count_nonzero(chances.max(axis=(1, 2)) >= max(highest / 2, _LEAST_SCORE))
+        # One sample after another: all together they are as large as the outputs.
+        chances = [(float(view.min()), float(view.max())) for view in map(scores[-1].view, outputs)]
+        lowest, highest = min(low for low, _ in chances), max(high for _, high in chances)
+        shown = sum(high >= max(highest / 2, _LEAST_SCORE) for _, high in chances)
         is_seen = shown >= _LEAST_SHOWN or shown == len(outputs)
-        if is_seen or not _are_shares(float(chances.min()), highest):
+        if is_seen or not _are_shares(lowest, highest):
             continue
         corners = np.concatenate([boxes.read(row) for row in outputs])
         if any(are_boxes(decode(corners), image, explicit=True) for decode in EXPLICIT.values()):
