@@ -31,7 +31,7 @@ from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import choose_layer_samples
-from edgekit.verify.layers.overflows import HALF_MAX, find_lossy, find_overflows, find_unheld
+from edgekit.verify.layers.overflows import HALF_MAX, find_half_loss, find_lossy, find_overflows
 
 # Enough samples to see the largest values; each one costs a run of the float model without optimizations.
 _SAMPLES = 8
@@ -87,7 +87,7 @@ def warn_of_halves(prepared: Model, floats: Collection[str], target: Target, sam
     found = None
     with contextlib.suppress(RuntimeRefusal):
         few = select_samples(samples, spread_indices(samples.count, _SAMPLES))
-        found = find_unheld(prepared, floats, few, GOOD_DB)
+        found = find_half_loss(prepared, floats, few, GOOD_DB)
     if found is None:
         return ""
     what = f"'{found.name}' stays float, which {target.name} computes in fp16 (from 6e-8 to 65504): "

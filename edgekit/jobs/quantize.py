@@ -319,7 +319,7 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
     if job.is_labelled:
         # What labels say of a part of the samples is not known.
         return search
-    return msgspec.structs.replace(search, race=job.reference.race, glance=job.reference.glance)
+    return msgspec.structs.replace(search, race=job.reference.race, screen=job.reference.screen)
 
 
 def _write_model(

@@ -323,7 +323,7 @@ class _Ladder:
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
             race=inputs.reference.race,
-            glance=inputs.reference.glance,
+            screen=inputs.reference.screen,
             work=work,
             memo=memo,
             progress=self._job.progress,

@@ -79,7 +79,7 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert reference.predict_drop(worse).samples == 100
     assert len(runs) == 100
     hopeless, good = (add_bias(tmp_path, bias) for bias in ("7, 0, 0, 0", "0.05, 0, 0, 0"))
-    seen = [reference.glance(each, lambda part: not part.meets(0.05)) for each in (hopeless, good)]
+    seen = [reference.screen(each, lambda part: not part.meets(0.05)) for each in (hopeless, good)]
     assert [each and each.samples for each in seen] == [13, None]
     assert len(runs) == 213
     assert reference.predict_drop(good).samples == 100

@@ -47,7 +47,7 @@ def test_what_16_bits_do_not_hold_is_in_float(precision: Precision, tmp_path: Pa
     assert "Mul" in list_floats(searched)
     assert "MatMul" not in list_floats(searched)
     assert "which 16 bits do not hold" in searched.chosen.plan.float_nodes[0].reason
-    assert searched.unheld == ()
+    assert searched.wide_range == ()
 
 
 def test_what_16_bits_hold_is_in_16_bits(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_half_precision_does_not_hold_is_named(tmp_path: Path) -> None:
     assert target.float_bits == 16
     searched = search(tmp_path / "half", target, 1e-5, 9)
     assert list_floats(searched) == set()
-    assert "x" in searched.unheld
+    assert "x" in searched.wide_range
     assert (
         "'x' loses most, in 16 bits as in fp16, in which qnn computes floats: it holds 6e-08 to 65504"
         in searched.advice

@@ -156,7 +156,7 @@ def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(
 
     search = begin_search(collapsing, told(drops.get, steps=whole), tmp_path)
     search = msgspec.structs.replace(
-        search, glance=look, race=lambda _, other: look(other, lambda seen: not seen.meets(0.1))
+        search, screen=look, race=lambda _, other: look(other, lambda seen: not seen.meets(0.1))
     )
     _, searched = run_search(search)
     assert [trial.step for trial in searched.trials] == [*drops]

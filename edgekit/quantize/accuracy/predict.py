@@ -208,7 +208,7 @@ class FloatReference:
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
-    def glance(self, quantized: Model, misses: Callable[[Prediction], bool]) -> Prediction | None:
+    def screen(self, quantized: Model, misses: Callable[[Prediction], bool]) -> Prediction | None:
         """Returns what a quantized model loses over the first part of the samples, if it `misses` a goal there by far.
 
         The result is None if it does not: then the model ran over all samples. What it gave is remembered.

@@ -19,7 +19,13 @@ from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
-from edgekit.quantize.mixed_precision.ladder import Unheld, explain_unheld, find_unheld, lift_tensors, name_worst
+from edgekit.quantize.mixed_precision.ladder import (
+    WideRange,
+    explain_wide_range,
+    find_wide_range,
+    lift_tensors,
+    name_worst,
+)
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
@@ -67,7 +73,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
     and 0 where none are known. `race` returns what the second of two loses, if a part of the samples shows that it is
-    clearly worse than the first. `glance` returns what a quantized model loses over the smallest of these parts if,
+    clearly worse than the first. `screen` returns what a quantized model loses over the smallest of these parts if,
     by the function given to it, that is too much. Both return None if only all samples can tell.
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
     may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
@@ -81,7 +87,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
     race: Callable[[Model, Model], Prediction | None] = lambda _first, _second: None
-    glance: Callable[[Model, Callable[[Prediction], bool]], Prediction | None] = lambda _model, _misses: None
+    screen: Callable[[Model, Callable[[Prediction], bool]], Prediction | None] = lambda _model, _misses: None
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
@@ -107,7 +113,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search: every trial in order, and the chosen one; `note` qualifies `met`.
 
-    If much is lost, `advice` says what would lose less, with the measured figure. `unheld` names tensors of 16 bits
+    If much is lost, `advice` says what would lose less, with the measured figure. `wide_range` names tensors of 16 bits
     that make much of the noise, and that the target's float holds no better.
     """
 
@@ -116,7 +122,7 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
     note: str = ""
     advice: str = ""
-    unheld: tuple[str, ...] = ()
+    wide_range: tuple[str, ...] = ()
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +203,7 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
 
 
 def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
-    """Returns the search result with trials in which tensors that 16 bits do not hold are in float (`find_unheld`).
+    """Returns the search result with trials in which tensors that 16 bits do not hold are in float (`find_wide_range`).
 
     They are made where the chosen plan misses the goal. One is chosen if that saves more than it costs, and the target
     still takes as much of the work, of which enough stays in integers.
@@ -207,14 +213,14 @@ def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked:
     if before.prediction.meets(max_drop) or not (is_wide and before.plan.judged and memo.budget.allows(_MORE)):
         return searched
     first = searched.trials[0].plan
-    find = partial(find_unheld, search.model, search.calibration, search.target, first, before.plan, memo)
-    unheld = memo.budget.attempt(_MORE, find) or Unheld()
+    find = partial(find_wide_range, search.model, search.calibration, search.target, first, before.plan, memo)
+    wide_range = memo.budget.attempt(_MORE, find) or WideRange()
     share = _HALF if is_asked or first.judged[0].sqnr_db < COLLAPSED_DB else _PLAIN_INTEGER
     least = share * searched.trials[0].integer_macs
     lifted: tuple[str, ...] = ()
     # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
     wider = [each for each in searched.trials if len(each.plan.wide) > len(before.plan.wide)]
-    for base, names in [*((before, names) for names in unheld.steps), *((base, None) for base in wider)]:
+    for base, names in [*((before, names) for names in wide_range.steps), *((base, None) for base in wider)]:
         if searched.chosen.prediction.meets(max_drop) or not (names or lifted):
             break
         make = partial(lift_tensors, search.model, search.calibration, base.plan, names or lifted)
@@ -227,7 +233,7 @@ def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked:
         if is_taken and (meets or _drop(searched.chosen) > _add_worth([searched.chosen, trial])):
             searched = msgspec.structs.replace(searched, chosen=trial, met=searched.met or meets)
             lifted = names or lifted
-    return msgspec.structs.replace(searched, unheld=unheld.lost)
+    return msgspec.structs.replace(searched, wide_range=wide_range.lost)
 
 
 def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
@@ -287,8 +293,8 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
 def _advise(search: Search, searched: Searched, advice: str) -> Searched:
     """Returns the search result with advice, which names the tensor that loses most."""
     first, worst = searched.trials[0].plan, ""
-    if searched.unheld:
-        worst = explain_unheld(searched.unheld[0], search.target)
+    if searched.wide_range:
+        worst = explain_wide_range(searched.wide_range[0], search.target)
     elif first.judged:
         draft = open_draft(search.model, search.calibration, first)
         name = partial(name_worst, draft, searched.chosen.plan, search.memo)
@@ -337,7 +343,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     )  # fmt: skip
     if not goal.is_asked and not (first.judged and search.memo.budget.allows(_MORE)):
         return first, None
-    trials = _settle(search, goal, _try_plans(search, goal, first, state))
+    trials = _complete_contenders(search, goal, _try_plans(search, goal, first, state))
     if not trials:
         return first, None
     searched = _choose([trial for trial in trials if trial.is_whole], goal)
@@ -348,12 +354,12 @@ def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
     return choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
 
 
-def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> list[Trial]:
+def _complete_contenders(search: Search, goal: Goal, trials: Sequence[Trial]) -> list[Trial]:
     """Returns the trials; all but those that are clearly worse than the chosen one are measured over all samples."""
-    settled = list(trials)
-    while settled and not (chosen := _choose(settled, goal).chosen).is_whole:
-        settled[settled.index(chosen)] = _complete(search, chosen)
-    return [each if each.is_whole else _complete(search, each, rival=chosen) for each in settled]
+    contenders = list(trials)
+    while contenders and not (chosen := _choose(contenders, goal).chosen).is_whole:
+        contenders[contenders.index(chosen)] = _complete(search, chosen)
+    return [each if each.is_whole else _complete(search, each, rival=chosen) for each in contenders]
 
 
 def _complete(search: Search, trial: Trial, *, rival: Trial | None = None) -> Trial:
@@ -441,7 +447,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     """Returns the trials, by rising number of tensors out of 8 bits.
 
     Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow once one is to
-    be chosen (`_settle`).
+    be chosen (`_complete_contenders`).
 
     1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
        in the plain mode, if outputs are plain values that hardly differ.
@@ -533,9 +539,9 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        settled = _settle(self._search, self._goal, self.in_order)
-        self.trials = dict(zip(sorted(self.trials), settled, strict=True))
-        chosen = _choose([trial for trial in settled if trial.is_whole], self._goal).chosen
+        contenders = _complete_contenders(self._search, self._goal, self.in_order)
+        self.trials = dict(zip(sorted(self.trials), contenders, strict=True))
+        chosen = _choose([trial for trial in contenders if trial.is_whole], self._goal).chosen
         return next(count for count, trial in self.trials.items() if trial is chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
@@ -544,7 +550,7 @@ class _Attempts:
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal.
         """
-        cut = partial(_glance, self._search, self._goal)
+        cut = partial(_screen, self._search, self._goal)
         if not count:
             return _measure(self._search, step, self._first, cut=cut)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
@@ -639,8 +645,8 @@ def _predict(search: Search, model: Model, cut: _Cut | None) -> tuple[Prediction
     return lost or search.measure(model), lost is None
 
 
-def _glance(search: Search, goal: Goal, model: Model) -> Prediction | None:
-    return search.glance(model, lambda seen: not goal.may_meet(seen, 0.0))
+def _screen(search: Search, goal: Goal, model: Model) -> Prediction | None:
+    return search.screen(model, lambda seen: not goal.may_meet(seen, 0.0))
 
 
 def _race(search: Search, rival: Trial, model: Model) -> Prediction | None:

@@ -34,7 +34,7 @@ from edgekit.target import Target
 _COUNTS = (1, 3, 8)
 
 
-class Unheld(msgspec.Struct, frozen=True, kw_only=True):
+class WideRange(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that 16 bits do not hold: in each of `steps` those that are worth a trial in float, worst first.
 
     Those that the target's float holds no better are `lost`.
@@ -44,9 +44,9 @@ class Unheld(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
 
 
-def find_unheld(
+def find_wide_range(
     model: Model, calibration: Calibration, target: Target, first: QuantPlan, plan: QuantPlan, memo: Memo
-) -> Unheld:
+) -> WideRange:
     """Returns the tensors of 16 bits that make much of a plan's noise; `first` is the plan with the others in 8 bits.
 
     Only a tensor that alone ruins the outputs in 8 bits can be one: of all others 16 bits leave no noise. So where none
@@ -59,7 +59,7 @@ def find_unheld(
         ranked = rank_tensors(open_draft(model, calibration, first), memo)
         ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
         if not ruinous & plan.wide.keys():
-            return Unheld()
+            return WideRange()
     draft = open_draft(model, calibration, plan)
     noise = rank_tensors(draft, memo)
     # As many as the last step takes, each with less, would not gain enough together.
@@ -72,7 +72,7 @@ def find_unheld(
         return gone > 0 and rise_db(gone / left) >= LEAST_GAIN_DB
 
     if not gains(wide):
-        return Unheld()
+        return WideRange()
     halves = dict[str, float]()
     if target.float_bits == 16:
         qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
@@ -83,7 +83,7 @@ def find_unheld(
 
     floats = [name for name in wide if holds_more(name)]
     steps = [tuple(floats[:count]) for count in (0, *_COUNTS)]
-    return Unheld(
+    return WideRange(
         steps=tuple(names for before, names in pairwise(steps) if gains(names, before)),
         lost=tuple(name for name in wide if name not in floats and gains([name])),
     )
@@ -100,7 +100,7 @@ def lift_tensors(model: Model, calibration: Calibration, plan: QuantPlan, names:
     return lifted if quantizes_any(graph, lifted) else None
 
 
-def explain_unheld(name: str, target: Target) -> str:
+def explain_wide_range(name: str, target: Target) -> str:
     """Returns in one line why a tensor has no width that holds it, and what to do."""
     half = np.finfo(np.float16)
     holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"

@@ -184,7 +184,7 @@ HALF_MIN = 2.0**-24
 """The smallest positive number of half precision, 6e-8."""
 
 
-class UnheldTensor(msgspec.Struct, frozen=True, kw_only=True):
+class HalfLoss(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that half precision does not hold, and the SQNR of the worst output with it in half precision.
 
     `share` of its values lie beyond `HALF_MAX`, or below `HALF_MIN` without being 0; `low` is the smallest magnitude
@@ -198,7 +198,7 @@ class UnheldTensor(msgspec.Struct, frozen=True, kw_only=True):
     sqnr_db: float
 
 
-def find_unheld(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> UnheldTensor | None:
+def find_half_loss(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> HalfLoss | None:
     """Returns the tensor of some nodes that loses most in half precision; None if outputs keep `least_db` with all.
 
     It is the one with the largest share of values that halves do not hold, among those of the nodes without which the
@@ -215,7 +215,7 @@ def find_unheld(model: Model, halved: Collection[str], samples: Samples, least_d
     nodes = [node for node in graph.nodes if node.name in lossy.nodes]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input, *node.output) if graph.is_float(name)))
     traced = open_traced(model, [name for name in names if name in graph.producers])
-    found = {name: UnheldTensor(name=name, share=0, low=math.inf, high=0, sqnr_db=lossy.sqnr_db) for name in names}
+    found = {name: HalfLoss(name=name, share=0, low=math.inf, high=0, sqnr_db=lossy.sqnr_db) for name in names}
     for sample in samples:
         given = adapt_sample(sample, model)
         values = {name: value for name in names if (value := graph.array(name)) is not None}
