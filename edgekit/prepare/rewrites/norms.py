@@ -47,10 +47,11 @@ def _find_norm(graph: Graph, name: str) -> _Norm | None:
         return None
     has_mean = squared != data
     if subtracted:
-        mean = [each for each in fraction_of(graph, subtracted)[0] if each not in graph.constants]
+        over, under = fraction_of(graph, subtracted)
+        mean = [each for each in over if each not in graph.constants]
         is_mean = len(mean) == 1 and mean_of(graph, mean[0]) == (data, axis) and keeps_axis(graph, mean[0], data, axis)
-        same = sorted(fraction_of(graph, subtracted)[0]) == sorted((*mean, *vectors))
-        is_norm = has_mean and is_mean and same and moved == [data] and fraction_of(graph, subtracted)[1] == below
+        is_same = sorted(over) == sorted((*mean, *vectors)) and under == below
+        is_norm = has_mean and is_mean and is_same and moved == [data]
     else:
         is_norm = _find_mean(graph, moved[0]) == (data, axis) if has_mean else moved == [data]
     along = [each for each in (*vectors, shift) if each]
