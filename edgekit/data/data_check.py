@@ -286,8 +286,8 @@ class _Input:
             )
         if self.raw():
             yield _doubt(name, self.raw())
-        if self.pixels(name):
-            yield self.pixels(name)
+        if line := self.pixels(name):
+            yield line
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         # Compared with the median, which the outlier itself does not move.

@@ -152,8 +152,9 @@ def mean_of(graph: Graph, name: str) -> tuple[str, int] | None:
 
     JAX writes a mean as a sum, times one over the number of values.
     """
-    mean = made_by(graph, unshape(graph, name), "ReduceMean")
-    share, values = (1.0, ()) if mean is not None else factors(graph, unshape(graph, name))
+    name = unshape(graph, name)
+    mean = made_by(graph, name, "ReduceMean")
+    share, values = (1.0, ()) if mean is not None else factors(graph, name)
     total = made_by(graph, unshape(graph, values[0]), "ReduceSum") if len(values) == 1 else mean
     axis = None if total is None else reduced_axis(graph, total)
     shape = () if total is None else graph.value(total.input[0]).shape or ()

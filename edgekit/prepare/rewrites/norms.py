@@ -124,12 +124,14 @@ def join_layer_norm(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     norm = _find_norm(graph, node.output[0])
-    shape = graph.value(norm.data).shape if norm is not None and norm.has_mean else None
-    readers = graph.readers(node.output[0])
+    # Most nodes are no norm: nothing else is asked of them.
+    if norm is None or not norm.has_mean or graph.value(norm.data).dtype not in FLOATS:
+        return
+    shape, readers = graph.value(norm.data).shape or (), graph.readers(node.output[0])
     # The scale or the shift behind this node belongs to the same normalisation.
     is_part = readers and all(_find_norm(graph, reader.output[0]) is not None for reader in readers)
-    size = shape[norm.axis] if norm is not None and shape is not None else None
-    if norm is None or shape is None or size is None or is_part or graph.value(norm.data).dtype not in FLOATS:
+    size = shape[norm.axis]
+    if size is None or is_part:
         return
     ones = "" if norm.scale else writer.constant("scale", np.ones(size), graph.value(norm.data).dtype or "")
     vectors = [ones or writer.reshaped("scale", norm.scale, [size])]

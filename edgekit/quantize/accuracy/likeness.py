@@ -63,14 +63,14 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
         soften=partial(soften_detections, centred=head.centred),
     )
     values = MEASURES["values"]
-    told = {
+    measures = {
         "values": (BESIDE, values.source, values.judge, values.soften),
         "masks": (MASKS, "the float model's masks", judge_beside, soften_beside),
         "points": (POINTS, "the float model's points", judge_beside, soften_beside),
     }
     parts = [detections]
     for each in head.beside:
-        measure, source, judge, soften = told[each.kind]
+        measure, source, judge, soften = measures[each.kind]
         record = partial(record_beside, head, each)
         parts.append(
             Part(shapes=detections.shapes, measure=measure, source=source, record=record, judge=judge, soften=soften)

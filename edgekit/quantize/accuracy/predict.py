@@ -181,8 +181,8 @@ class FloatReference:
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
         parts = {name: read_output(name, reading, shapes[name]) for name, reading in others.items()}
-        told = {name: msgspec.structs.replace(parts[name], measure=SILENT) for name in silent & parts.keys()}
-        return (*heads, *(parts | told).values())
+        silenced = {name: msgspec.structs.replace(parts[name], measure=SILENT) for name in silent & parts.keys()}
+        return (*heads, *(parts | silenced).values())
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost; what it gave is remembered.
