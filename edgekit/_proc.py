@@ -2,13 +2,14 @@
 
 import contextlib
 import io
+import itertools
 import os
 import select
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread, Timer
 from typing import IO, Any
@@ -26,6 +27,8 @@ _PIPE_BYTES = 1 << 20
 _JOIN_S = 1.0
 # The children that are running now, of all threads: an interrupted command ends them all.
 _RUNNING: set[int] = set()
+# Which core is next for a child that gets one; several programs begin at different ones.
+_TURNS = itertools.count(os.getpid())
 
 
 class ChildSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,32 +226,47 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     stdin, stdout, stderr = streams
     try:
-        child = subprocess.Popen(
-            argv,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=setting.cwd,
-            env={**os.environ, **(setting.env or {})},
-            # A process group of its own: emulators and node start children, which must be killed together with this
-            # process.
-            start_new_session=True,
-        )
+        with _one_core() if setting.one_core else contextlib.nullcontext():
+            child = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=setting.cwd,
+                env={**os.environ, **(setting.env or {})},
+                # A process group of its own: emulators and node start children, which must be killed together with this
+                # process.
+                start_new_session=True,
+            )
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
-    if setting.one_core and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        with contextlib.suppress(OSError):  # it has ended already
-            # The process id chooses the core, so that several children are spread over the cores; threads that a child
-            # starts later inherit it.
-            os.sched_setaffinity(child.pid, {cores[child.pid % len(cores)]})
     if (
         child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ")
     ):  # Linux: fewer, larger messages
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
+
+
+@contextlib.contextmanager
+def _one_core() -> Generator[None]:
+    """Keeps this thread to one core for the duration of the block, on systems that support this.
+
+    A child that is started meanwhile inherits the core with all its threads. If the core were set afterwards, threads
+    that the child had started by then would keep all cores. Children are spread over the cores in turn.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    every = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {every[next(_TURNS) % len(every)]})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, every)
 
 
 def end_children() -> None:

@@ -2,8 +2,10 @@
 
 import io
 import os
+import re
 import sys
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -36,13 +38,25 @@ def test_long_output_keeps_its_tail_and_memory_is_measured() -> None:
     assert finished.peak_rss_bytes > 1_000_000
 
 
-def test_a_child_may_be_kept_to_one_core() -> None:
+def test_a_child_may_be_kept_to_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("needs Linux")
     argv = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
     settings = [ChildSetting(one_core=one_core) for one_core in (True, False)]
+    every = os.sched_getaffinity(0)
     cores = [run_process(argv, timeout_s=30, setting=setting).stdout.strip() for setting in settings]
-    assert cores == ["1", str(len(os.sched_getaffinity(0)))]
+    assert cores == ["1", str(len(every))]
+    assert os.sched_getaffinity(0) == every
+    # However late this process is, the child has its core from the start.
+    real = os.sched_setaffinity
+
+    def set_late(pid: int, mask: Iterable[int]) -> None:
+        time.sleep(0.1)
+        real(pid, mask)
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_late)
+    status = run_process(["cat", "/proc/self/status"], timeout_s=30, setting=settings[0]).stdout
+    assert re.search(r"Cpus_allowed_list:\s*\d+\n", status)
     said: list[bytes] = []
 
     def take(stream: io.BufferedReader) -> None:
