@@ -9,11 +9,11 @@ import onnx
 import pytest
 from devices_models import make_job, present
 from onnx import TensorProto, helper, numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.jobs.build import build
-from edgekit.jobs.quantize import quantize_for
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.fix import fix_quantized
@@ -243,6 +243,41 @@ def test_a_softplus_in_16_bits_is_quantized_so(tmp_path: Path) -> None:
         sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
         one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
         assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
+
+
+@pytest.mark.slow
+def test_a_layer_has_the_range_after_its_relu_behind_a_reshape_or_cannot_be_finalized(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"gain": (16,), "shift": (16,), "wide": (16, 256), "back": (256, 16)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    path = save_net(
+        "(float[1,64,16] x) => (float[64,16] y)"
+        " <int64[2] flat = {64,16}, int64[3] cube = {1,64,256}, int64[2] rows = {64,256}> {"
+        " n = LayerNormalization<axis=-1>(x, gain, shift) f = Reshape(n, flat) [wide] m = MatMul(f, wide)"
+        " c = Reshape(m, cube) r = Relu(c) d = Reshape(r, rows) p = MatMul(d, back) y = Add(p, p) }",
+        tmp_path / "m.onnx",
+        **weights,
+    ).path
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(32, 1, 64, 16)).astype(np.float32))
+    out, options = tmp_path / "q.onnx", QuantizeOptions(method="minmax")
+    quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, Recipe(targets=("qnn",)), options)
+    assert measure_simulator(out, (1, 64, 16), tmp_path / "work") > 30
+
+    # The same values, but the layer keeps those that its Relu cuts off: the Reshape between them computes in float.
+    proto = onnx.load(str(out))
+    (layer,) = (node for node in proto.graph.node if node.name == "wide")
+    pair = [node for node in proto.graph.node if layer.output[0] in node.input]
+    pair += [node for node in proto.graph.node if pair[0].output[0] in node.input]
+    both_signs: Tensors = {"step": np.array(0.2, np.float32), "middle": np.array(128, np.uint8)}
+    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in both_signs.items())
+    for node in pair:
+        node.input[1:] = both_signs
+    onnx.save(proto, str(out))
+    sample = {"x": np.zeros((1, 64, 16), np.float32)}
+    run = present("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", [sample]), tmp_path)
+    # If this fails with a new version of QNN, it takes such a Reshape.
+    assert run.failure is not None
+    assert "1002" in run.failure
 
 
 @pytest.mark.slow

@@ -61,6 +61,19 @@ def test_tensor_before_relu_has_the_range_after_it(calibration: Calibration) -> 
     assert calibration.ranges["minmax"]["c1"] == calibration.ranges["minmax"]["r1"]
 
 
+def test_so_has_the_layer_where_a_reshape_stands_between(tmp_path: Path) -> None:
+    text = """g (float[2,6] x) => (float[6,2] y, float[2,6] s) <int64[2] whole = {6,2}> {
+      a = MatMul(x, w) b = Reshape(a, whole) c = Transpose<perm=[1,0]>(b) d = Relu(c) y = Reshape(d, whole)
+      s = MatMul(x, v) t = Reshape(s, whole) u = Relu(t) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (6, 6), "v": (6, 6)})
+    ranges = calibrate_model(model, random_samples(model), work=tmp_path / "work").ranges["minmax"]
+    assert ranges["a"] == ranges["b"] == ranges["c"] == ranges["d"]
+    assert ranges["a"].low == 0.0
+    assert ranges["t"] == ranges["u"]
+    # What the graph gives back keeps its range.
+    assert ranges["s"].low < 0
+
+
 def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "all", methods=tuple(RANGE_METHODS))
     assert calibration.ranges.keys() == RANGE_METHODS.keys()

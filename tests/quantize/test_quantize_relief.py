@@ -17,6 +17,7 @@ from edgekit.target import load_target
 
 ACTIVATIONS = {
     "Relu": "r = Relu(c)",
+    "Relu behind a Transpose": "t = Transpose<perm=[0,1,3,2]>(c) r = Relu(t)",
     "Clip": "r = Clip(c, zero, big)",
     "LeakyRelu": "r = LeakyRelu<alpha=0.1>(c)",
     "PRelu": "r = PRelu(c, slope)",

@@ -211,10 +211,9 @@ MINIMUM_OPSET = 13
 # The file name of a graph whose large weights lie in another file beside it.
 _STORED_NAME = "float.onnx"
 _WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
-_MOVEMENT = frozenset(
-    {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
-)
+_MOVEMENT = _RESHAPING | {"Gather", "MaxPool", "Slice", "Split"}
 
 
 def read_float_graph(model: Model) -> Graph:
@@ -279,15 +278,17 @@ def folded_activations(graph: Graph) -> dict[str, str]:
     """Returns the tensors that only a Relu or Clip reads, each with the output whose range it gets.
 
     A quantized producer clamps to its output range, so the range before the Relu or Clip is the range after it
-    (onnxruntime/quantization/base_quantizer.py, adjust_tensor_ranges).
+    (onnxruntime/quantization/base_quantizer.py, adjust_tensor_ranges). Between a layer and its Relu a Reshape may
+    stand; with another range before it, it would compute in float (targets/qnn/NOTES.md).
     """
     folded: dict[str, str] = {}
+    kept = graph.outputs | graph.captured
     for node in graph.nodes:
-        name = node.input[0] if node.input else ""
-        if node.op_type in {"Relu", "Clip"} and name in graph.producers and graph.is_float(node.output[0]):
-            alone = len(graph.readers(name)) == 1 and name not in graph.outputs | graph.captured
-            if alone:
-                folded[name] = node.output[0]
+        name = node.input[0] if node.op_type in {"Relu", "Clip"} and graph.is_float(node.output[0]) else ""
+        while name in graph.producers and len(graph.readers(name)) == 1 and name not in kept:
+            folded[name] = node.output[0]
+            maker = graph.producers[name]
+            name = maker.input[0] if maker.op_type in _RESHAPING else ""
     return folded
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph, Node
+from edgekit.quantize.graph.float_graph import range_source
 
 # Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
 _ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
@@ -29,10 +30,11 @@ def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
         if maker is None:
             continue
         inner = maker.input[:1] if maker.op_type in _ACTIVATIONS else ()
-        for before in _find_silu_inputs(graph, maker) if maker.op_type in {"Mul", "Div"} else inner:
-            if before in graph.producers and before not in found:
-                found[before] = None
-                waiting.append(before)
+        for moved in _find_silu_inputs(graph, maker) if maker.op_type in {"Mul", "Div"} else inner:
+            for before in (moved, range_source(graph, moved)):
+                if before in graph.producers and before not in found:
+                    found[before] = None
+                    waiting.append(before)
     return tuple(found)
 
 
