@@ -62,15 +62,17 @@ def pytest_collection_finish() -> None:
 
 
 _ENDED = itertools.count(1)
+_MODULES = [0]
 
 
 def pytest_runtest_logfinish() -> None:
-    """Excludes what ended tests left from garbage collection: a build collects some ten times, all that is there."""
-    if next(_ENDED) % 100 == 0:
+    """Excludes what tests left or imported from garbage collection: a build collects ten times, all that is there."""
+    if len(sys.modules) > _MODULES[-1] or next(_ENDED) % 100 == 0:
         _freeze()
 
 
 def _freeze() -> None:
+    _MODULES[:] = [len(sys.modules)]
     gc.collect()
     gc.freeze()
 
