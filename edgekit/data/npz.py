@@ -48,10 +48,7 @@ def count_rows(path: Path) -> int:
         DataError: the file is no archive of plain arrays, or its arrays have unequal lengths.
     """
     with _open_columns(path) as columns:
-        counts = {name: (column.shapes or column).count for name, column in columns.items()}
-    if len(set(counts.values())) > 1:
-        raise DataError(f"'{path}' has arrays of unequal length: {counts}", hint="array[i] is sample i in each array")
-    return next(iter(counts.values()), 0)
+        return _count(columns, path)
 
 
 def read_rows(path: Path) -> Iterator[Tensors]:
@@ -60,9 +57,8 @@ def read_rows(path: Path) -> Iterator[Tensors]:
     Raises:
         DataError: the file is no archive of plain arrays, or is damaged.
     """
-    count = count_rows(path)
     with _open_columns(path) as columns:
-        for _ in range(count):
+        for _ in range(_count(columns, path)):
             yield {name: _read_row(column, path) for name, column in columns.items()}
         # zipfile compares the checksum only at the end; without this read a damaged last row would pass.
         torn = next((name for name, column in columns.items() if column.shapes and column.file.read(1)), None)
@@ -104,6 +100,13 @@ def _open_columns(path: Path) -> Generator[dict[str, _Column]]:
                 columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
                 del columns[f"{name}{SHAPES}"]
         yield columns
+
+
+def _count(columns: dict[str, _Column], path: Path) -> int:
+    counts = {name: (column.shapes or column).count for name, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"'{path}' has arrays of unequal length: {counts}", hint="array[i] is sample i in each array")
+    return next(iter(counts.values()), 0)
 
 
 def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
