@@ -249,7 +249,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         samples=samples,
         golden=golden,
         calibration=None,
-        reference=FloatReference(prepared, samples.calibration, outputs, work=folder),
+        reference=FloatReference(prepared, samples.calibration, outputs, state=sequences.state, work=folder),
         preprocess=data.preprocess,
         recorded=recorded,
         floats={},
@@ -393,11 +393,12 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path,
     if found is None:
         return inputs
     better, gain = found
+    samples, outputs = inputs.samples.calibration, inputs.outputs
     inputs = msgspec.structs.replace(
         inputs,
         prepared=better.model,
         fixes=(*inputs.fixes, *better.fixes),
-        reference=FloatReference(better.model, inputs.samples.calibration, inputs.outputs, work=folder),
+        reference=FloatReference(better.model, samples, outputs, state=inputs.state, work=folder),
         gain=gain,
     )
     if stays_float:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     measure: Callable[[Model], Prediction]
     reference: FloatReference
     is_labelled: bool
+    feeds: Mapping[str, str]
     work: Path
     budget: Budget
 
@@ -213,7 +214,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         labels = read_task_labels(data.labels, find_metric(limit).labels, every)
     samples = sequences.unroll(samples, "calibration")
     most = None if labels is None else MOST_LABELLED
-    reference = FloatReference(fixed.model, samples, outputs, most=most, work=work)
+    reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=most, work=work)
     measure = reference.predict_drop
     if labels is not None:
         measure = partial(measure_drop, reference, labels=labels, limit=limit)
@@ -236,6 +237,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         measure=measure,
         reference=reference,
         is_labelled=labels is not None,
+        feeds=sequences.state.feeds,
         work=work,
         budget=budget,
     )
@@ -315,6 +317,7 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
         memo=Memo(budget=budget),
         progress=job.budget.progress,
         may_widen=job.may_widen,
+        feeds=job.feeds,
     )
     if job.is_labelled:
         # What labels say of a part of the samples is not known.

@@ -328,6 +328,7 @@ class _Ladder:
             memo=memo,
             progress=self._job.progress,
             may_widen=recipe.precision == "auto",
+            feeds=inputs.state.feeds,
         )
         max_drop = recipe.max_drop
         goal = None if max_drop is None else max_drop / 100

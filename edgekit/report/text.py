@@ -275,8 +275,13 @@ def describe_size(bundle: BundleSummary) -> str:
 
 
 def describe_agreement(verify: VerifyReport | None) -> str:
-    """Returns how far the worst run agrees with the float model: detections, top-1 of classes, else the SQNR."""
-    outputs = [] if verify is None else [output for run in verify.runs for output in run.outputs]
+    """Returns how far the worst run agrees with the float model: detections, top-1 of classes, else the SQNR.
+
+    Runs over whole sequences count too, in which a model gets its own state; state itself does not.
+    """
+    runs = () if verify is None else verify.runs
+    outputs = [output for run in runs for output in run.outputs if not output.is_state]
+    outputs += [output for run in runs if run.state is not None for output in run.state.outputs]
     lists = [each.share for output in outputs for each in output.agreements if each.of == "detections"]
     by_rows = [output for output in outputs if not any(each.of == "detections" for each in output.agreements)]
     top1 = [output.agreed for output in by_rows if output.agreed is not None]

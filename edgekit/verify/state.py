@@ -1,5 +1,6 @@
 """Models with state: sequences run on a device step by step, the drift of their error, and its judgement."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,15 +15,17 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.process.session import open_session
 from edgekit.errors import CrashError, EdgekitError
 from edgekit.evidence import Judgement
-from edgekit.model.state import State, run_steps
+from edgekit.model.state import State, list_state, run_steps
 from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.quantize.accuracy.loss import PLAIN_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
 from edgekit.verify.metrics.tensor_metrics import decibels
 
-FAITHFUL_DB = 40.0
-"""A signal-to-noise ratio from here on (an error of a hundredth) is good enough for any drift: a choice."""
+FAITHFUL_DB = -10 * math.log10(PLAIN_DROP)
+"""A signal-to-noise ratio from here on is good enough for any drift: `quantize` accepts so much noise (half a point of
+the variance of values) with a model's own state."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +174,7 @@ def run_sequences(
     reports = compare_outputs(reference, fed_back, manifest.readings or {})
     names = [spec.name for spec in golden.outputs]
     # An app reads the outputs that are no state, or all if there are no others.
-    read = tuple(report for report in reports if report.name not in state.feeds.values())
+    read = tuple(report for report in reports if report.name not in list_state(state))
     return msgspec.structs.replace(
         found,
         outputs=read or tuple(reports),

@@ -16,9 +16,10 @@ from edgekit.model.model import Model, load_model
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.accuracy.likeness import Likeness
+from edgekit.quantize.accuracy.loss import PLAIN_DROP
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.auto import plan_minmax
-from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, find_plan, write_chosen
+from edgekit.quantize.mixed_precision.goal_search import Search, find_plan, write_chosen
 from edgekit.target import load_target
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "corpus"))

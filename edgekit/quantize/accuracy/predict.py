@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
+from edgekit.model.state import State, list_state, run_steps
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.head_search import (
@@ -124,6 +126,10 @@ class FloatReference:
     `outputs` states what outputs are; the kinds of the others are guessed. At most `most` samples count, spread evenly:
     MOST_SAMPLES by default, and fewer for a large model (`find_effort`). Outputs for which memory is too small lie in a
     file in the folder `work`; without it they are computed again.
+
+    The samples of a model with `state` are whole sequences, each with the float model's state of its step. A quantized
+    model gets its own state, as in an app: then its errors add up. State itself is not judged if there are other
+    outputs.
     """
 
     def __init__(
@@ -132,10 +138,12 @@ class FloatReference:
         samples: Samples,
         outputs: Mapping[str, StatedOutput] | None = None,
         *,
+        state: State | None = None,
         most: int | None = None,
         work: Path | None = None,
     ) -> None:
         self._model, self._samples, self._stated, self._most = model, samples, outputs or {}, most
+        self._state = state or State()
         self._session: CpuSession | None = None
         self._kept = KeptOutputs(work)
         self._compared: dict[str, dict[int, Compared]] = {}
@@ -149,9 +157,11 @@ class FloatReference:
 
     @cached_property
     def indices(self) -> Sequence[int]:
-        """The samples that count."""
-        most = self._most or self._effort.predicting or MOST_SAMPLES
-        return spread_indices(self._samples.count, most)
+        """The samples that count: of sequences the first ones, and one at least."""
+        most, steps = self._most or self._effort.predicting or MOST_SAMPLES, self._state.steps
+        if steps == 1:
+            return spread_indices(self._samples.count, most)
+        return range(min(self._samples.count, max(1, most // steps) * steps))
 
     @cached_property
     def _effort(self) -> Effort:
@@ -178,6 +188,8 @@ class FloatReference:
         readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
         shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
+        state = list_state(self._state)
+        others = {name: reading for name, reading in others.items() if name not in state} or others
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
         parts = {name: read_output(name, reading, shapes[name]) for name, reading in others.items()}
@@ -244,6 +256,8 @@ class FloatReference:
     @cached_property
     def _looks(self) -> list[Sequence[int]]:
         """Rising parts of the samples that count, each of which holds those before; the last is all of them."""
+        if self._state.steps > 1:
+            return [self.indices]
         parts = [self.indices[::stride] for stride in _STRIDES]
         return [*(part for part in parts if len(part) >= _LEAST_LOOKED), self.indices]
 
@@ -303,13 +317,34 @@ class FloatReference:
             if self._kept.missing(indices):
                 # Threads that run side by side must find it open.
                 self._open()
-            for (index, _), pair in map_in_order(run, self._read(indices), self._effort.at_once):
+            samples, is_stepped = self._read(indices), self._state.steps > 1
+            together = map_in_order(run, samples, self._effort.at_once)
+            for (index, _), pair in self._run_sequences(session, samples) if is_stepped else together:
                 self._kept.keep(index, pair.expected)
                 yield index, pair
                 self._kept.release(index)
             self._close()
 
         return run_pairs
+
+    def _run_sequences(
+        self, session: CpuSession, samples: Iterator[tuple[int, Tensors]]
+    ) -> Iterator[tuple[tuple[int, Tensors], Pair]]:
+        """Yields each sample with the outputs of both models; in a sequence the session gets its own state."""
+        specs, steps = {spec.name: spec for spec in self._model.inputs}, self._state.steps
+        current = list[tuple[int, Tensors]]()
+
+        def read_sequence() -> Iterator[list[Tensors]]:
+            for sample in islice(samples, steps):
+                current[:] = [sample]
+                yield [sample[1]]
+
+        def run(given: Sequence[Tensors]) -> list[Tensors]:
+            return [session.run(given[0])]
+
+        for _ in range(len(self.indices) // steps):
+            for _, (found,) in run_steps(read_sequence(), self._state.feeds, specs, run):
+                yield current[0], Pair(expected=self._run(*current[0]), found=found)
 
     def _open(self) -> CpuSession:
         self._session = self._session or CpuSession(self._model.path, self._settings)

@@ -39,7 +39,7 @@ from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, measure_loss, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
-from edgekit.quantize.ranges import AUTO_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
@@ -50,7 +50,7 @@ _FEW_RELIEVED = 8
 _MOST_NOISE = 0.5
 # So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, 80)
-_STEPS, _MOST_VALUES = 255, "percentile-99.9"
+_STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
 
@@ -263,8 +263,30 @@ def relieve_tensors(
         exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: span_constant(graph, name) for name in every if graph.is_float_constant(name)}
-        return msgspec.structs.replace(plan, wide={**plan.wide, **exact, **tables})
+        wide = {**plan.wide, **exact, **tables}
+        return msgspec.structs.replace(plan, wide=_widen_joined(graph, wide, seen) if plan.scheme == "qnn" else wide)
     return keep_float(graph, plan, tuple(every))
+
+
+def _widen_joined(
+    graph: Graph, wide: Mapping[str, TensorRange], seen: Mapping[str, TensorRange]
+) -> dict[str, TensorRange]:
+    """Returns `wide` with whatever a Concat in it joins that has finer steps in 8 bits, for QNN.
+
+    Example: a network returns the states of its LSTM in one tensor. The hidden state lies within 1 and has 8 bits, the
+    cell state reaches 300, so the Concat got 16 bits. QNN's HTP requantizes the hidden state from 8 bits to the steps
+    of the Concat, which are coarser, and is off by a constant (targets/qnn/NOTES.md). From 16 bits it is right.
+    """
+    found, steps = dict(wide), {name: (span.high - span.low) / _STEPS_16 for name, span in wide.items()}
+    # From the outputs on: one Concat may join what another made, and the coarser of their steps counts.
+    for node in reversed(graph.nodes):
+        if node.op_type != "Concat" or node.output[0] not in steps:
+            continue
+        step, joined = steps[node.output[0]], [name for name in node.input if name in seen and name not in found]
+        finer = {range_source(graph, name) for name in joined if (seen[name].high - seen[name].low) / _STEPS < step}
+        moved = {name: span for name, span in seen.items() if finer and range_source(graph, name) in finer}
+        found, steps = moved | found, dict.fromkeys(moved, step) | steps
+    return found
 
 
 def keep_float(graph: Graph, plan: QuantPlan, names: Sequence[str]) -> QuantPlan:

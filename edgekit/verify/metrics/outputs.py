@@ -94,7 +94,8 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     `agreements` say how far the two sides agree in what the output is for, one for each of its possible kinds. If there
     is one, it is judged instead; and for a list of detections no figure compares row by row. `mismatch` says why the
     output cannot be compared, or what is wrong with it besides its distance, None if nothing is; `suspect` names a
-    usual mistake that explains the output.
+    usual mistake that explains the output. State (`is_state`) is judged by what it does to other outputs over whole
+    sequences, and not by its own distance.
     """
 
     name: str
@@ -125,6 +126,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[ClassChange, ...] = ()
     mismatch: str | None = None
     suspect: str | None = None
+    is_state: bool = False
 
     @property
     def agreed(self) -> float | None:
@@ -155,6 +157,8 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
             + (f": it {output.suspect}" if output.suspect else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
+    if output.is_state:
+        return tuple(judged)
     for label, value, least, unit in _list_limits(output, thresholds):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
@@ -176,7 +180,7 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     An agreement below its limit may be chance; an output that may be of two kinds may agree as only one of them; and
     with `gate = "bound"` the lower end of the interval counts.
     """
-    if not output.samples or output.non_finite or judge_output(output, thresholds):
+    if output.is_state or not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()
     is_bound, found = thresholds.gate == "bound", list[str]()
     if is_bound and output.sqnr_db is not None and output.sqnr_interval_db is not None:
