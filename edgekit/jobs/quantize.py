@@ -26,6 +26,7 @@ from edgekit.jobs.forms import warn_of_halves
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.model.state import find_fed_back
 from edgekit.prepare import Fix, ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
@@ -237,7 +238,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         measure=measure,
         reference=reference,
         is_labelled=labels is not None,
-        feeds=sequences.state.feeds,
+        feeds=find_fed_back(sequences.state),
         work=work,
         budget=budget,
     )

@@ -27,6 +27,7 @@ from edgekit.jobs.check import list_versions
 from edgekit.jobs.forms import Deployed, Made, deploy_model, make_sizes, warn_of_halves
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
+from edgekit.model.state import find_fed_back
 from edgekit.prepare.fix import fix_quantized
 from edgekit.prepare.rewrites import activations, products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
@@ -328,7 +329,7 @@ class _Ladder:
             memo=memo,
             progress=self._job.progress,
             may_widen=recipe.precision == "auto",
-            feeds=inputs.state.feeds,
+            feeds=find_fed_back(inputs.state),
         )
         max_drop = recipe.max_drop
         goal = None if max_drop is None else max_drop / 100

@@ -39,9 +39,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     feeds: Annotated[dict[str, str], msgspec.Meta(max_length=MOST_FEEDS)] = {}
 
 
-def list_state(state: State) -> tuple[str, ...]:
-    """Returns the outputs that the next step reads; none if each sample is a sequence of its own."""
-    return tuple(state.feeds.values()) if state.steps > 1 else ()
+def find_fed_back(state: State | None) -> Mapping[str, str]:
+    """Returns the feeds of a model that is run step by step; none if each sample is a sequence of its own."""
+    return state.feeds if state is not None and state.steps > 1 else {}
 
 
 def match_state(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.process.session import open_session
 from edgekit.errors import CrashError, EdgekitError
 from edgekit.evidence import Judgement
-from edgekit.model.state import State, list_state, run_steps
+from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import PLAIN_DROP
 from edgekit.target import Thresholds
@@ -174,7 +174,7 @@ def run_sequences(
     reports = compare_outputs(reference, fed_back, manifest.readings or {})
     names = [spec.name for spec in golden.outputs]
     # An app reads the outputs that are no state, or all if there are no others.
-    read = tuple(report for report in reports if report.name not in list_state(state))
+    read = tuple(report for report in reports if report.name not in find_fed_back(state).values())
     return msgspec.structs.replace(
         found,
         outputs=read or tuple(reports),

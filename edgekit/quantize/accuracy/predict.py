@@ -16,7 +16,7 @@ from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
-from edgekit.model.state import State, list_state, run_steps
+from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.head_search import (
@@ -188,7 +188,7 @@ class FloatReference:
         readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
         shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
-        state = list_state(self._state)
+        state = find_fed_back(self._state).values()
         others = {name: reading for name, reading in others.items() if name not in state} or others
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()

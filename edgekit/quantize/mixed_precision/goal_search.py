@@ -245,10 +245,11 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
     With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
     """
     first, plan = searched.chosen, searched.chosen.plan
-    spans = {**plan.ranges, **plan.wide}
-    draft = open_draft(search.model, search.calibration, plan)
+    if not search.feeds or _drop(first) <= _NEGLIGIBLE:
+        return searched
+    draft, spans = open_draft(search.model, search.calibration, plan), {**plan.ranges, **plan.wide}
     names = [name for name in find_state(draft.graph, search.feeds) if name in spans]
-    if not names or draft.effort.is_bounded or _drop(first) <= _NEGLIGIBLE:
+    if not names or draft.effort.is_bounded:
         return searched
     limit, is_better = max(max(-spans[name].low, spans[name].high) for name in names), True
     while is_better and limit > 0:

@@ -32,12 +32,13 @@ def find_state(graph: Graph, feeds: Mapping[str, str]) -> frozenset[str]:
 def cut_ranges(plan: QuantPlan, names: Iterable[str], limit: float) -> QuantPlan:
     """Returns a plan in which the ranges of some tensors end at `limit` on both sides of zero."""
     own = frozenset(names)
+
+    def cut(span: TensorRange) -> TensorRange:
+        low, high = (min(max(end, -limit), limit) for end in (span.low, span.high))
+        return TensorRange(low=low, high=high)
+
     ranges, wide = (
-        {
-            name: TensorRange(low=max(span.low, -limit), high=min(span.high, limit)) if name in own else span
-            for name, span in spans.items()
-        }
-        for spans in (plan.ranges, plan.wide)
+        {name: cut(span) if name in own else span for name, span in spans.items()} for spans in (plan.ranges, plan.wide)
     )
     return msgspec.structs.replace(plan, ranges=ranges, wide=wide)
 

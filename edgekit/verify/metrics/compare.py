@@ -13,7 +13,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
 from edgekit.model.outputs import Reading
-from edgekit.model.state import State, list_state
+from edgekit.model.state import find_fed_back
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list
 from edgekit.quantize.accuracy.heads import overlap_boxes
@@ -291,7 +291,7 @@ def compare_bundled(
 ) -> tuple[OutputReport, ...]:
     """Returns how far outputs are from the float model's, each read as the bundle states, lists by their detections."""
     outputs = compare_outputs(reference, got, bundle.manifest.readings or {}, numbers=numbers)
-    state = list_state(bundle.manifest.state or State())
+    state = find_fed_back(bundle.manifest.state or None).values()
     if not {each.name for each in outputs}.issubset(state):
         outputs = tuple(msgspec.structs.replace(each, is_state=each.name in state) for each in outputs)
     listed = find_listed(bundle)
