@@ -312,7 +312,26 @@ def load_app(path: AnyPath) -> App:
     path = as_path(path)
     hint, keys = "edgekit init MODEL writes one", "the message names the place"
     raw, source = read_toml(path, dict[str, Any], hint=hint, keys=keys), Source(path, path.read_text())
-    app = App(path=path, table=_convert_app(raw, source))
+    # Entry by entry: in a table of tables msgspec's error names the key of a field, but not the name of the entry.
+    kinds: dict[str, Any] = {
+        "models": ModelTable,
+        "groups": GroupTable,
+        "targets": TargetTable,
+        "devices": DeviceEntry,
+        "packages": PackageTable,
+    }
+    tables: dict[str, Any] = {}
+    for section, kind in kinds.items():
+        found = raw.get(section, {})
+        if isinstance(found, dict):
+            entries = cast("dict[str, Any]", found)
+            tables[section] = {name: source.convert(entry, kind, (section, name)) for name, entry in entries.items()}
+    empty: dict[str, Any] = {section: {} for section in tables}
+    rest = source.convert({**raw, **empty}, AppTable, ())
+    for section, others in (("models", "groups"), ("targets", "targets")):
+        if not tables.get(section) and not tables.get(others):
+            raise UsageError(f"'{source.path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
+    app = App(path=path, table=msgspec.structs.replace(rest, **tables))
     _check_names(app, source)
     return app
 
@@ -390,29 +409,6 @@ def describe_schema() -> dict[str, Any]:
 def _place(folder: Path, source: str) -> str:
     """Returns data as a path from here, and a function of a module as it is."""
     return source if _FUNCTION.fullmatch(source) else str(folder / source)
-
-
-def _convert_app(raw: dict[str, Any], source: Source) -> AppTable:
-    # Entry by entry: in a table of tables msgspec's error names the key of a field, but not the name of the entry.
-    kinds: dict[str, Any] = {
-        "models": ModelTable,
-        "groups": GroupTable,
-        "targets": TargetTable,
-        "devices": DeviceEntry,
-        "packages": PackageTable,
-    }
-    tables: dict[str, Any] = {}
-    for section, kind in kinds.items():
-        found = raw.get(section, {})
-        if isinstance(found, dict):
-            entries = cast("dict[str, Any]", found)
-            tables[section] = {name: source.convert(entry, kind, (section, name)) for name, entry in entries.items()}
-    empty: dict[str, Any] = {section: {} for section in tables}
-    rest = source.convert({**raw, **empty}, AppTable, ())
-    for section, others in (("models", "groups"), ("targets", "targets")):
-        if not tables.get(section) and not tables.get(others):
-            raise UsageError(f"'{source.path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
-    return msgspec.structs.replace(rest, **tables)
 
 
 def _check_names(app: App, source: Source) -> None:

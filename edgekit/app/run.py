@@ -3,7 +3,6 @@
 A package is remade only if one of its bundles changed.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +13,7 @@ import msgspec
 from edgekit._files import digest_bytes, staged_entries, work_folder, write_file
 from edgekit.app.cells import CACHE, build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, KeyTable, list_cells
-from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, list_inputs, read_kept, render_app
+from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
 from edgekit.app.store import Store, fetch_cell, publish_cell
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
@@ -109,13 +108,6 @@ def run_app(
         return msgspec.structs.replace(whole, cells=results)
     _write_reports(app, whole)
     return msgspec.structs.replace(whole, cells=results, packages=()) if only else whole
-
-
-def list_watched(app: App) -> Iterator[Path]:
-    """Yields the files and folders that a run depends on."""
-    yield app.path
-    for cell in list_cells(app):
-        yield from itertools.chain.from_iterable(list_inputs(cell, ()).values())
 
 
 def _find_stored(app: App, cell: Cell, digests: Digests, store: Store) -> CellResult | None:

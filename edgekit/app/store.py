@@ -144,7 +144,13 @@ def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> Stor
     first, entries = paths[0], dict[str, Path]()
     for path in paths:
         inner = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        entries |= {_name_beside(file, first): file for file in inner}
+        for file in inner:
+            # Computed from the paths alone, without following links.
+            name = Path(os.path.relpath(file, first.parent)).as_posix()
+            if name.startswith("../"):
+                words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
+                raise DataError(words, hint="put it there, or run without --scheduler")
+            entries[name] = file
     digest = _digest(entries, digests)
     if not store.has(_name_inputs(digest)):
         with work_folder() as work:
@@ -229,15 +235,6 @@ def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
 
 def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
     return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
-
-
-def _name_beside(file: Path, first: Path) -> str:
-    # Computed from the paths alone, without following links.
-    name = Path(os.path.relpath(file, first.parent)).as_posix()
-    if name.startswith("../"):
-        words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
-        raise DataError(words, hint="put it there, or run without --scheduler")
-    return name
 
 
 def _name_inputs(digest: str) -> str:

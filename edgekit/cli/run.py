@@ -9,10 +9,9 @@ import click
 import msgspec
 
 from edgekit._files import write_file
-from edgekit.app.config import FILE, App, load_app
+from edgekit.app.config import FILE, App, list_cells, load_app
 from edgekit.app.draft import draft_app
-from edgekit.app.result import AppReport, headline_app
-from edgekit.app.run import list_watched
+from edgekit.app.result import AppReport, headline_app, list_inputs
 from edgekit.app.workers import run_anywhere
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Json, Option, Volume, as_command
@@ -67,7 +66,14 @@ def run_command(
         app = load_app(file)
         check_defaults(file)
         seen = _stamp(app)
-        app = _choose_place(app, workers, scheduler, store, bare=bare)
+        sweep = app.table.sweep
+        sweep = msgspec.structs.replace(
+            sweep,
+            workers=1 if bare else workers or sweep.workers,
+            scheduler=None if bare or workers else scheduler or sweep.scheduler,
+            store=str(Path(store).absolute()) if store and "://" not in store else store or sweep.store,
+        )
+        app = msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=sweep))
         with showing_progress(volume) as progress:
             landed = say_nothing if volume < 0 else partial(show_line, aside=True)
             report = run_anywhere(app, only=only, again=again, bare=bare, progress=progress, landed=landed)
@@ -95,21 +101,10 @@ def show_run(report: AppReport) -> None:
     show_line(f"report: {report.out / 'report.html'}")
 
 
-def _choose_place(app: App, workers: int | None, scheduler: str | None, store: str | None, *, bare: bool) -> App:
-    """Returns the app with what the options say of `[sweep]`; who builds cells for others starts no others."""
-    sweep = app.table.sweep
-    sweep = msgspec.structs.replace(
-        sweep,
-        workers=1 if bare else workers or sweep.workers,
-        scheduler=None if bare or workers else scheduler or sweep.scheduler,
-        store=str(Path(store).absolute()) if store and "://" not in store else store or sweep.store,
-    )
-    return msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=sweep))
-
-
 def _stamp(app: App) -> list[tuple[str, int]]:
     """Returns when each file that a run depends on was written last."""
-    files = (path for place in list_watched(app) for path in (place.rglob("*") if place.is_dir() else (place,)))
+    inputs = (place for cell in list_cells(app) for places in list_inputs(cell, ()).values() for place in places)
+    files = (path for place in (app.path, *inputs) for path in (place.rglob("*") if place.is_dir() else (place,)))
     return [(str(path), path.stat().st_mtime_ns) for path in files if path.is_file()]
 
 
