@@ -28,7 +28,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> Placement:
     """Returns the partition that takes each unit; `supported` says for each whether its rules allow it."""
-    followers = _followers(graph, units)
+    owners = {member: at for at, unit in enumerate(units) for member in unit.members}
+    followers: list[tuple[int, ...]] = []
+    for at, unit in enumerate(units):
+        # A dict keeps the order of the followers, which decides the order of the queue, and so the partition of a unit.
+        edges = {
+            owners[consumer.index]: None
+            for member in unit.members
+            for name in graph.nodes[member].output
+            for consumer in graph.consumers.get(name, ())
+        }
+        edges.pop(at, None)
+        followers.append(tuple(edges))
     reasons = _stopped(units, followers, placing) | _unfused(graph, units, supported, placing)
     reasons |= _on_host(graph, units, [fits and at not in reasons for at, fits in enumerate(supported)], placing)
     able = [fits and at not in reasons for at, fits in enumerate(supported)]
@@ -78,22 +89,6 @@ def _find_broken(
         if outside:
             what = f"a quantized {unit.node.op_type} of one partition reads '{outside[0]}' from outside of it"
             yield at, f"{what}, behind its first input: the provider claims it and then makes no session"
-
-
-def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
-    owners = {member: at for at, unit in enumerate(units) for member in unit.members}
-    found: list[tuple[int, ...]] = []
-    for at, unit in enumerate(units):
-        # A dict keeps the order of the followers, which decides the order of the queue, and so the partition of a unit.
-        edges = {
-            owners[consumer.index]: None
-            for member in unit.members
-            for name in graph.nodes[member].output
-            for consumer in graph.consumers.get(name, ())
-        }
-        edges.pop(at, None)
-        found.append(tuple(edges))
-    return found
 
 
 def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:

@@ -111,7 +111,17 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
         return Trace(fate="folded", note="depends on constants only, so it is computed once, before the model runs")
     if node.index in view.idle:
         return Trace(fate="removed", note="no output of the model depends on it")
-    return _trace_reader(view, node, later)
+    readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
+    for reader in readers:
+        trace = later[reader.index]
+        if trace.fate == "kept":
+            return _describe_input(view, node, reader)
+        if trace.became:
+            named = ", ".join(view.names[name].op_type for name in trace.became)
+            return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
+    if readers and all(later[reader.index].fate == "folded" for reader in readers):
+        return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
+    return Trace(fate="removed", note="nothing that is left reads it")
 
 
 def _describe_makers(view: _View, makers: list[Node]) -> Trace:
@@ -132,21 +142,6 @@ def _describe_makers(view: _View, makers: list[Node]) -> Trace:
                 ahead.append(before)
     nodes = sorted(region.values(), key=lambda node: node.index)
     return Trace(fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op_type for node in nodes)}")
-
-
-def _trace_reader(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
-    """Describes a node whose outputs are gone by what its first remaining reader reads instead."""
-    readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
-    for reader in readers:
-        trace = later[reader.index]
-        if trace.fate == "kept":
-            return _describe_input(view, node, reader)
-        if trace.became:
-            named = ", ".join(view.names[name].op_type for name in trace.became)
-            return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
-    if readers and all(later[reader.index].fate == "folded" for reader in readers):
-        return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
-    return Trace(fate="removed", note="nothing that is left reads it")
 
 
 def _describe_input(view: _View, node: Node, reader: Node) -> Trace:

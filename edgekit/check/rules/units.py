@@ -210,10 +210,6 @@ def _accepts(
     # An operator that only moves elements can do so on the integers only if both sides have the same parameters.
     if selector == "drop" and not _same_parameters(graph, before[0], after[0]):
         return False
-    return _dtypes_fit(selector, dtypes, results, node)
-
-
-def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Sequence[str | None], node: Node) -> bool:
     if selector in {"binary", "variadic", "where", "pad", "compare"}:
         return len({*dtypes, *results}) == 1
     if any(result != dtypes[0] for result in results):
