@@ -19,13 +19,7 @@ from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, PlacedNode, WrappedDevice
-from edgekit.devices.process.exchange import (
-    MAX_RESULT_BYTES,
-    encode_tensors,
-    open_outputs,
-    receive_tensors,
-    tensors_name,
-)
+from edgekit.devices.process import exchange
 from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
@@ -194,10 +188,10 @@ class Recorded(Device, frozen=True, kw_only=True):
         with _open(self.path) as file:
             _take_lines(file)
             for index in range(self.claim.samples + self.claim.turns):
-                receive_tensors(file, folder / tensors_name(index), job.outputs)
+                exchange.receive_tensors(file, folder / exchange.tensors_name(index), job.outputs)
             if file.read(1):
                 raise self._explain("goes on after its last output")
-        outputs, wrong = open_outputs(folder, job.outputs, str(self.path))
+        outputs, wrong = exchange.open_outputs(folder, job.outputs, str(self.path))
         if wrong:
             raise self._explain(wrong)
         return outputs
@@ -244,7 +238,7 @@ def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path |
     with work_folder() as work:
         body = work / "body"
         line = msgspec.json.encode(claim) + b"\n"
-        write_new(body, itertools.chain((line,), map(encode_tensors, outputs)))
+        write_new(body, itertools.chain((line,), map(exchange.encode_tensors, outputs)))
         seal = None if key is None else seal_digest(digest_file(body), key)
         head = msgspec.json.encode(_Head(format=_FORMAT, seal=seal)) + b"\n"
         with replacing_file(path) as temporary, body.open("rb") as file:
@@ -260,4 +254,4 @@ def _open(path: Path) -> IO[bytes]:
 
 def _take_lines(file: IO[bytes]) -> tuple[bytes, bytes]:
     """Returns the first two lines of a file, up to their maximum lengths."""
-    return file.readline(_MAX_SEAL_BYTES), file.readline(MAX_RESULT_BYTES)
+    return file.readline(_MAX_SEAL_BYTES), file.readline(exchange.MAX_RESULT_BYTES)

@@ -35,7 +35,6 @@ REMOTE = frozenset({"adb", "ssh"})
 """Kinds of devices that are other machines."""
 
 _CLIENT = "labgrid-client"
-_CALL_S = 60.0
 _WAIT_S = 3600.0
 _PAUSE_S = 2.0
 # Messages of the client of Labgrid 24 and 26 (`labgrid/remote/client.py`).
@@ -58,7 +57,7 @@ def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
     env = {"LG_USERNAME": f"edgekit-{getpass.getuser()}"}
 
     def ask(what: str) -> Finished:
-        return run_process([program, "-p", place, what], timeout_s=_CALL_S, env=env)
+        return run_process([program, "-p", place, what], timeout_s=60.0, env=env)
 
     # One process of this machine at a time: if the place is acquired in edgekit's name now, a killed process left it
     # so.

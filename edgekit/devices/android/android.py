@@ -35,7 +35,6 @@ CORES = 4
 DEFAULT_CORE = "cortex-a76"
 """The core of a phone by default: Armv8.2 with dot products and half precision, as in most phones since 2019."""
 
-_TABLE = Path(__file__).parent / "phones.toml"
 # Names of the bits of AT_HWCAP and AT_HWCAP2, from bit 0: Linux, arch/arm64/include/uapi/asm/hwcap.h.
 _HWCAP = """
 fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 sm4
@@ -87,7 +86,7 @@ class Phones(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 @functools.cache
 def read_phones() -> Phones:
     """Returns the table of phones.toml."""
-    return msgspec.toml.decode(_TABLE.read_bytes(), type=Phones)
+    return msgspec.toml.decode((Path(__file__).parent / "phones.toml").read_bytes(), type=Phones)
 
 
 def find_core(name: str) -> Core:
@@ -124,7 +123,6 @@ XNNPACK = "XnnpackExecutionProvider"
 PROVIDERS = frozenset({NNAPI, XNNPACK, CPU_PROVIDER})
 X86_64 = "x86_64"
 
-_DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
 _COMPUTES = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
@@ -172,7 +170,33 @@ class Android(Device, frozen=True, kw_only=True):
 
     def vary(self, settings: Mapping[str, str], target: Target) -> Sequence["Android"]:
         """Returns the device with settings applied, once for each kind of core that they name."""
-        return vary_android(self, settings, target.provider)
+        device = self
+        for name in settings:
+            if name not in SETTINGS:
+                raise UsageError(f"device 'android' has no setting '{name}'", hint=suggest_name(name, SETTINGS))
+        if "cpu" in settings and "phone" in settings:
+            raise UsageError("--set cpu and --set phone both name the CPU", hint="give one of them")
+        if device.cpu == X86_64 and (named := next((name for name in ("cpu", "phone") if name in settings), None)):
+            raise UsageError(
+                f"--set {named} means nothing for '{device.name}'", hint="--on android is the one with a phone"
+            )
+        if "driver" in settings:
+            if target.provider != NNAPI:
+                raise UsageError(
+                    f"--set driver means nothing for {target.provider}", hint="drivers stand behind NNAPI only"
+                )
+            device = msgspec.structs.replace(device, driver=read_driver(Path(settings["driver"])))
+        if "phone" in settings:
+            name, phones = settings["phone"], read_phones().phones
+            if name not in phones:
+                raise UsageError(f"there is no phone '{name}'", hint=suggest_name(name, phones))
+            return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in phones[name].cores)
+        if "cpu" in settings:
+            cores = [core.strip() for core in settings["cpu"].split(",")]
+            for core in cores:
+                find_core(core)
+            return tuple(msgspec.structs.replace(device, cpu=core) for core in dict.fromkeys(cores))
+        return (device,)
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
@@ -244,7 +268,7 @@ class Android(Device, frozen=True, kw_only=True):
 
     def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""
-        api = job.target.settings.get("api_level", _DEFAULT_API)
+        api = job.target.settings.get("api_level", "34")
         facts = [f"EDGEKIT_ANDROID_API={api}"]
         if served is not None:
             facts.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
@@ -319,36 +343,3 @@ SETTINGS = {
     "driver": "a .toml file with what the NNAPI driver refuses",
 }
 """The settings of the device, each with its meaning."""
-
-
-def vary_android(device: Android, settings: Mapping[str, str], provider: str) -> tuple[Android, ...]:
-    """Returns the device with settings applied, once for each kind of core that they name.
-
-    Raises:
-        UsageError: there is no such setting, core, phone or driver file, or it does not apply to this device or to the
-            target's provider.
-    """
-    for name in settings:
-        if name not in SETTINGS:
-            raise UsageError(f"device 'android' has no setting '{name}'", hint=suggest_name(name, SETTINGS))
-    if "cpu" in settings and "phone" in settings:
-        raise UsageError("--set cpu and --set phone both name the CPU", hint="give one of them")
-    if device.cpu == X86_64 and (named := next((name for name in ("cpu", "phone") if name in settings), None)):
-        raise UsageError(
-            f"--set {named} means nothing for '{device.name}'", hint="--on android is the one with a phone"
-        )
-    if "driver" in settings:
-        if provider != NNAPI:
-            raise UsageError(f"--set driver means nothing for {provider}", hint="drivers stand behind NNAPI only")
-        device = msgspec.structs.replace(device, driver=read_driver(Path(settings["driver"])))
-    if "phone" in settings:
-        name, phones = settings["phone"], read_phones().phones
-        if name not in phones:
-            raise UsageError(f"there is no phone '{name}'", hint=suggest_name(name, phones))
-        return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in phones[name].cores)
-    if "cpu" in settings:
-        cores = [core.strip() for core in settings["cpu"].split(",")]
-        for core in cores:
-            find_core(core)
-        return tuple(msgspec.structs.replace(device, cpu=core) for core in dict.fromkeys(cores))
-    return (device,)

@@ -212,7 +212,6 @@ PROVIDERS = frozenset({COREML})
 
 ML_PROGRAM = "MLProgram"
 
-_DEFAULT_IOS = "17"
 _INSTALL = f"edgekit devices install {NAME}"
 _COMPUTES = "edgekit.devices.ios.mil.compute"
 _LOG = "EDGEKIT_IOS_LOG"
@@ -314,7 +313,7 @@ def _list_notes(served: Served | None) -> Iterator[str]:
 
 def _enter(settings: Mapping[str, str], models: Path, pipes: Path | None) -> tuple[str, ...]:
     """Returns the start of the command, with the iOS release, the models' folder, and the pipes for computing."""
-    facts = [f"EDGEKIT_IOS={settings.get('ios', _DEFAULT_IOS)}", f"EDGEKIT_COREML_MODELS={models}"]
+    facts = [f"EDGEKIT_IOS={settings.get('ios', '17')}", f"EDGEKIT_COREML_MODELS={models}"]
     facts += [] if pipes is None else [f"EDGEKIT_COREML_PIPES={pipes}"]
     # The simulator's library has telemetry on by default.
     facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]

@@ -33,7 +33,6 @@ _TOOLS = (_QEMU, "mmdebstrap")
 _APT = "apt-get install qemu-user-static mmdebstrap"
 _INSTALL = "edgekit devices install arm64"
 _STAMP = "installed-from"
-_INSTALL_TIMEOUT_S = 900.0
 _IMPORT = "import onnxruntime; print(onnxruntime.__version__)"
 _ENVIRONMENT = (
     "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH=/site", "LC_ALL=C.UTF-8", "ORT_DISABLE_TELEMETRY=1",
@@ -208,6 +207,6 @@ def enter_arm64(root: Path, cpu: str) -> list[str]:
 
 
 def _run_step(what: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-    finished = run_process(argv, timeout_s=_INSTALL_TIMEOUT_S, env=env)
+    finished = run_process(argv, timeout_s=900.0, env=env)
     if not finished.succeeded:
         raise DeviceError(f"{what} {finished.explanation}", hint="check the connection, then install again")

@@ -126,33 +126,29 @@ class Emulated(Device, frozen=True, kw_only=True):
         try:
             model = load_model(job.model)
             proto = read_proto(model, weights=False)
-            placement = _predict_placement(proto, job)
+            taken = _taken_names(job)
+            # A check of another model would round the wrong nodes, unnoticed.
+            stray = taken - {node.name for node in proto.graph.node}
+            if stray:
+                raise ModelError(
+                    f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'",
+                    hint="check it again",
+                )
+            placement = tuple(
+                PlacedNode(
+                    name=node.name,
+                    op=node.op_type,
+                    domain=node.domain,
+                    provider=job.target.provider if node.name in taken else CPU_PROVIDER,
+                )
+                for node in proto.graph.node
+            )
             emulation = _emulate(model, proto, job, work)
         except EdgekitError as error:
             return refuse_run(self, error.message.replace(f"{work}/", ""))
         request = describe_job(job, model=str(emulation.resolve()), session_config={}, level=Level.DISABLED)
         run = run_python(self, job, request, work)
         return msgspec.structs.replace(run, placement=placement, placement_source="predicted")
-
-
-def _predict_placement(proto: onnx.ModelProto, job: Job) -> tuple[PlacedNode, ...]:
-    taken = _taken_names(job)
-    # A check of another model would round the wrong nodes, unnoticed.
-    stray = taken - {node.name for node in proto.graph.node}
-    if stray:
-        raise ModelError(
-            f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'",
-            hint="check it again",
-        )
-    return tuple(
-        PlacedNode(
-            name=node.name,
-            op=node.op_type,
-            domain=node.domain,
-            provider=job.target.provider if node.name in taken else CPU_PROVIDER,
-        )
-        for node in proto.graph.node
-    )
 
 
 def _taken_names(job: Job) -> frozenset[str]:

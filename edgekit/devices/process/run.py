@@ -18,19 +18,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Measured, PlacedNode, RunOptions
-from edgekit.devices.process.exchange import (
-    MAX_RESULT_BYTES,
-    TRACE,
-    RunnerJob,
-    RunnerResult,
-    decode_run,
-    encode_tensors,
-    open_outputs,
-    read_tensors,
-    receive_tensors,
-    receive_trace,
-    tensors_name,
-)
+from edgekit.devices.process import exchange
 from edgekit.errors import DeviceError, ModelError, TargetError, suggest_name
 from edgekit.model.external import skim_model
 
@@ -43,7 +31,7 @@ MAX_LOG = 8192
 _MOST_VERSIONS = 32
 
 # Stands for the report of a program that wrote none: only that it was started is known.
-_NO_REPORT = RunnerResult(
+_NO_REPORT = exchange.RunnerResult(
     status="running",
     message="",
     load_ms=0.0,
@@ -98,7 +86,7 @@ def check_options(provider: str, options: Mapping[str, str], known: Collection[s
             raise TargetError(f"'{key}' is no option of {provider}", hint=suggest_name(key, known))
 
 
-def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> RunnerJob:
+def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> exchange.RunnerJob:
     """Returns the job for a program that opens the model on a provider, as an app on the target would.
 
     `changes` are fields that a device has otherwise.
@@ -115,7 +103,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
         config.pop("session.disable_cpu_ep_fallback", None)
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
-    request = RunnerJob(
+    request = exchange.RunnerJob(
         # Absolute, because the child has its own working directory.
         model=str(job.model.resolve()),
         provider=provider,
@@ -157,7 +145,7 @@ class _Answer(msgspec.Struct, kw_only=True):
 
     sent: int = 0
     count: int = 0
-    report: RunnerResult | None = None
+    report: exchange.RunnerResult | None = None
     wrong: str = ""
     is_cut: bool = False
 
@@ -166,7 +154,7 @@ def run_program(
     device: Device,
     argv: Sequence[str],
     job: Job,
-    request: RunnerJob,
+    request: exchange.RunnerJob,
     work: Path,
     *,
     setting: ChildSetting | None = None,
@@ -192,7 +180,7 @@ def run_program(
         yield msgspec.json.encode(request) + b"\n"
         for sample in job.samples:
             answer.sent += 1
-            yield encode_tensors(sample)
+            yield exchange.encode_tensors(sample)
 
     if by_files:
         with tempfile.TemporaryFile(dir=work) as given, tempfile.TemporaryFile(dir=work) as said:
@@ -209,9 +197,9 @@ def run_program(
         step = f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
         step = "after the last sample" if answer.count == job.samples.count else step
         failure = f"'{device.name}' {step}: {failure}"
-    outputs, _ = open_outputs(work / "out", job.outputs, device.name)
+    outputs, _ = exchange.open_outputs(work / "out", job.outputs, device.name)
     run = judge_run(device, job, answer.report, outputs, failure)
-    trace = work / "out" / TRACE
+    trace = work / "out" / exchange.TRACE
     if job.trace and trace.is_file():
         run = msgspec.structs.replace(run, trace=trace)
     if failure is None:
@@ -226,7 +214,7 @@ def run_program(
 def run_python(
     device: Device,
     job: Job,
-    request: RunnerJob,
+    request: exchange.RunnerJob,
     work: Path,
     emulator: Sequence[str] = (),
     *,
@@ -251,23 +239,25 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
         while first := _peek(stream):
             # A message begins with the list of its tensors, a report with an object: one byte tells them apart.
             if first == b"{":
-                line = stream.readline(MAX_RESULT_BYTES + 1)
-                answer.report = decode_run(line if line.endswith(b"\n") or len(line) > MAX_RESULT_BYTES else b"")
+                line = stream.readline(exchange.MAX_RESULT_BYTES + 1)
+                answer.report = exchange.decode_run(
+                    line if line.endswith(b"\n") or len(line) > exchange.MAX_RESULT_BYTES else b""
+                )
                 if answer.report.status == "running":
                     continue
                 if job.trace and answer.report.trace_bytes:
-                    receive_trace(stream, folder / TRACE, answer.report.trace_bytes)
+                    exchange.receive_trace(stream, folder / exchange.TRACE, answer.report.trace_bytes)
                 if _peek(stream):
                     answer.wrong = "it wrote more after its last line"
                 return
             if answer.count == _count_wanted(answer, job):
                 answer.wrong = "it gave more outputs than it got samples"
                 return
-            file = folder / tensors_name(answer.count)
-            receive_tensors(stream, file, job.outputs)
+            file = folder / exchange.tensors_name(answer.count)
+            exchange.receive_tensors(stream, file, job.outputs)
             answer.count += 1
             if job.on_outputs is not None:
-                job.on_outputs(read_tensors(file, job.outputs))
+                job.on_outputs(exchange.read_tensors(file, job.outputs))
     except DeviceError as error:
         answer.wrong = error.message
         # This tests for the end without waiting: at the end of a pipe, `select` reports it as readable.
@@ -305,7 +295,7 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job) -> str | None:
 
 
 def judge_run(
-    device: Device, job: Job, report: RunnerResult | None, outputs: Samples, failure: str | None
+    device: Device, job: Job, report: exchange.RunnerResult | None, outputs: Samples, failure: str | None
 ) -> DeviceRun:
     """Returns the run of a device from its program's report (None: there is none) and the outputs that came back."""
     report = report or _NO_REPORT
@@ -331,7 +321,7 @@ def judge_run(
     )
 
 
-def _read_placement(report: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
+def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
     # The program knows only that one provider took everything, so the nodes are those of the file.
     if report.placed_whole:
         try:

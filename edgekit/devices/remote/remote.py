@@ -22,16 +22,7 @@ from edgekit.devices.device import DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.runner import ABIS, NativeRunner, find_runner
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import Program, describe_job, last_line, python_program, refuse_run, run_program
-from edgekit.devices.remote.store import (
-    COUNT_CORES,
-    Shell,
-    ask,
-    own_name,
-    push_set,
-    read_count,
-    remove_folder,
-    wrap_program,
-)
+from edgekit.devices.remote import store
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 
@@ -74,7 +65,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
 
 
-class RemoteDevice(Shell, frozen=True, kw_only=True):
+class RemoteDevice(store.Shell, frozen=True, kw_only=True):
     """A phone, board or computer behind a link: the user's settings for it, and how a job is run there.
 
     `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; by default, those that `edgekit
@@ -155,23 +146,23 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
     def _run_program(self, base: str, program: Program, job: Job, work: Path) -> DeviceRun:
         try:
             # Program and model are two sets of files, so that another model does not send the library again.
-            folder = push_set(self, base, program.files)
-            model = f"{push_set(self, base, list_model_files(job.model))}/{job.model.name}"
+            folder = store.push_set(self, base, program.files)
+            model = f"{store.push_set(self, base, list_model_files(job.model))}/{job.model.name}"
         except EdgekitError as error:
             return refuse_run(self, error.message)
         provider, threads = self.provider or job.target.provider, self.threads or job.threads
         libraries = program.find_libraries(folder)
         request = describe_job(job, provider=provider, model=model, threads=threads, **libraries)
-        run_folder = own_name("run")
-        argv = self.command(wrap_program(base, run_folder, program.command(folder)))
+        run_folder = store.own_name("run")
+        argv = self.command(store.wrap_program(base, run_folder, program.command(folder)))
         try:
             run = run_program(self, argv, job, request, work)
         # Also on Ctrl-C: a program left running would keep the phone busy and warm.
         except BaseException:
-            remove_folder(self, base, run_folder)
+            store.remove_folder(self, base, run_folder)
             raise
         if run.failure is not None:
-            remove_folder(self, base, run_folder)
+            store.remove_folder(self, base, run_folder)
         return msgspec.structs.replace(run, notes=(*run.notes, *program.notes))
 
 
@@ -235,14 +226,14 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         """
         names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
         # Only the last command's exit code counts: toybox on old systems has no nproc, which is no error.
-        script = "\n".join((COUNT_CORES, *(f"getprop {name}" for name in names)))
-        lines = [last_line(line)[:80] for line in ask(self, script, step="reading its properties").splitlines()]
+        script = "\n".join((store.COUNT_CORES, *(f"getprop {name}" for name in names)))
+        lines = [last_line(line)[:80] for line in store.ask(self, script, step="reading its properties").splitlines()]
         cores, abi, release, model, soc = [*lines, *([""] * 5)][:5]
         if abi not in ABIS:
             raise DeviceError(f"'{self.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
         about = {
             "system": f"Android {ABIS[abi].machine}", "android": release, "model": model, "soc": soc, "abi": abi,
-            "cores": read_count(cores),
+            "cores": store.read_count(cores),
         }  # fmt: skip
         return Machine(abi=abi, base=BASE, versions=about)
 
@@ -338,19 +329,19 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
         cases = " | ".join(shlex.quote(f"Linux {machine}") for machine in [*served, "-"])
         script = f"""
 uname -srm
-{COUNT_CORES}
+{store.COUNT_CORES}
 echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
 case "$(uname -sm)" in {cases}) exit 0 ;; esac
 p=$(command -v {python}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
 exit 0"""
-        system, cores, base, path, *_ = [*ask(self, script, step="connecting").splitlines(), "", "", "", ""]
+        system, cores, base, path, *_ = [*store.ask(self, script, step="connecting").splitlines(), "", "", "", ""]
         if not base.startswith("/") or not base.isprintable():
             raise DeviceError(f"'{self.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
         words = [*system.split(), ""]
         return Machine(
             abi=linux.get(words[-2], "") if words[0] == "Linux" else "",
             base=base,
-            versions={"system": last_line(system)[:80], "cores": read_count(cores)},
+            versions={"system": last_line(system)[:80], "cores": store.read_count(cores)},
             python=last_line(path)[:200],
         )
 

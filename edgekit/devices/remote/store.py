@@ -56,7 +56,6 @@ _TEST = """h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum
 t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived damaged" >&2; exit 1; }; }
 """
 _CLEAN_S = 5.0
-_CLEAN_PAUSE_S = 0.4
 
 
 def own_name(kind: str) -> str:
@@ -298,7 +297,7 @@ def remove_folder(shell: Shell, base: str, name: str) -> None:
             ask(shell, script, step="cleaning up", timeout_s=min(left, shell.step_timeout_s))
             return
         except DeviceError:
-            time.sleep(min(_CLEAN_PAUSE_S, left))
+            time.sleep(min(0.4, left))
 
 
 def _removals(base: str, names: Sequence[str]) -> str:

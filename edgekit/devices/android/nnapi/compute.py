@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation, split_constants
+from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Constants, Network, OperandType, name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.devices.process.pipes import serve_pipes
+from edgekit.model.tensors import Array
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early). Networks with one of them run on TFLite's optimized kernels, with which NNAPI's own CPU path
@@ -65,7 +66,15 @@ class Computer:
             DeviceError: it has an operation that edgekit cannot compute.
             MissingExtraError: ai-edge-litert is not installed.
         """
-        model = write_model(network, split_constants(network, data))
+        # The constants are concatenated in the order of the operands.
+        values: dict[int, Array] = {}
+        at = 0
+        for place, operand in enumerate(network.operands):
+            if operand.size > 0:
+                dtype = np.dtype(NUMPY_TYPES[operand.type])
+                values[place] = np.frombuffer(data[at : at + operand.size], dtype).reshape(operand.shape or (-1,))
+                at += operand.size
+        model = write_model(network, Constants(values))
         from ai_edge_litert.interpreter import Interpreter, OpResolverType  # noqa: PLC0415 - an optional extra
 
         optimized = any(operation.type in _OPTIMIZED for operation in network.operations)

@@ -117,22 +117,6 @@ class Constants(msgspec.Struct, frozen=True):
         return int(self.number(place))
 
 
-def split_constants(network: Network, data: bytes) -> Constants:
-    """Splits the bytes of the constant operands, which are concatenated in the order of the operands.
-
-    Raises:
-        ValueError: the bytes do not fit the operands.
-    """
-    values: dict[int, Array] = {}
-    at = 0
-    for place, operand in enumerate(network.operands):
-        if operand.size > 0:
-            dtype = np.dtype(NUMPY_TYPES[operand.type])
-            values[place] = np.frombuffer(data[at : at + operand.size], dtype).reshape(operand.shape or (-1,))
-            at += operand.size
-    return Constants(values)
-
-
 _FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})
 # Names in TFLite or ONNX of operations that NNAPI calls differently.
 _OTHER_NAMES = {

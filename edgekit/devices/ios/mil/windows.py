@@ -43,19 +43,6 @@ def _run_operator(op: str, tensors: Sequence[Array | None], **attributes: object
         raise ValueError(error.message) from error
 
 
-def _blend(x: Array, axis: int, places: Array) -> Array:
-    """Interpolates `x` linearly at fractional positions along an axis; positions outside are clamped to the edges."""
-    last = x.shape[axis] - 1
-    places = np.clip(places, 0, last)
-    low = np.floor(places).astype(np.int64)
-    share = (places - low).astype(np.float32)
-    shape = [1] * x.ndim
-    shape[axis] = -1
-    share = share.reshape(shape)
-    high = np.take(x, np.minimum(low + 1, last), axis)
-    return np.asarray(np.take(x, low, axis) * (1 - share) + high * share)
-
-
 def _list_sizes(given: Arguments, x: Array) -> Iterator[tuple[int, int, int, float]]:
     """Yields the last two axes, each with its size, its size after resizing, and the scale factor."""
     for axis, name in ((x.ndim - 2, "height"), (x.ndim - 1, "width")):
@@ -90,7 +77,14 @@ def _resize_linearly(given: Arguments, *, corners: bool, half: bool) -> Array:
             places = (at + 0.5) / factor - 0.5
         else:
             places = at / factor
-        x = _blend(x, axis, places)
+        # Positions outside are clamped to the edges.
+        places = np.clip(places, 0, old - 1)
+        low = np.floor(places).astype(np.int64)
+        shape = [1] * x.ndim
+        shape[axis] = -1
+        share = (places - low).astype(np.float32).reshape(shape)
+        high = np.take(x, np.minimum(low + 1, old - 1), axis)
+        x = np.asarray(np.take(x, low, axis) * (1 - share) + high * share)
     return x
 
 
