@@ -25,23 +25,13 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
+from edgekit.verify import own_model
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
 from edgekit.verify.layers.on_device import look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_lists, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.outputs import OutputReport, describe_larger_sets, doubt_output, judge_output
-from edgekit.verify.own_model import (
-    TESTED_FORMS,
-    describe_older,
-    describe_untested,
-    find_half_values,
-    find_other_model,
-    find_sameness,
-    find_self_test_fault,
-    list_broken_forms,
-    run_own_model,
-)
 from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -166,10 +156,13 @@ def verify_bundle(
         needs_placement=manifest.thresholds.needs_placement,
         machine=describe_machine(),
         # What a provider was observed to take on a device outweighs what the rules predict.
-        alterations=(*broken, *(() if any(run.observes_placement for run in runs) else find_other_model(bundle))),
+        alterations=(
+            *broken,
+            *(() if any(run.observes_placement for run in runs) else own_model.find_other_model(bundle)),
+        ),
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
-        notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
+        notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
         differences=tuple(describe_differences(kept)),
     )
 
@@ -179,7 +172,7 @@ def _run_devices(
 ) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[KeptOutputs, ...]]:
     """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
-    forms.extend(form for form in TESTED_FORMS if bundle.manifest.forms.get(form))
+    forms.extend(form for form in own_model.TESTED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
@@ -189,7 +182,9 @@ def _run_devices(
 
         runs, broken = list[_Done](), list[str]()
         # Devices start slowly: this process finishes its own checks in the meantime.
-        run_together([lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(list_broken_forms(private))])
+        run_together(
+            [lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(own_model.list_broken_forms(private))]
+        )
         reports = tuple(done.report for done in runs)
         if asked.task is not None:
             scored = [(done.report, done.scored) for done in runs]
@@ -224,7 +219,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             rows = rows[: run.outputs.count]
         ran = select_samples(job.samples, range(len(rows)))
         if run.failure is None:
-            own, notes = run_own_model(bundle, plan.form, ran, asked.known)
+            own, notes = own_model.run_own_model(bundle, plan.form, ran, asked.known)
         else:
             own, notes = None, ()
         trial = _Trial(
@@ -277,7 +272,7 @@ def _measure_run(trial: _Trial) -> RunReport:
     if run.failure is None:
         with contextlib.suppress(EdgekitError):
             digest = digest_samples(run.outputs)
-    older = "" if run.evidence is Evidence.DEVICE else describe_older(run, bundle.manifest.minimum_ort)
+    older = "" if run.evidence is Evidence.DEVICE else own_model.describe_older(run, bundle.manifest.minimum_ort)
     gap, outputs = find_gap(run, trial.job), _compare(trial)
     return RunReport(
         device=run.device,
@@ -349,7 +344,7 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Ite
     readings = {name: readings[name] for name, shared in same.items() if all(each.share == 1 for each in shared)}
     whole: dict[str, tuple[Agreement, ...]] = {}
     if readings:
-        own, _ = run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), trial.asked.known)
+        own, _ = own_model.run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), trial.asked.known)
         whole = {} if own is None else measure_agreement(read_outputs(trial.golden), own, readings)
     for output in outputs:
         yield msgspec.structs.replace(output, agreements=whole.get(output.name, output.agreements))
@@ -364,14 +359,14 @@ def _list_findings(trial: _Trial) -> Iterator[str]:
     manifest, run = trial.bundle.manifest, trial.run
     found = (
         trial.impossible_time,
-        describe_older(run, manifest.minimum_ort) if run.evidence is Evidence.DEVICE else None,
+        own_model.describe_older(run, manifest.minimum_ort) if run.evidence is Evidence.DEVICE else None,
         describe_unmatched(run, trial.job),
         describe_unlisted(trial.bundle),
         find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
     )
     yield from filter(None, found)
     if run.failure is None and trial.asked.golden is None:
-        yield from find_self_test_fault(trial.bundle, trial.rows, run.outputs)
+        yield from own_model.find_self_test_fault(trial.bundle, trial.rows, run.outputs)
 
 
 def _list_notes(trial: _Trial) -> Iterator[str]:
@@ -385,7 +380,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         return
     if not trial.run.versions.get("onnxruntime"):
         yield "it does not say which ONNX Runtime ran"
-    yield from find_sameness(trial.reference)
+    yield from own_model.find_sameness(trial.reference)
     done, planned = len(trial.rows), trial.job.samples.count
     if done < planned:
         yield f"it stopped after {done} of {planned} samples: only these were compared"
@@ -393,7 +388,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         yield "samples of your own run in the largest size alone: the others were not judged"
     yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":
-        yield from find_half_values(trial.own or trial.reference, trial.run.outputs)
+        yield from own_model.find_half_values(trial.own or trial.reference, trial.run.outputs)
 
 
 def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]:

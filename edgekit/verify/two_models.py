@@ -26,7 +26,7 @@ from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.layers.comparison import LayerReport, Located, compare_layers, name_first_bad
 from edgekit.verify.layers.matching import adapt_sample
 from edgekit.verify.layers.on_device import find_device_layer
-from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
+from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.task_metrics import find_metric, measure_task
 from edgekit.verify.task_scores import TaskReport, judge_task
@@ -167,8 +167,21 @@ def _read_outputs(model: Model, outputs: Samples) -> dict[str, Reading]:
 def _compare_places(
     a: Model, b: Model, renamed: Mapping[str, str], outputs: Sequence[OutputReport]
 ) -> tuple[OutputReport, ...]:
-    names = [renamed.get(spec.name, spec.name) for spec in b.outputs]
-    return mark_reordered(outputs, [spec.name for spec in a.outputs], names)
+    """Returns the reports, with a mismatch for each output whose position differs between the models.
+
+    Lookup by name still works, but apps may read outputs by position. If not all names agree, positions are not
+    compared.
+    """
+    wanted, names = [spec.name for spec in a.outputs], [renamed.get(spec.name, spec.name) for spec in b.outputs]
+    if sorted(wanted) != sorted(names):
+        return tuple(outputs)
+    moved = {name: (names.index(name), place) for place, name in enumerate(wanted) if names[place] != name}
+    return tuple(
+        msgspec.structs.replace(output, mismatch="is output {}, in the reference {}".format(*moved[output.name]))
+        if output.name in moved and output.mismatch is None
+        else output
+        for output in outputs
+    )
 
 
 def add_task(

@@ -21,32 +21,13 @@ from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
-from edgekit.verify.layers.grids import (
-    ROUNDING,
-    Arithmetic,
-    Region,
-    StepErrors,
-    add_steps,
-    find_grids,
-    find_regions,
-    follow_moves,
-    measure_steps,
-)
-from edgekit.verify.layers.matching import (
-    DEQUANTIZE,
-    ISOLATED_PREFIX,
-    MatchedTensor,
-    adapt_sample,
-    match_tensors,
-    open_isolated,
-    open_traced,
-)
+from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
-_MOST_CHANNEL_STEPS: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
-_MOST_OFFSET_STEPS: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
+_MOST_CHANNEL_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
+_MOST_OFFSET_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
 """How many 8-bit steps the worst channel of a layer's own result, and all of it, may be off before the layer stands
 out. Measured by tools/bench/seeded_faults.py: a zero point off by one is 1.0, two swapped channels are 28 and more."""
 # In a normal distribution 6 values in 100,000 are beyond four deviations: a model has about a thousand channels.
@@ -76,7 +57,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     own_bias: float | None
     offset_steps: float | None = None
     channel_steps: tuple[float, float] | None = None
-    arithmetic: Arithmetic | None = None
+    arithmetic: grids.Arithmetic | None = None
     roundings: int = 0
     jumps: bool = False
     overflows: bool = False
@@ -106,14 +87,14 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
 
     found: ErrorSums
     own: ErrorSums
-    steps: StepErrors | None
+    steps: grids.StepErrors | None
 
     def add(self, more: "LayerErrors") -> "LayerErrors":
         """Returns the errors over the samples of both."""
         return LayerErrors(
             found=metrics.add_sums(self.found, more.found),
             own=metrics.add_sums(self.own, more.own),
-            steps=self.steps if more.steps is None else add_steps(self.steps, more.steps),
+            steps=self.steps if more.steps is None else grids.add_steps(self.steps, more.steps),
         )
 
 
@@ -145,13 +126,13 @@ class _Comparison:
         protos = read_proto(a, weights=False), read_proto(b, weights=False)
         self._models = a, b
         self._graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
-        self._grids, self._scaling = find_grids(b), read_scaling(protos[1])
-        self._moved_grids = follow_moves(self._grids, self._graphs[1])
-        self._matched = match_tensors(*self._graphs)
-        self._traced_a = open_traced(a, [tensor.in_a for tensor in self._matched])
-        self._traced_b = open_traced(b, [tensor.in_b for tensor in self._matched])
+        self._grids, self._scaling = grids.find_grids(b), read_scaling(protos[1])
+        self._moved_grids = grids.follow_moves(self._grids, self._graphs[1])
+        self._matched = matching.match_tensors(*self._graphs)
+        self._traced_a = matching.open_traced(a, [tensor.in_a for tensor in self._matched])
+        self._traced_b = matching.open_traced(b, [tensor.in_b for tensor in self._matched])
         self._isolated: tuple[CpuSession | None, CpuSession] | None = None
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, grids.Region] = {}
         self._errors: dict[str, LayerErrors] = {}
         self._reach: dict[str, float] = {}
         self._size: dict[str, float] = {}
@@ -159,8 +140,8 @@ class _Comparison:
     def add(self, sample: Tensors) -> None:
         """Runs both models, and each layer alone, on one sample."""
         a, b = self._models
-        wanted = self._scale(self._traced_a.run(adapt_sample(sample, a)))
-        found = self._traced_b.run(adapt_sample(sample, b))
+        wanted = self._scale(self._traced_a.run(matching.adapt_sample(sample, a)))
+        found = self._traced_b.run(matching.adapt_sample(sample, b))
         if self._isolated is None:
             self._isolated = self._open_isolated(wanted, found)
         reference, own = self._run_isolated(sample, wanted, found, *self._isolated)
@@ -181,7 +162,7 @@ class _Comparison:
             errors = LayerErrors(
                 found=metrics.sum_errors(*align_infinities(exact, _widen(found[item.in_b]), size)),
                 own=worst,
-                steps=None if worst.non_finite else measure_steps(self._grids.get(item.raw_b), *pair),
+                steps=None if worst.non_finite else grids.measure_steps(self._grids.get(item.raw_b), *pair),
             )
             before = self._errors.get(name)
             self._errors[name] = errors if before is None else before.add(errors)
@@ -213,14 +194,16 @@ class _Comparison:
             and wanted[item.in_a].shape == found[item.in_b].shape
             and wanted[item.in_a].size
         )
-        self._regions, (a, b), of_a = find_regions(*self._graphs, self._matched), self._models, None
+        self._regions, (a, b), of_a = grids.find_regions(*self._graphs, self._matched), self._models, None
         if any(region.roundings for region in self._regions.values()):
             mirrored = [
                 msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
                 for item in self._matched
             ]
-            of_a = open_isolated(a, mirrored, {item.tensor: wanted[item.in_a].dtype for item in self._matched})
-        return of_a, open_isolated(b, self._matched, {item.tensor: found[item.in_b].dtype for item in self._matched})
+            of_a = matching.open_isolated(a, mirrored, {item.tensor: wanted[item.in_a].dtype for item in self._matched})
+        return of_a, matching.open_isolated(
+            b, self._matched, {item.tensor: found[item.in_b].dtype for item in self._matched}
+        )
 
     def _run_isolated(
         self, sample: Tensors, wanted: Tensors, found: Tensors, of_a: CpuSession | None, of_b: CpuSession
@@ -238,20 +221,20 @@ class _Comparison:
                 values[item.tensor] = value if grid is None else grid.round_values(value).astype(value.dtype)
             scaled = self._scale({item.in_a: values[item.tensor] for item in self._matched}, -1)
             feed = {
-                ISOLATED_PREFIX + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype)
+                matching.ISOLATED_PREFIX + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype)
                 for item in self._matched
             }
-            reference = self._scale(of_a.run({**adapt_sample(sample, self._models[0]), **feed}))
+            reference = self._scale(of_a.run({**matching.adapt_sample(sample, self._models[0]), **feed}))
         with np.errstate(over="ignore"):
-            feed = {ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
+            feed = {matching.ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
                     for item in self._matched}  # fmt: skip
-        return reference, of_b.run({**adapt_sample(sample, self._models[1]), **feed})
+        return reference, of_b.run({**matching.adapt_sample(sample, self._models[1]), **feed})
 
-    def _report(self, item: MatchedTensor) -> LayerReport:
+    def _report(self, item: matching.MatchedTensor) -> LayerReport:
         region, errors, reach = self._regions[item.tensor], self._errors[item.tensor], self._reach[item.tensor]
         grid, moved = self._grids.get(item.raw_b), errors.steps
         is_unknown = grid is None and item.raw_b in self._grids
-        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, ROUNDING[region.arithmetic] * reach)
+        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, grids.ROUNDING[region.arithmetic] * reach)
         layer = report_layer(item.layer, item.op, item.tensor, errors, step)
         rounding = None
         if moved is not None and layer.offset_steps is not None:
@@ -332,7 +315,7 @@ def _widen(value: Array) -> Array:
     return value.astype(np.float64, copy=False)
 
 
-def _measure_noise(graph: Graph, region: Region) -> float:
+def _measure_noise(graph: Graph, region: grids.Region) -> float:
     """Returns the expected RMS error that rounding of weights adds to the results of a region, for inputs of RMS 1.
 
     It is scale * sqrt(terms / 12), for independent errors that are uniform within a step (Widrow and Kollar 2008), of
@@ -342,7 +325,7 @@ def _measure_noise(graph: Graph, region: Region) -> float:
     for node in (graph.producers[name] for name in region.results):
         by_row = node.op_type == "Conv" or bool(node.integer("transB", 0))
         for weight in (graph.producers.get(name) for name in node.input):
-            if weight is None or weight.op_type != DEQUANTIZE or weight.input[0] not in graph.constants:
+            if weight is None or weight.op_type != matching.DEQUANTIZE or weight.input[0] not in graph.constants:
                 continue
             dims, scale = graph.constants[weight.input[0]].dims, graph.array(weight.input[1])
             terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0

@@ -55,7 +55,6 @@ mean square) or the mean of all is off by more than so many steps: other kernels
 (measured on QNN's simulator and XNNPACK: 1.0 and 0.13)."""
 # Outputs with a lower SQNR are wrong.
 _LEAST_DB = 15.0
-# If the outputs are wrong, the worst layer is named if its SQNR is so far below that of the median layer.
 _OUTLIER_DB = 20.0
 
 
@@ -231,7 +230,11 @@ def find_device_layer(
         if (errors := probing.errors.get(probe.tensor)) is not None
     )
     wrong = find_least_db(probing.outputs) < _LEAST_DB
-    bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
+    bad = next((layer for layer in layers if _is_wrong(layer)), None)
+    known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
+    # If the outputs are wrong, the layer with the lowest SQNR of its own is named, if it is clearly below the median.
+    if bad is None and wrong and known and known[0][0] <= known[len(known) // 2][0] - _OUTLIER_DB:
+        bad = layers[known[0][1]]
     name = None if bad is None else bad.name
     return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=notes)
 
@@ -368,14 +371,6 @@ def _is_wrong(layer: LayerReport) -> bool:
     if layer.channel_steps is None or layer.offset_steps is None:
         return layer.own_sqnr_db < _WRONG_DB
     return layer.channel_steps[0] > _MOST_CHANNEL_STEPS or layer.offset_steps > _MOST_OFFSET_STEPS
-
-
-def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:
-    """Returns the layer with the lowest SQNR of its own, if that is clearly below the median layer's."""
-    known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
-    if not known or known[0][0] > known[len(known) // 2][0] - _OUTLIER_DB:
-        return None
-    return layers[known[0][1]]
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):

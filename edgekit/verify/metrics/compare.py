@@ -94,25 +94,6 @@ def read_first(most: int, *runs: Samples) -> list[tuple[Tensors, ...]]:
     return rows
 
 
-def mark_reordered(
-    outputs: Sequence[OutputReport], wanted: Sequence[str], found: Sequence[str]
-) -> tuple[OutputReport, ...]:
-    """Returns the reports, with a mismatch for each output whose position differs from the reference.
-
-    Lookup by name still works, but apps may read outputs by position. If not all names agree, positions are not
-    compared.
-    """
-    if sorted(wanted) != sorted(found):
-        return tuple(outputs)
-    moved = {name: (found.index(name), place) for place, name in enumerate(wanted) if found[place] != name}
-    return tuple(
-        msgspec.structs.replace(output, mismatch="is output {}, in the reference {}".format(*moved[output.name]))
-        if output.name in moved and output.mismatch is None
-        else output
-        for output in outputs
-    )
-
-
 def _pair(reference: Samples, got: Samples, troubles: list[str], numbers: Sequence[int]) -> Iterator[_Row]:
     """Yields each reference with its outputs, up to the first sample without any; `troubles` gets the reason."""
     others = iter(got)

@@ -122,7 +122,13 @@ def find_replay(sides: Sides) -> str | None:
         return None
     if near == 0.0:
         return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
-    free = min(_count_free(sides.own - sides.reference, sides.reference), _MOST_VALUES * len(sides.own))
+    error, reference = sides.own - sides.reference, sides.reference
+    # How many independent errors carry the own model's distance: of probabilities, which add up to 1, one follows from
+    # the others.
+    shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
+    bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0
+    independent = max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
+    free = min(independent, _MOST_VALUES * len(sides.own))
     if measure_chance(near, apart, free) >= CHANCE:
         return None
     return (
@@ -306,16 +312,6 @@ def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sid
         ]
         stacked[name] = Sides(own=matrices[0], reference=matrices[1], got=matrices[2], is_whole=is_whole)
     return stacked
-
-
-def _count_free(error: Floats, reference: Floats) -> float:
-    """Returns how many independent errors carry the own model's distance from the float model, at least 1.
-
-    Of probabilities, which add up to 1, one follows from the others.
-    """
-    shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
-    bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0
-    return max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
 
 
 def _count_carriers(values: Floats) -> float:
