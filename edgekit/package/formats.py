@@ -16,20 +16,13 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit._proc import run_process
 from edgekit.app_runtime import AppRuntime, NativeLibrary
+from edgekit.bundle import snippets
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.bundle.snippets import (
-    SWIFT_PACKAGE,
-    Dependency,
-    list_android_dependencies,
-    make_environment,
-    quote,
-    spell_utf16,
-)
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.model.external import skim_model
 from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
@@ -102,7 +95,7 @@ def render_table(template: str, variants: Sequence[Variant], **values: object) -
 
     Templates get `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
     """
-    environment = make_environment(_TEMPLATES)
+    environment = snippets.make_environment(_TEMPLATES)
     environment.filters["java"] = quote_java
     return environment.get_template(template).render(variants=variants, **values).encode()
 
@@ -114,9 +107,9 @@ def quote_java(text: str) -> str:
         if one in '"\\':
             return f"\\{one}"
         # Three octal digits reach up to \377.
-        return f"\\{ord(one):03o}" if ord(one) < 256 else spell_utf16(one)
+        return f"\\{ord(one):03o}" if ord(one) < 256 else snippets.spell_utf16(one)
 
-    return quote(text, escape)
+    return snippets.quote(text, escape)
 
 
 _JAVA = Path(__file__).parent / "standalone" / "java"
@@ -232,11 +225,11 @@ def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreRepor
     )
 
 
-def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> list[Dependency]:
+def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> list[snippets.Dependency]:
     """Returns all dependencies: the archive's ONNX Runtime, and others in the newest version that a bundle needs."""
-    merged: dict[str, Dependency] = {}
+    merged: dict[str, snippets.Dependency] = {}
     for variant in variants:
-        for needed in list_android_dependencies(variant.provider, variant.versions, runtime.version):
+        for needed in snippets.list_android_dependencies(variant.provider, variant.versions, runtime.version):
             known = merged.get(needed.artifact)
             # Gradle also takes the newest of several versions.
             if known is None or read_version(needed.version) > read_version(known.version):
@@ -244,7 +237,6 @@ def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> lis
     return list(merged.values())
 
 
-_SWIFT = Path(__file__).parent / "standalone" / "swift"
 # iOS 15 has Core ML 5; a target's settings can require a newer version.
 _OLDEST_IOS = "15"
 
@@ -260,10 +252,12 @@ def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace)
         # A package has one deployment target: the highest that any of its bundles needs.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
         "minimum_ort": max((variant.minimum_ort for variant in variants), key=read_version),
-        "swift_package": SWIFT_PACKAGE,
+        "swift_package": snippets.SWIFT_PACKAGE,
     }
     sources = f"Sources/{module}"
-    entries: dict[str, Path | bytes] = {f"{sources}/{name}": path for name, path in list_files(_SWIFT).items()}
+    entries: dict[str, Path | bytes] = {
+        f"{sources}/{name}": path for name, path in list_files(Path(__file__).parent / "standalone" / "swift").items()
+    }
     entries[f"{sources}/Bundles.swift"] = render_table("Bundles.swift.j2", variants, **values)
     entries["Package.swift"] = render_table("Package.swift.j2", variants, **values)
     entries["README.md"] = render_table("swift.md.j2", variants, **values)

@@ -25,15 +25,7 @@ from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import OutputError, UsageError, suggest_name
-from edgekit.package.formats import (
-    StoreReport,
-    collect_aar,
-    collect_board,
-    collect_ort_package,
-    collect_swiftpm,
-    report_store,
-    require_runtime,
-)
+from edgekit.package import formats
 from edgekit.package.react_native import PROVIDERS, collect_react_native, find_unsupported, list_remarks
 from edgekit.package.variant import (
     UNNAMED,
@@ -79,8 +71,10 @@ _ANDROID = _name_providers("CPU", "Nnapi", "QNN", "Xnnpack")
 _APPLE = _name_providers("CPU", "CoreML", "Xnnpack")
 
 FORMS: dict[Kind, Form] = {
-    "aar": Form(collect=collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
-    "ort-package": Form(collect=collect_ort_package, platform="", providers=frozenset(), archive=None, shares=False),
+    "aar": Form(collect=formats.collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
+    "ort-package": Form(
+        collect=formats.collect_ort_package, platform="", providers=frozenset(), archive=None, shares=False
+    ),
     "react-native": Form(
         collect=collect_react_native,
         platform="",
@@ -89,9 +83,9 @@ FORMS: dict[Kind, Form] = {
         refuse=find_unsupported,
         remark=list_remarks,
     ),
-    "swiftpm": Form(collect=collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
-    "tar": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="tar"),
-    "zip": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="zip"),
+    "swiftpm": Form(collect=formats.collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
+    "tar": Form(collect=formats.collect_board, platform="linux", providers=_BOARD, archive="tar"),
+    "zip": Form(collect=formats.collect_board, platform="linux", providers=_BOARD, archive="zip"),
 }
 """All kinds of package."""
 
@@ -122,7 +116,7 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
     sizes: dict[str, int]
     model_bytes: int
-    store: StoreReport | None = None
+    store: formats.StoreReport | None = None
     remarks: tuple[str, ...] = ()
 
     @property
@@ -167,7 +161,7 @@ def package_bundles(
         raise UsageError(f"there is no package of kind '{kind}'", hint=suggest_name(kind, FORMS))
     places, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
     form = FORMS[kind]
-    made_for = require_runtime(runtime) if form.needs_runtime else None
+    made_for = formats.require_runtime(runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written if a bundle was altered.
     bundles, left_out = _choose(places, key, lambda bundle: _find_misfit(bundle, kind, made_for))
     accept(bundles)
@@ -188,7 +182,7 @@ def package_bundles(
             bundles=variants,
             left_out=left_out,
             model_bytes=sum(sizes.values()),
-            store=None if made_for is None else report_store(variants, made_for),
+            store=None if made_for is None else formats.report_store(variants, made_for),
             remarks=tuple(form.remark(variants)),
         )
 

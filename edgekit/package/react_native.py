@@ -19,7 +19,6 @@ from edgekit.target import read_version
 PLUGIN = "1.24.3"
 """The newest `onnxruntime-react-native`; its `cpp/SessionUtils.cpp` shows which options it takes."""
 
-_SOURCES = Path(__file__).parent / "standalone" / "react_native"
 _NAMES = {
     "CPUExecutionProvider": "cpu",
     "CoreMLExecutionProvider": "coreml",
@@ -114,7 +113,7 @@ def collect_react_native(parts: Sequence[Part], identity: Identity, _work: Workp
     }
     # JSON is valid TypeScript; the types of the parts that are read are in `variant.ts`.
     table = encode_json([_describe(variant) for variant in variants]).decode().strip()
-    entries: dict[str, Path | bytes] = dict(list_files(_SOURCES))
+    entries: dict[str, Path | bytes] = dict(list_files(Path(__file__).parent / "standalone" / "react_native"))
     entries["src/bundles.ts"] = render_table("bundles.ts.j2", variants, table=table, **values)
     entries["package.json"] = render_table("package.json.j2", variants, **values)
     entries[f"{identity.name}.podspec"] = render_table("podspec.j2", variants, **values)
