@@ -118,7 +118,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 _OF_DEVICES = ("--on", "--on-file", "--set")
 _OF_DATA = ("--preprocess", "--labels", "--reference", "--samples")
 _OF_RUN = ("--import", "--run-key", "--export", "--sign-run")
-_REPORTS = ("--junit", "--html", "--markdown")
 
 
 @as_command
@@ -183,7 +182,7 @@ def verify_command(
     if files_only:
         _refuse(
             given,
-            (*_OF_DEVICES, "--data", "--layers", "--baseline", "--history", *_REPORTS),
+            (*_OF_DEVICES, "--data", "--layers", "--baseline", "--history", "--junit", "--html", "--markdown"),
             "--files-only runs nothing",
         )
         if bundle is None:

@@ -19,8 +19,6 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.target import Form, Target
 
-_ASKED_FOR = "the style, the level and the CPU were asked for"
-
 
 class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a converted model, and the facts about them.
@@ -171,5 +169,5 @@ def _convert(
         canonical_version=CANONICAL_VERSION,
         versions=versions | {key: value for item in written.values() for key, value in item.versions.items()},
         compatibility="".join(item.compatibility for item in written.values()),
-        reason=_ASKED_FOR if target is None else target.conversion.reason,
+        reason="the style, the level and the CPU were asked for" if target is None else target.conversion.reason,
     )

@@ -285,13 +285,10 @@ def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
             return candidate
     raise DataError(
         f"{where} has shape {list(value.shape)} for input '{spec.name}', the model wants {spec}",
-        hint=_FILL_HINT
+        hint="one size fills no sample: fill it yourself, or build with several sizes, as --dim NAME=64,128"
         if any(_is_shorter(shape, spec.shape or ()) for shape in (value.shape, (1, *value.shape)))
         else "sample i is array[i]; a batch axis of one is added where it is missing",
     )
-
-
-_FILL_HINT = "one size fills no sample: fill it yourself, or build with several sizes, as --dim NAME=64,128"
 
 
 def _is_shorter(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:

@@ -18,7 +18,6 @@ _GOLDEN_SHARE = 4
 # At most so many, because they go into the bundle, and each device of a verification runs them all.
 _MAX_GOLDEN_SAMPLES = 64
 _MAX_GOLDEN_BYTES = 256 << 20
-_STATELESS = State()
 
 
 class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +39,7 @@ class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     `unroll` gets samples and a name for its result; it may also pad samples to a size.
     """
 
-    state: State = _STATELESS
+    state: State = State()
     unroll: Callable[[Samples, str], Samples] = lambda samples, _: samples
 
     @property

@@ -155,7 +155,17 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
         EdgekitError: the model, the data or the recipe is wrong.
     """
     # Before anything runs: a build of an hour must not end in a missing file of labels.
-    metric = _find_metric(data, job)
+    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
+    if metric is not None and (data.labels is None or data.evaluation is None):
+        raise UsageError(
+            f"metric '{metric.name}' needs labels",
+            hint="give --eval DATA with --labels FILE, in an edgekit.toml evaluation and labels",
+        )
+    if data.labels is not None and data.evaluation is None:
+        raise UsageError(
+            f"--labels '{data.labels}' say what --eval samples are, and there is no --eval",
+            hint="add --eval DATA, the samples that the labels belong to",
+        )
     key = _find_key(given, data, metric, job)
     inputs = job.kept.inputs.get(key)
     if inputs is None:
@@ -348,21 +358,6 @@ def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Te
         return dict(known)
     cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
     return {}
-
-
-def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
-    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
-    if metric is not None and (data.labels is None or data.evaluation is None):
-        raise UsageError(
-            f"metric '{metric.name}' needs labels",
-            hint="give --eval DATA with --labels FILE, in an edgekit.toml evaluation and labels",
-        )
-    if data.labels is not None and data.evaluation is None:
-        raise UsageError(
-            f"--labels '{data.labels}' say what --eval samples are, and there is no --eval",
-            hint="add --eval DATA, the samples that the labels belong to",
-        )
-    return metric
 
 
 def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | ModelError:

@@ -50,7 +50,6 @@ from edgekit.verify.history import list_runs
 BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
 """What the table calls a precision of a bundle."""
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-_NPU = "QNNExecutionProvider"
 _CPUS = {"CPUExecutionProvider": "cpu", "XnnpackExecutionProvider": "xnnpack"}
 
 
@@ -106,7 +105,7 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
     found: dict[str, KnownTime] = {}
     # What an emulator took says nothing of a phone.
     for past in _list_recorded(path, name):
-        if past.provider == _NPU and past.evidence is Evidence.DEVICE:
+        if past.provider == "QNNExecutionProvider" and past.evidence is Evidence.DEVICE:
             number = numbers.get(past.soc.casefold())
             known = (phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone")
             phone = next(known, None)

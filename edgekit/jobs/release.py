@@ -60,9 +60,8 @@ def sign_verified(
         group = open_group(folder)
         report = _read_group_report(group)
         members = _list_members(group, report)
-        doubts = _refuse([_find_doubt_of(group, report, members)], allowed)
-        weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
-        return sign_bundle(folder, key, _attest_group(group, report, members, weak, doubts)), doubts
+        doubts = _refuse([_find_group_doubt(group, report, members)], allowed)
+        return sign_bundle(folder, key, _attest_group(group, report, members, doubts)), doubts
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse(map(_find_doubt, bundles), allowed)
@@ -162,7 +161,7 @@ def _package_group(
         raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
     group = open_group(paths[0], key=key)
     report = _read_group_report(group)
-    doubts = _refuse([_find_doubt_of(group, report, _list_members(group, report))], allowed)
+    doubts = _refuse([_find_group_doubt(group, report, _list_members(group, report))], allowed)
     return package_group(group, kind, out), doubts
 
 
@@ -188,7 +187,7 @@ def _read_group_report(group: Group) -> GroupReport | None:
     return report if report.sha256 == group.sha256 else None
 
 
-def _find_doubt_of(group: Group, report: GroupReport | None, members: Sequence[_Released]) -> Doubt | None:
+def _find_group_doubt(group: Group, report: GroupReport | None, members: Sequence[_Released]) -> Doubt | None:
     """Returns why a group may not go as it is: a member may not, or the whole did not pass."""
     if report is None:
         return Doubt(bundle=str(group.folder), reason="was not verified as it is now")
@@ -205,11 +204,7 @@ def _find_doubt_of(group: Group, report: GroupReport | None, members: Sequence[_
 
 
 def _attest_group(
-    group: Group,
-    report: GroupReport | None,
-    members: Sequence[_Released],
-    weak: Sequence[Doubt],
-    doubts: Sequence[Doubt],
+    group: Group, report: GroupReport | None, members: Sequence[_Released], doubts: Sequence[Doubt]
 ) -> TestResult:
     """Returns what is signed of a group: beside its members each device that ran it from end to end."""
     name = f"{group.manifest.name}-{group.manifest.target}"
@@ -225,6 +220,7 @@ def _attest_group(
             metric=metric,
         ))  # fmt: skip
     allowed = [f"{name} {doubt.reason}" for doubt in doubts]
+    weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
     return _attest(members, weak, {GROUP: group.sha256}, tests, runs, allowed)
 
 

@@ -19,7 +19,6 @@ from edgekit.profile.events import Execution, Step, Tensor
 from edgekit.profile.report import Bound, Kind, NodeTime, OperatorTime, Roof, Unasked
 
 _INTEGERS = frozenset({"uint8", "int8", "uint16", "int16"})
-_Counter = Callable[[Step], int]
 
 
 def count_work(step: Step) -> int:
@@ -78,7 +77,7 @@ def _recurrent(step: Step) -> int:
     return prod(matrices[0].shape[:2]) * sum(map(_elements, matrices[1:3])) if len(matrices) >= 3 else 0
 
 
-_COUNTERS: Mapping[str, _Counter] = {
+_COUNTERS: Mapping[str, Callable[[Step], int]] = {
     **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _conv),
     "ConvTranspose": _conv_transpose,
     **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),

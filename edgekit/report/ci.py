@@ -122,20 +122,16 @@ def render_markdown(reports: Sequence[VerifyReport]) -> str:
 
 def render_bench_markdown(report: BenchReport) -> str:
     """Returns times as GitHub's Markdown: a table of devices and ways to run, then comparisons and warnings."""
-    return "\n".join(_describe_bench(report)) + "\n"
-
-
-def _describe_bench(report: BenchReport) -> Iterator[str]:
     against = "" if report.against is None else f" against {_escape(report.against)}"
-    yield f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_escape(report.subject)}{against}"
-    yield ""
+    lines = [f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_escape(report.subject)}{against}", ""]
     if report.runs:
-        yield "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |"
-        yield "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|"
-        yield from (_describe_times(run) for run in report.runs)
-        yield ""
-    yield from _list_remarks(list(list_bench_remarks(report)))
-    yield ""
+        lines += [
+            "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |",
+            "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+            *map(_describe_times, report.runs),
+            "",
+        ]
+    return "\n".join((*lines, *_list_remarks(list(list_bench_remarks(report))), "")) + "\n"
 
 
 def _describe_times(run: BenchRun) -> str:

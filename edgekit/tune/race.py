@@ -271,7 +271,22 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
         told = [f"no gain: none was ahead by {LEAST_GAIN:.0%}: the best was {figure}"] if figure else []
         told += [f"'{name}' is out: {why}" for name, why in out.items()]
         return msgspec.structs.replace(empty, reason="; ".join(told))
-    return _decide(empty, holder, living[0], take, goal)
+    challenger = living[0]
+    ratio = compare_fresh(holder, challenger, take, goal, _FUTILE)
+    named = msgspec.structs.replace(empty, challenger=challenger.name)
+    if isinstance(ratio, str):
+        return msgspec.structs.replace(named, reason=ratio)
+    low, high = ratio.interval
+    words = f"{ratio.value:.3f} times the cost, 95 % between {low:.3f} and {high:.3f}, {ratio.rounds} fresh rounds"
+    if ratio.rounds < ROUNDS:
+        reason = f"not ahead any more in fresh rounds: {words}"
+    elif high >= 1:
+        reason = f"no difference can be told: {words}"
+    elif ratio.value > 1 - LEAST_GAIN:
+        reason = f"gains less than {LEAST_GAIN:.0%}: {words}"
+    else:
+        return msgspec.structs.replace(named, ratio=ratio, taken=True, reason=words)
+    return msgspec.structs.replace(named, ratio=ratio, reason=reason)
 
 
 def compare_fresh(
@@ -293,21 +308,3 @@ def compare_fresh(
         if number + 1 == futile < ROUNDS and (ratio := compare_rounds(rounds)).value > 1 - LEAST_GAIN:
             return ratio
     return compare_rounds(rounds)
-
-
-def _decide(empty: Decision, holder: Entrant, challenger: Entrant, take: TakeRound, goal: Goal) -> Decision:
-    found = compare_fresh(holder, challenger, take, goal, _FUTILE)
-    named = msgspec.structs.replace(empty, challenger=challenger.name)
-    if isinstance(found, str):
-        return msgspec.structs.replace(named, reason=found)
-    low, high = found.interval
-    told = f"{found.value:.3f} times the cost, 95 % between {low:.3f} and {high:.3f}, {found.rounds} fresh rounds"
-    if found.rounds < ROUNDS:
-        reason = f"not ahead any more in fresh rounds: {told}"
-    elif high >= 1:
-        reason = f"no difference can be told: {told}"
-    elif found.value > 1 - LEAST_GAIN:
-        reason = f"gains less than {LEAST_GAIN:.0%}: {told}"
-    else:
-        return msgspec.structs.replace(named, ratio=found, taken=True, reason=told)
-    return msgspec.structs.replace(named, ratio=found, reason=reason)
