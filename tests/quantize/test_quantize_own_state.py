@@ -38,8 +38,10 @@ def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert reference.predict_drop(exact).drop_estimate == 0
     assert reference.race(exact, other) is None  # a part of the samples would be no whole sequences
-    few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=2 * STEPS + 3)
-    assert list(few.indices) == [*range(2 * STEPS)]
+    for most, counted in ((2 * STEPS + 3, 2 * STEPS), (STEPS - 3, STEPS - 3)):
+        few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=most)
+        assert list(few.indices) == [*range(counted)]
+        assert len([*few.run_pairs(other)]) == counted
 
 
 # A cell that sums up positive numbers, to 300 and more; what it returns is flat beyond 3.

@@ -157,11 +157,11 @@ class FloatReference:
 
     @cached_property
     def indices(self) -> Sequence[int]:
-        """The samples that count: of sequences the first ones, and one at least."""
+        """The samples that count: of sequences the first ones, or the first steps of a long one."""
         most, steps = self._most or self._effort.predicting or MOST_SAMPLES, self._state.steps
         if steps == 1:
             return spread_indices(self._samples.count, most)
-        return range(min(self._samples.count, max(1, most // steps) * steps))
+        return range(min(self._samples.count, most if most < steps else most // steps * steps))
 
     @cached_property
     def _effort(self) -> Effort:
@@ -342,7 +342,7 @@ class FloatReference:
         def run(given: Sequence[Tensors]) -> list[Tensors]:
             return [session.run(given[0])]
 
-        for _ in range(len(self.indices) // steps):
+        for _ in range(0, len(self.indices), steps):
             for _, (found,) in run_steps(read_sequence(), self._state.feeds, specs, run):
                 yield current[0], Pair(expected=self._run(*current[0]), found=found)
 
