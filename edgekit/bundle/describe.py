@@ -10,22 +10,10 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle import manifest
 from edgekit.bundle.checks import SAID_BY_TARGET
 from edgekit.bundle.expected import Recorded
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs
-from edgekit.bundle.manifest import (
-    Ancestry,
-    Buckets,
-    BundledFile,
-    BundledTensor,
-    GoldenFacts,
-    Manifest,
-    Placement,
-    Provenance,
-    ProviderShare,
-    Tested,
-    measure_open,
-)
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.data.images import Preprocess
@@ -64,12 +52,12 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[Form, tuple[Path, ...]]
     golden: Golden
     check: CheckReport
-    ancestry: Ancestry
+    ancestry: manifest.Ancestry
     versions: Mapping[str, str]
     recipe: Recipe = Recipe()
     state: State = State()
     preprocess: Preprocess | None = None
-    buckets: Buckets | None = None
+    buckets: manifest.Buckets | None = None
     unpadded: Path | None = None
     recorded: Recorded | None = None
     layers: bytes | None = None
@@ -77,7 +65,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     readings: Mapping[str, Reading] = {}
 
 
-def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:
+def describe_contents(
+    contents: Contents, golden: manifest.GoldenFacts, files: dict[str, manifest.BundledFile], check: str
+) -> manifest.Manifest:
     """Returns the manifest for these contents; `check` is the sha256 of the list of nodes.
 
     Raises:
@@ -93,11 +83,11 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     if not loadable:
         message = f"there is no model file in a form that target '{target.name}' loads"
         raise BundleError(message, hint="convert it first")
-    shares: dict[str, ProviderShare] = {}
+    shares: dict[str, manifest.ProviderShare] = {}
     for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
         # For the CPU target both rows are the same provider, which runs all nodes.
         nodes = [each for each in contents.check.node_list if each.taken is taken or target.provider == CPU_PROVIDER]
-        shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
+        shares[provider] = manifest.ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     soc = target.socs.get(target.settings.get("soc_model", ""))
     # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
     graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
@@ -107,7 +97,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         for spec in contents.golden.inputs
         if contents.preprocess or spec.name in fed
     }
-    return Manifest(
+    return manifest.Manifest(
         **{key: read(target) for key, read in SAID_BY_TARGET.items()},
         name=contents.source.name,
         precision=contents.precision,
@@ -118,7 +108,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         inputs=_describe_tensors(contents, contents.golden.inputs, read_inputs(contents.golden), layouts),
         outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
-        placement=Placement(
+        placement=manifest.Placement(
             nodes=contents.check.nodes,
             taken=contents.check.taken,
             partitions=contents.check.partitions,
@@ -130,7 +120,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         versions=dict(contents.versions),
         source_size_bytes=contents.source.size_bytes,
         model_size_bytes=sum(path.stat().st_size for path in contents.files[loadable[0]]),
-        tested=Tested(
+        tested=manifest.Tested(
             onnxruntime=contents.versions.get("onnxruntime", ""),
             qairt=contents.versions.get("qairt"),
             socs=() if soc is None else (soc,),
@@ -140,7 +130,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         licence=contents.recipe.licence,
         state=contents.state if contents.state.feeds else msgspec.UNSET,
         buckets=contents.buckets or msgspec.UNSET,
-        open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
+        open_dims=manifest.measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
         listed=contents.listed or msgspec.UNSET,
         readings=dict(contents.readings) or msgspec.UNSET,
     )
@@ -151,7 +141,7 @@ def _describe_tensors(
     specs: Iterable[TensorSpec],
     samples: Samples,
     layouts: Mapping[str, str] | None = None,
-) -> tuple[BundledTensor, ...]:
+) -> tuple[manifest.BundledTensor, ...]:
     """Returns what an app must know of outputs, or of inputs with these `layouts`.
 
     The notes of the recipe come before what was found.
@@ -166,7 +156,7 @@ def _describe_tensors(
             ranges[name] = (min(low, known[0]), max(high, known[1]))
     noted = [(spec, tensors.get(spec.name, TensorNotes())) for spec in specs]
     return tuple(
-        BundledTensor(
+        manifest.BundledTensor(
             name=spec.name,
             dtype=spec.dtype,
             shape=spec.shape,
@@ -179,7 +169,7 @@ def _describe_tensors(
     )
 
 
-def _describe_provenance(contents: Contents) -> Provenance:
+def _describe_provenance(contents: Contents) -> manifest.Provenance:
     recipe, target = contents.recipe, contents.target
     used = msgspec.structs.replace(
         recipe,
@@ -211,4 +201,4 @@ def _describe_provenance(contents: Contents) -> Provenance:
     for key in ("outputs", "buckets", "pad", "state", "fix", "forms"):
         if getattr(recipe, key) == getattr(Recipe(), key):
             del written[key]
-    return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
+    return manifest.Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
