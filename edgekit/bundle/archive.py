@@ -17,16 +17,7 @@ from typing import IO, Literal, TypeVar
 
 import msgspec
 
-from edgekit._files import (
-    copy_into,
-    measure_content,
-    read_chunks,
-    replacing_file,
-    safe_join,
-    staged_folder,
-    work_folder,
-    write_new,
-)
+from edgekit import _files
 from edgekit.bundle.checks import find_fault, find_unsafe, iterate_files
 from edgekit.errors import BundleError, OutputError, quote_error
 
@@ -116,7 +107,7 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
             # Some readers (`tar --ignore-zeros`) take what stands behind the end for files.
-            if any(chunk.count(0) != len(chunk) for chunk in read_chunks(file)):
+            if any(chunk.count(0) != len(chunk) for chunk in _files.read_chunks(file)):
                 raise ValueError("something stands behind its end") from None
             return
         start += tarfile.BLOCKSIZE
@@ -141,7 +132,7 @@ def _read_exactly(source: IO[bytes], size_bytes: int, name: str, start: int | No
     if start is not None:
         source.seek(start)
     left = size_bytes
-    for chunk in read_chunks(source, size_bytes):
+    for chunk in _files.read_chunks(source, size_bytes):
         yield chunk
         left -= len(chunk)
     if left:
@@ -205,7 +196,7 @@ def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) ->
     unsafe = find_unsafe(entries, "in the archive")
     if unsafe is not None:
         raise OutputError(unsafe, hint="rename that file")
-    with replacing_file(out) as temporary:
+    with _files.replacing_file(out) as temporary:
         (_write_zip if kind == "zip" else _write_tar)(entries, temporary)
 
 
@@ -232,7 +223,7 @@ def opened_folder(path: Path) -> Generator[Path]:
     if path.is_dir():
         yield path
         return
-    with work_folder() as work:
+    with _files.work_folder() as work:
         unpack_archive(path, work / "unpacked")
         yield work / "unpacked"
 
@@ -262,11 +253,11 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
             raise BundleError(f"'{path}' is a model, not a bundle", hint="edgekit build makes bundles of a model")
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
     # Members are read from the file that was checked, opened once: nobody can exchange it in between.
-    with path.open("rb") as file, staged_folder(out) as staging:
+    with path.open("rb") as file, _files.staged_folder(out) as staging:
         read = _read_zip if is_zip else _read_tar
         members = _check_members(translating(read(file), path), path, limits or Limits())
         for member in members:
-            write_new(safe_join(staging, member.name), translating(member.read(), path))
+            _files.write_new(_files.safe_join(staging, member.name), translating(member.read(), path))
     return tuple(sorted(member.name for member in members))
 
 
@@ -296,9 +287,9 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
             # Unix: without it zipfile writes the system that it runs on, and other bytes on Windows.
             entry.create_system = 3
             entry.external_attr = (stat.S_IFREG | 0o644) << 16
-            entry.file_size = measure_content(source)
+            entry.file_size = _files.measure_content(source)
             with archive.open(entry, "w") as target:
-                copy_into(source, target)
+                _files.copy_into(source, target)
 
 
 def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:
@@ -309,7 +300,7 @@ def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:
             source = entries[name]
             entry = tarfile.TarInfo(name)
             entry.mode = 0o644
-            entry.size = measure_content(source)
+            entry.size = _files.measure_content(source)
             if isinstance(source, bytes):
                 archive.addfile(entry, BytesIO(source))
                 continue
