@@ -1,5 +1,6 @@
 """`edgekit convert`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
+from edgekit.model.model import READS
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import (
@@ -29,7 +31,7 @@ from edgekit.quantize.weight_only.convert import (
 )
 from edgekit.recipe import Recipe
 from edgekit.report.tables import format_bytes, make_table
-from edgekit.target import Target
+from edgekit.target import Target, read_version
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 _FEW_PARTS = 4
@@ -187,10 +189,24 @@ def convert_command(
         custom_ops=custom_ops,
         data=None if data is None else options.read_data(data, preprocess),
         checked=checked,
-        runtime=options.read_release(runtime),
+        runtime=_read_release(runtime),
     )
     report = convert_for(model, out, recipe, wanted, progress)
     return Answer(report, lambda: _show_conversion(report))
+
+
+def _read_release(text: str) -> str:
+    """Returns the version of an ONNX Runtime, or "" where none was named.
+
+    Raises:
+        UsageError: it is no version, or an older one than was tried.
+    """
+    oldest = READS[0].since
+    if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
+        raise UsageError(
+            f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"for example --ort {oldest}, or newer"
+        )
+    return text
 
 
 def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:

@@ -12,14 +12,12 @@ from click.core import ParameterSource
 from edgekit._files import require_apart, require_place
 from edgekit.cli.declare import Argument, Option, number
 from edgekit.cli.main import NO, UNPROVEN, YES
-from edgekit.data.images import Preprocess, load_preprocess
+from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
-from edgekit.model.model import READS, Model, load_model
+from edgekit.model.model import Model, load_model
 from edgekit.model.state import MOST_STEPS, State
-from edgekit.prepare.interface import LAYOUTS, Layout
 from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
-from edgekit.target import read_version
 
 
 class _Time(click.ParamType[float]):
@@ -251,49 +249,6 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
             if not isinstance(dim, int):
                 sizes[dim or f"{name}:{axis}"] = size
     return sizes
-
-
-def parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
-    """Returns --layout INPUT=nhwc pairs as a dict.
-
-    Raises:
-        UsageError: a pair is malformed or names no layout.
-    """
-    layouts: dict[str, Layout] = {}
-    for name, layout in parse_assignments(pairs, "--layout").items():
-        if layout not in LAYOUTS:
-            raise UsageError(f"--layout {name}={layout}: there is no layout '{layout}'", hint="nchw or nhwc")
-        layouts[name] = LAYOUTS[layout]
-    return layouts
-
-
-def parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
-    """Returns --embed-preprocess [INPUT=]FILE as the input, "" if none is named, and the preprocessing.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    if given is None:
-        return "", None
-    name, equals, file = given.rpartition("=")
-    # A file whose path has "=" in it is still a file.
-    if not equals or Path(given).exists():
-        return "", load_preprocess(Path(given))
-    return name, load_preprocess(Path(file))
-
-
-def read_release(text: str) -> str:
-    """Returns the version of an ONNX Runtime, or "" where none was named.
-
-    Raises:
-        UsageError: it is no version, or an older one than was tried.
-    """
-    oldest = READS[0].since
-    if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
-        raise UsageError(
-            f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"for example --ort {oldest}, or newer"
-        )
-    return text
 
 
 def split_names(names: str | None) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ from typing import Annotated
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.screen import show_line, show_remarks
+from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.register import load_target_here
+from edgekit.errors import UsageError
 from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
-from edgekit.prepare.interface import InterfaceChanges
+from edgekit.prepare.interface import LAYOUTS, InterfaceChanges, Layout
 from edgekit.progress import Progress
 
 
@@ -59,11 +61,11 @@ def prepare_command(
       edgekit prepare model.onnx --fix --target nnapi --set api_level=31 --out prepared.onnx
     """
     source = load_model(model, custom_ops=custom_ops)
-    image_input, preprocess = options.parse_embedded(embedded)
+    image_input, preprocess = _parse_embedded(embedded)
     changes = InterfaceChanges(
         preprocess=preprocess,
         image_input=image_input,
-        layouts=options.parse_layouts(layouts),
+        layouts=_parse_layouts(layouts),
         renames=options.parse_assignments(renames, "--rename"),
     )
     wanted = PrepareOptions(
@@ -78,6 +80,35 @@ def prepare_command(
     )
     report = prepare_for(source, out, wanted, progress)
     return Answer(report, lambda: _show_prepared(report, out))
+
+
+def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
+    """Returns --embed-preprocess [INPUT=]FILE as the input, "" if none is named, and the preprocessing.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if given is None:
+        return "", None
+    name, equals, file = given.rpartition("=")
+    # A file whose path has "=" in it is still a file.
+    if not equals or Path(given).exists():
+        return "", load_preprocess(Path(given))
+    return name, load_preprocess(Path(file))
+
+
+def _parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
+    """Returns --layout INPUT=nhwc pairs as a dict.
+
+    Raises:
+        UsageError: a pair is malformed or names no layout.
+    """
+    layouts: dict[str, Layout] = {}
+    for name, layout in options.parse_assignments(pairs, "--layout").items():
+        if layout not in LAYOUTS:
+            raise UsageError(f"--layout {name}={layout}: there is no layout '{layout}'", hint="nchw or nhwc")
+        layouts[name] = LAYOUTS[layout]
+    return layouts
 
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:
