@@ -1,12 +1,21 @@
 """JSON of a report has its fields and its public properties."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import pytest
+from msgspec import inspect
 
+from edgekit.app.result import CellResult
+from edgekit.bench.history import PastBench
 from edgekit.evidence import Evidence
+from edgekit.model.outputs import ListColumns
+from edgekit.quantize.plan import QuantPlan
 from edgekit.serialize import to_builtins, to_json
+from edgekit.verify.history import PastRun
+from edgekit.verify.report import VerifyReport
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,3 +41,40 @@ def test_evidence_is_ordered() -> None:
     assert Evidence.DEVICE.is_at_least(Evidence.SIMULATOR)
     assert not Evidence.PREDICTED.is_at_least(Evidence.EMULATED)
     assert all(kind.meaning for kind in Evidence)
+
+
+def list_structs(kind: inspect.Type, found: dict[type[msgspec.Struct], None]) -> dict[type[msgspec.Struct], None]:
+    """Adds the structs that a type holds, itself included."""
+    if isinstance(kind, inspect.StructType):
+        if kind.cls in found:
+            return found
+        found[kind.cls] = None
+    for inner in list_inner(kind):
+        list_structs(inner, found)
+    return found
+
+
+def list_inner(kind: inspect.Type) -> Iterator[inspect.Type]:
+    yield from (field.type for field in getattr(kind, "fields", ()))
+    yield from (*getattr(kind, "types", ()), *getattr(kind, "item_types", ()))
+    yield from (each for name in ("item_type", "key_type", "value_type") if (each := getattr(kind, name, None)))
+
+
+def list_unreadable(root: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    """Returns the structs within one whose JSON, with their properties, their own reader refuses."""
+    structs = list_structs(inspect.type_info(root), {})
+    members = {kind: [it for base in kind.__mro__ for it in vars(base).items()] for kind in structs}
+    shown = {kind: [name for name, it in its if isinstance(it, property)] for kind, its in members.items()}
+    return [
+        kind
+        for kind, names in shown.items()
+        if kind.__struct_config__.forbid_unknown_fields and any(not name.startswith("_") for name in names)
+    ]
+
+
+@pytest.mark.parametrize("root", [QuantPlan, VerifyReport, CellResult, PastBench, PastRun])
+def test_what_commands_write_and_read_again_has_no_key_that_its_reader_refuses(root: type[msgspec.Struct]) -> None:
+    """`quantize --plan-only` writes a plan for `--plan`, and a property in it would be an unknown field there."""
+    assert list_unreadable(root) == []
+    # A struct that is not written so has one.
+    assert list_unreadable(ListColumns) == [ListColumns]

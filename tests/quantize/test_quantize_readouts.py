@@ -1,5 +1,6 @@
 """What a graph tells of an output: which axis weights make, and whether a layer with weights makes its numbers."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.objective import find_objective
+from edgekit.quantize.ranges import sigmoid
 from edgekit.target import load_target
 
 RNG = np.random.default_rng(0)
@@ -91,6 +93,24 @@ def test_a_gain_for_each_number_of_the_input_is_no_score(size: int, kind: str, t
         make_model(f"{text} h = MatMul(x, w)\n y = Sigmoid(h) }}", tmp_path / "m.onnx", {"w": (size, 12)})
     )
     rows = [{"y": 1 / (1 + np.exp(4 - 2 * sure(12).reshape(1, 1, 12)))} for _ in range(8)]
+    assert read_output_kinds(graph, rows, {})["y"].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "reach", "kind"),
+    [
+        ("64,88", 4, "map"), ("1,64,88", 4, "map"), ("1,12,16,16", 4, "map"), ("1,1,16,16", 4, "map"),
+        ("1,64,88", 0.2, "values"), ("1,64,4", 4, "values"), ("1,64,40", 4, "values"), ("1,3,16,16", 4, "image"),
+    ],
+    ids=["roll", "batch", "labels of pixels", "mask", "unsure", "corners", "gains", "colours"],
+)  # fmt: skip
+def test_sigmoids_of_many_say_yes_or_no(shape: str, reach: float, kind: str, tmp_path: Path) -> None:
+    """Whether a note sounds; but corners of boxes, gains for the input and colours of an image are numbers."""
+    sizes = tuple(map(int, shape.split(",")))
+    text = f"""g (float[{math.prod(sizes)}] h, float[1,64,40] x) => (float[{shape}] y)
+      <int64[{len(sizes)}] s = {{{shape}}}> {{ r = Reshape(h, s) y = Sigmoid(r) }}"""
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
+    rows: list[Tensors] = [{"y": sigmoid(reach * (2 * np.abs(RNG.normal(size=sizes)) - 2))} for _ in range(8)]
     assert read_output_kinds(graph, rows, {})["y"].kind == kind
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper, parser
+from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -62,6 +63,56 @@ def test_each_kind_is_judged_by_what_it_is_for(
     reading = Reading(kind=kind, axis=axis)
     assert judge(rows, np.asarray(honest(rows), np.float32), reading) == "pass"
     assert judge(rows, np.asarray(broken(rows), np.float32), reading) == "fail"
+
+
+ROLL = np.asarray(RNG.random((32, 64, 88)) * np.where(RNG.random((32, 64, 88)) < 0.02, 1, 0.3), np.float32)
+"""The probability that each of 88 notes sounds at 64 moments; 1 % do."""
+
+
+@pytest.mark.parametrize(("rows", "got", "verdict"), [
+    (ROLL, np.round(ROLL * 255) / 255, "pass"),
+    (ROLL, ROLL * 0.4, "fail"),
+    (1 - ROLL, 1 - ROLL * 0.4, "fail"),
+    (ROLL, ROLL + np.where(RNG.random(ROLL.shape) < 0.01, 0.5, 0), "fail"),
+    (ROLL * 0.4, ROLL * 0.4, "pass"),
+    (ROLL * 0.4, ROLL, "fail"),
+], ids=["rounded", "silent", "silent where most sound", "false notes", "nothing to find", "all is false"])  # fmt: skip
+def test_the_few_entries_that_say_yes_are_not_hidden_by_the_others(rows: Array, got: Array, verdict: str) -> None:
+    got, reading = np.asarray(got, np.float32), Reading(kind="map", axis=1, squash="Sigmoid")
+    assert judge(rows, got, reading) == verdict
+    (shared,) = compare(rows, got, reading).agreements
+    assert (shared.of, ((rows > 0.5) == (got > 0.5)).mean() > 0.95) == ("findings", True)
+
+
+FACES = """g (float[1,3,64,64] x) => (float[1,80,4] boxes, float[1,80,1] scores)
+  <float[1] scale = {SCALE}, int64[3] four = {1,80,4}, int64[3] one = {1,80,1}, float[4] off = {LOW, LOW, HIGH, HIGH}> {
+  f = Flatten(x) c = MatMul(f, places) d = Reshape(c, four) e = Sigmoid(d) b = Mul(e, big) boxes = Add(b, off)
+  s = MatMul(f, there) t = Reshape(s, one) u = Sigmoid(t) scores = Mul(u, scale) }"""
+
+
+@pytest.mark.parametrize(("scale", "is_seen"), [(1.0, True), (0.03, False)])
+def test_a_detector_that_detects_nothing_is_not_proven(scale: float, tmp_path: Path, *, is_seen: bool) -> None:
+    """Scores of 0.03 and less are rounded away, and no figure of the samples shows it."""
+    rng = np.random.default_rng(0)
+    text = FACES.replace("SCALE", str(scale)).replace("LOW", "0").replace("HIGH", "20")
+    shapes = {"places": (12288, 320), "there": (12288, 80)}
+    weights = {name: rng.normal(scale=0.02, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    model = save_net(text.removeprefix("g "), tmp_path / "m.onnx", big=np.array(40, np.float32), **weights)
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(24, 3, 64, 64)).astype(np.float32))
+    data, recipe = str(tmp_path / "d.npz"), Recipe(targets=("cpu",), precision="fp32")
+    build(model.path, Data(source=data, evaluation=data), tmp_path / "out", recipe, verify=False)
+    opened = open_bundle(tmp_path / "out" / "m-cpu")
+    (honest,) = verify_bundle(opened, [InProcess()]).runs
+    told = " ".join(honest.unproven)
+    assert (honest.verdict, "'scores' finds nothing in any of" in told) == (
+        ("pass", False) if is_seen else ("not proven", True)
+    )
+
+    def lose(rows: list[Tensors]) -> list[Tensors]:
+        return [{**row, "scores": 0 * row["scores"]} for row in rows]
+
+    (silent,) = verify_bundle(opened, [InProcess(lie=lose)]).runs
+    assert (silent.verdict == "pass") is False
 
 
 def test_what_most_steps_say_does_not_hide_the_letters() -> None:

@@ -157,10 +157,13 @@ def may_be_head(outputs: Tensors) -> bool:
     return next(_pair_columns(outputs), None) is not None
 
 
-def find_silent(outputs: Sequence[Tensors], image: tuple[int, int]) -> frozenset[str]:
+def find_silent(
+    outputs: Sequence[Tensors], image: tuple[int, int], *, least_shown: int = _LEAST_SHOWN
+) -> frozenset[str]:
     """Returns the outputs of a detector that detects too little in all samples for its head to be judged.
 
-    Its boxes are decoded, and beside them are probabilities, nearly all of which are low.
+    Its boxes are decoded, and beside them are probabilities, nearly all of which are low. Objects in `least_shown`
+    samples are enough.
     """
     for (boxes, *others), scores in _pair_columns(outputs[0]):
         if others or boxes.count != _BOX or len(outputs[0][boxes.outputs[0]].shape) > 3:
@@ -169,7 +172,7 @@ def find_silent(outputs: Sequence[Tensors], image: tuple[int, int]) -> frozenset
         chances = [(float(view.min()), float(view.max())) for view in map(scores[-1].view, outputs)]
         lowest, highest = min(low for low, _ in chances), max(high for _, high in chances)
         shown = sum(high >= max(highest / 2, _LEAST_SCORE) for _, high in chances)
-        is_seen = shown >= _LEAST_SHOWN or shown == len(outputs)
+        is_seen = shown >= least_shown or shown == len(outputs)
         if is_seen or not _are_shares(lowest, highest):
             continue
         corners = np.concatenate([boxes.read(row) for row in outputs])

@@ -78,10 +78,12 @@ def read_probabilities(value: Array, reading: Reading, like: Array | None = None
     """Returns the probability of each class at each place, float64 [classes, places].
 
     `like` is the float model's output: where it holds probabilities, those in `value` are scaled to add up to one,
-    which rounded ones do not do by themselves.
+    which rounded ones do not do by themselves. Entries of a map of Sigmoids do not compete: each is a place of its own,
+    with the classes no and yes.
     """
     rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
     if reading.squash in {"Sigmoid", RAW}:
+        rows = rows.reshape(1, -1) if says_yes_or_no(reading) else rows
         rows = sigmoid(rows) if reading.squash == RAW else np.clip(rows, 0, 1)
         rows = np.concatenate([1 - rows, rows]) if len(rows) == 1 else rows
         return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
@@ -96,9 +98,15 @@ def read_decisions(value: Array, reading: Reading) -> Array:
     """Returns the class with the highest score at each place, int64 [places]."""
     if reading.kind == "labels":
         return np.asarray(value.astype(np.int64).reshape(-1))
-    if reading.squash in {"Sigmoid", RAW} and value.shape[reading.axis] == 1:
-        return np.asarray((value.reshape(-1) > (0 if reading.squash == RAW else 0.5)).astype(np.int64))
-    return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
+    rows = np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1)
+    if says_yes_or_no(reading) or (reading.squash in {"Sigmoid", RAW} and len(rows) == 1):
+        return np.asarray((rows.reshape(-1) > (0 if reading.squash == RAW else 0.5)).astype(np.int64))
+    return np.asarray(rows.argmax(axis=0))
+
+
+def says_yes_or_no(reading: Reading) -> bool:
+    """Returns True where each entry has a probability of its own, such as whether a note sounds at a moment."""
+    return reading.kind == "map" and reading.squash in {"Sigmoid", RAW}
 
 
 def may_be_image(shape: tuple[int, ...]) -> bool:
@@ -250,13 +258,14 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         if kept:
             yield Reading(kind="classes", axis=max(0, first.ndim - 1), squash=kept)
         return
-    if ranks_classes(first) and kept and first.shape in map(graph.static_shape, graph.inputs):
+    is_gain = first.shape in map(graph.static_shape, graph.inputs)
+    if ranks_classes(first) and kept and is_gain:
         # A gain for each number of the input, such as a denoiser's mask.
         yield Reading(kind="values", axis=_find_channels(first))
         return
-    if kept and first.ndim == 2 and first.shape[1] == 1:
-        # One score for each row of the samples, such as whether a word begins at a letter.
-        yield Reading(kind="map", axis=1, squash=kept)
+    if kept and (first.shape[1:] == (1,) or (first.ndim >= 3 and 1 in first.shape[1:] and not ranks_classes(first))):
+        # One score for each row of the samples, such as whether a word begins at a letter, or for each place.
+        yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
         return
     if ranks_classes(first):
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
@@ -272,8 +281,13 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
     for axis in range(first.ndim):
         if 1 < first.shape[axis] < first.size and all(_is_share(np.moveaxis(value, axis, 0)) for value in values):
             yield Reading(kind="map", axis=axis)
-    if kept and first.ndim >= 3 and 1 in first.shape[1:]:
-        yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
+    if kept:
+        # Many scores for each, such as whether each of 88 notes sounds; but images, and corners of boxes, are numbers.
+        reading = Reading(kind="map", axis=first.ndim - 1, squash=kept)
+        is_number = is_gain or first.shape[-1] <= _BOX or may_be_image(first.shape)
+        is_sure = max(float(value.max()) for value in values) > 0.5 and _confidence(values, reading) > _LEAST_CONFIDENCE
+        if is_sure and not is_number:
+            yield reading
     elif not squash and (readout := find_readout(graph, name)) != "shaped":
         made = {axis for axis, origin in enumerate(origins) if origin == "weights" and readout != "unknown"}
         yield from (reading for reading in _guess_logits(values, made) if reading.axis not in places)

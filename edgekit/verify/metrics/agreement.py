@@ -3,6 +3,8 @@
 | kind | what the share counts |
 |---|---|
 | classes, map, labels | equal decisions: of samples, of places, of entries |
+| map of Sigmoids | what both find among what either finds (F1, Dice 1945), of yes and no the rarer answer: a run that |
+| | finds nothing agrees in most entries |
 | sequence | equal steps; or letters, by their edit distance, where most steps are the blank of CTC |
 | embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
 | | of a vector of the float model with another of its own, or of the other run; or, if that is larger, the energy |
@@ -28,15 +30,18 @@ from edgekit.errors import EdgekitError
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import find_blank, spell_answer
-from edgekit.quantize.accuracy.output_kinds import read_decisions
+from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics.intervals import bootstrap_share, span_95
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Of = Literal["classes", "places", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"]
+Of = Literal[
+    "classes", "places", "findings", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"
+]
 """What is compared: the things that the share counts."""
 SHARED: Mapping[Of, str] = {
     "classes": "top-1 agreement", "places": "agreement of places", "steps": "agreement of steps",
     "letters": "agreement of letters", "labels": "agreement of labels", "detections": "detection agreement",
+    "findings": "agreement of findings (F1)",
     "neighbours": "agreement of neighbours", "variance": "share of the variance", "energy": "share of the energy",
 }  # fmt: skip
 """The name of a share in messages."""
@@ -86,7 +91,9 @@ def measure_agreement(
         other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
         try:
             for each in filter(None, (reading, other)):
-                if each.kind in _DECIDING:
+                if says_yes_or_no(each):
+                    shared += _share_findings(each, pairs)
+                elif each.kind in _DECIDING:
                     shared += _share_decisions(each, pairs)
                 else:
                     shared += _share_vectors(pairs) if each.kind == "embedding" else _share_values(pairs)
@@ -159,6 +166,20 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
     yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
+
+
+def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
+    rows = list[tuple[int, int, int, int]]()
+    for pair in pairs:
+        one, two = (read_decisions(each, reading) for each in pair)
+        both, said = int((one & two).sum()), int(one.sum() + two.sum())
+        # Of yes, then of no: twice how often both sides say it, and how often either does.
+        rows.append((2 * both, said, 2 * (one.size - said + both), 2 * one.size - said))
+    if rows:
+        table = np.array(rows, np.float64)
+        rarer = min(table[:, :2], table[:, 2:], key=lambda answer: float(answer[:, 1].sum()))
+        share, interval = bootstrap_share(rarer)
+        yield Agreement(of="findings", share=share, interval=interval, samples=len(rows))
 
 
 def _share_values(pairs: _Pairs) -> Iterator[Agreement]:

@@ -15,8 +15,9 @@ from edgekit.errors import EdgekitError
 from edgekit.model.outputs import Reading
 from edgekit.model.state import find_fed_back
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list
+from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list, find_silent, may_be_head
 from edgekit.quantize.accuracy.heads import overlap_boxes
+from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
@@ -267,15 +268,35 @@ def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
             )
 
 
+def find_unseen(golden: Golden, reference: Samples, readings: Mapping[str, Reading]) -> frozenset[str]:
+    """Returns the outputs in which the float model finds nothing in any sample: scores that are lost do not show there.
+
+    They say no (or yes) in every entry, or they are boxes and scores of a detector, and all scores are low.
+    """
+    answers = {name: set[int]() for name, reading in readings.items() if says_yes_or_no(reading)}
+    for row in reference:
+        for name in answers.keys() & row.keys():
+            decided = read_decisions(row[name], readings[name])
+            answers[name] |= {int(end(decided)) for end in (np.min, np.max) if decided.size}
+    same = frozenset(name for name, seen in answers.items() if len(seen) < 2)
+    image = find_image(next(iter(read_inputs(golden)), {}))
+    if image is None or not may_be_head(next(iter(reference), {})):
+        return same
+    rows = select_samples(reference, spread_indices(reference.count, min(_READ_FROM, reference.count)))
+    return same | find_silent(list(rows), image, least_shown=1)
+
+
 def compare_bundled(
     bundle: Bundle, reference: Samples, got: Samples, numbers: Sequence[int] | None = None
 ) -> tuple[OutputReport, ...]:
     """Returns how far outputs are from the float model's, each read as the bundle states, lists by their detections."""
-    outputs = compare_outputs(reference, got, bundle.manifest.readings or {}, numbers=numbers)
+    readings, listed = bundle.manifest.readings or {}, find_listed(bundle)
+    outputs = compare_outputs(reference, got, readings, numbers=numbers)
+    unseen = frozenset[str]() if listed else find_unseen(bundle.golden, reference, readings)
+    outputs = tuple(msgspec.structs.replace(each, finds_nothing=each.name in unseen) for each in outputs)
     state = find_fed_back(bundle.manifest.state or None).values()
     if not {each.name for each in outputs}.issubset(state):
         outputs = tuple(msgspec.structs.replace(each, is_state=each.name in state) for each in outputs)
-    listed = find_listed(bundle)
     # An output that is missing or has another shape has failed already.
     if listed is None or [each.samples for each in outputs if each.name in listed.outputs] != [reference.count] * len(
         listed.outputs

@@ -92,10 +92,11 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     `worst_sample` is the sample with the largest error, or the first that is not finite, `worst_position` the flat
     index in it, `worst_answers` the answers of both sides there; `changes` count which class became which other one.
     `agreements` say how far the two sides agree in what the output is for, one for each of its possible kinds. If there
-    is one, it is judged instead; and for a list of detections no figure compares row by row. `mismatch` says why the
-    output cannot be compared, or what is wrong with it besides its distance, None if nothing is; `suspect` names a
-    usual mistake that explains the output. State (`is_state`) is judged by what it does to other outputs over whole
-    sequences, and not by its own distance.
+    is one, it is judged instead; and for a list of detections no figure compares row by row. `finds_nothing` says that
+    the float model finds nothing in any sample, so that lost scores do not show. `mismatch` says why the output cannot
+    be compared, or what is wrong with it besides its distance, None if nothing is; `suspect` names a usual mistake that
+    explains the output. State (`is_state`) is judged by what it does to other outputs over whole sequences, and not by
+    its own distance.
     """
 
     name: str
@@ -118,6 +119,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     iou: Share | None = None
     shape_agreement: Share | None = None
     agreements: tuple[Agreement, ...] = ()
+    finds_nothing: bool = False
     non_finite: Count = 0
     reference_non_finite: Count = 0
     worst_sample: Count | None = None
@@ -134,7 +136,9 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.agreements[0].share if self.agreements else self.top1_agreement
 
 
-_STATED: Mapping[Of, OutputKind] = {"classes": "classes", "places": "map", "steps": "sequence", "letters": "sequence"}
+_STATED: Mapping[Of, OutputKind] = {
+    "classes": "classes", "places": "map", "findings": "map", "steps": "sequence", "letters": "sequence"
+}  # fmt: skip
 _MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
 
@@ -183,6 +187,11 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     if output.is_state or not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()
     is_bound, found = thresholds.gate == "bound", list[str]()
+    if output.finds_nothing:
+        found.append(
+            f"output '{output.name}' finds nothing in any of {output.samples} samples, so scores that are lost do not"
+            " show: give samples that show something"
+        )
     if is_bound and output.sqnr_db is not None and output.sqnr_interval_db is not None:
         least, low = thresholds.min_sqnr_db, output.sqnr_interval_db[0]
         if (not output.agreements or "min_sqnr_db" in thresholds.named) and low < least - 1e-12:
