@@ -80,8 +80,10 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     as soon as a tensor is no longer needed: this suits sessions with many large outputs, which are copied. `one_block`
     is ONNX Runtime's memory pattern, on by default: every run after the first allocates one block for all its tensors.
     That is faster where nodes are small, but the memory of the first run and the blocks of concurrent runs are held at
-    the same time. With `in_order`, nodes run in the order of the file as soon as they are ready; otherwise ONNX Runtime
-    walks back from each output in turn, and keeps tensors that other outputs need until it reaches those.
+    the same time. Without it, tensors do not take the place of earlier ones of the same size either: ONNX Runtime would
+    hold such a place from one layer to the next, which for the attention scores of Whisper's encoder are 108 MB. With
+    `in_order`, nodes run in the order of the file as soon as they are ready; otherwise ONNX Runtime walks back from
+    each output in turn, and keeps tensors that other outputs need until it reaches those.
     """
 
     level: Level = Level.ALL
@@ -189,7 +191,7 @@ def _session_options(settings: SessionSettings) -> Any:
     # Errors come as exceptions; the same text on stderr would be mixed with the lines of progress.
     options.log_severity_level = 4
     options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
-    options.enable_mem_pattern = settings.one_block
+    options.enable_mem_pattern = options.enable_mem_reuse = settings.one_block
     # Threads that spin while they wait for work cost as many CPU seconds as the work itself, and even more if other
     # threads compete for the cores.
     for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():

@@ -163,8 +163,13 @@ def map_in_order(
 
 
 def release_memory() -> None:
-    """Returns freed memory to the system, if the C library can (`malloc_trim` of glibc)."""
+    """Frees objects that refer to each other, and returns freed memory to the system."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Returns freed memory to the system, if the C library can (`malloc_trim` of glibc); it takes milliseconds."""
     # On Windows ctypes cannot open the process itself as a library.
     trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -167,11 +167,6 @@ class FloatReference:
     def _effort(self) -> Effort:
         return find_effort(self._graph, self._samples.count)
 
-    @property
-    def _settings(self) -> SessionSettings:
-        """Without an arena where activations take much memory: one in each of the two sessions would keep theirs."""
-        return msgspec.structs.replace(_SETTINGS, arena=self._effort.at_once is None)
-
     @cached_property
     def _graph(self) -> Graph:
         # Read when it is first needed, which is never for a model that stays float; without weights, which the session
@@ -308,7 +303,7 @@ class FloatReference:
                 self._kept.keep(index, outputs)
         self._close()
         harmful = (LAYOUT,) if find_cubics(skim_model(quantized.path).graph) else ()
-        session = CpuSession(quantized.path, msgspec.structs.replace(self._settings, disabled_optimizers=harmful))
+        session = CpuSession(quantized.path, msgspec.structs.replace(_SETTINGS, disabled_optimizers=harmful))
 
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=session.run(sample[1]))
@@ -347,7 +342,7 @@ class FloatReference:
                 yield current[0], Pair(expected=self._run(*current[0]), found=found)
 
     def _open(self) -> CpuSession:
-        self._session = self._session or CpuSession(self._model.path, self._settings)
+        self._session = self._session or CpuSession(self._model.path, _SETTINGS)
         return self._session
 
     def _close(self) -> None:

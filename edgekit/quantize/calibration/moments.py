@@ -156,6 +156,7 @@ class MomentCollector:
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
         self._products.values += np.swapaxes(parts, 1, 2) @ parts
         self._products.release()
+        self._pending.release()
 
 
 def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:

@@ -210,9 +210,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     if not todo:
         return
     at_once = count_side_by_side(task.graph, run.augmented.output_bytes if learning else 0)
-    # Three samples are in memory at a time: an arena would keep the memory of the largest tensors of each. And one
-    # block for all large tensors of a run is larger than what is in use at a time.
-    settings = SessionSettings(threads=1, in_order=True, arena=False, one_block=at_once is None)
+    # One block for all large tensors of a run is larger than what is in use at a time.
+    settings = SessionSettings(threads=1, in_order=True, one_block=at_once is None)
     session = CpuSession(task.work / "augmented.onnx", settings, subject=task.model.path.name)
 
     def run_one(indexed: tuple[int, Tensors]) -> tuple[bytes, Tensors | RuntimeRefusal]:

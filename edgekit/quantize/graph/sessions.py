@@ -10,7 +10,7 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
-from edgekit.machine import VNNI, read_cpu_flags, release_memory
+from edgekit.machine import VNNI, read_cpu_flags, trim_heap
 from edgekit.model.external import move_weight
 from edgekit.model.model import copy_without_weights, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
@@ -26,7 +26,7 @@ activations does that.
 _UNSATURATED: Mapping[str, str] = {"session.x64quantprecision": "1"}
 # From this many bytes on, weights are mapped from a file: inside the protobuf they would be in memory three times while
 # a session is made. Chosen by hand.
-_LARGE_BYTES = 16 << 20
+_LARGE_BYTES = 4 << 20
 
 
 def open_graph(
@@ -41,17 +41,17 @@ def open_graph(
         OSError: the folder cannot be written.
     """
     disabled = (*((OPTIMIZER,) if keep_float_weights else ()), *((LAYOUT,) if find_cubics(proto.graph) else ()))
+    # Memory that quantization freed is still in the heap, between memory in use.
+    trim_heap()
     if count_weight_bytes(proto) < large_bytes:
         return _open(proto.SerializeToString(), folder, disabled)
     with _weights_outside(proto, folder) as source:
-        # Memory that quantization freed is still in the heap, between memory in use.
-        release_memory()
         return _open(source, folder, disabled)
 
 
 def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     config = {**EXACT_PRODUCTS, **external_config(folder)}
-    settings = SessionSettings(threads=1, one_block=False, config=config, disabled_optimizers=disabled)
+    settings = SessionSettings(threads=1, one_block=False, in_order=True, config=config, disabled_optimizers=disabled)
     if not VNNI.search(read_cpu_flags()):
         # With `session.x64quantprecision` ONNX Runtime 1.31 fails if weights share a zero point.
         with contextlib.suppress(RuntimeRefusal):
