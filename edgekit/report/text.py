@@ -138,7 +138,7 @@ def table_verify(report: VerifyReport) -> Table:
             table.add_row(
                 run.device,
                 run.evidence.value,
-                output.name,
+                f"{output.name} (state)" if output.is_state else output.name,
                 format_or_dash(output.cosine, "{:.5f}"),
                 format_or_dash(output.sqnr_db, "{:.1f} dB"),
                 format_or_dash(output.agreed, "{:.1%}"),

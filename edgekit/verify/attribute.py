@@ -117,7 +117,8 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
 
 
 def _worst_output(run: RunReport) -> OutputReport | None:
-    measured = [(output.sqnr_db, output.name, output) for output in run.outputs if output.sqnr_db is not None]
+    judged = [output for output in run.outputs if not output.is_state]
+    measured = [(output.sqnr_db, output.name, output) for output in judged if output.sqnr_db is not None]
     return min(measured, key=lambda item: item[:2])[2] if measured else None
 
 

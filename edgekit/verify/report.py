@@ -120,13 +120,14 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         figures: list[DeviceFigures] = []
         for run in self.runs:
             origin = first.setdefault(run.outputs_sha256, run.device) if run.outputs_sha256 else run.device
+            judged = [output for output in run.outputs if not output.is_state]
             figures.append(
                 DeviceFigures(
                     device=run.device,
                     evidence=run.evidence,
                     verdict=run.verdict,
-                    sqnr_db=min((each.sqnr_db for each in run.outputs if each.sqnr_db is not None), default=None),
-                    top1_agreement=min((each.agreed for each in run.outputs if each.agreed is not None), default=None),
+                    sqnr_db=min((each.sqnr_db for each in judged if each.sqnr_db is not None), default=None),
+                    top1_agreement=min((each.agreed for each in judged if each.agreed is not None), default=None),
                     accuracy=None if run.accuracy is None else run.accuracy.got,
                     latency_ms=run.latency_ms,
                     nodes_taken=run.provider_nodes.get(run.provider, 0),

@@ -103,7 +103,9 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
 
 
 def describe_state(report: StateReport) -> Iterator[str]:
-    """Yields for each output how its error grew from the first step to the last."""
+    """Yields for each output how its error grew from the first step to the last, and which outputs are state."""
+    if names := [each.output for each in report.drift if each not in report.read]:
+        yield f"state is judged by what it does to the other outputs: {', '.join(map(repr, names))}"
     for drift in report.read:
         first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
         if first is not None and last is not None and lost is not None:

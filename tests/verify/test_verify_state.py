@@ -29,7 +29,7 @@ from edgekit.model.outputs import Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.report.text import list_verify_remarks
+from edgekit.report.text import list_verify_remarks, table_verify
 from edgekit.serialize import to_json
 from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_bundled
@@ -266,3 +266,11 @@ def test_state_is_judged_by_what_it_does_and_not_by_its_distance(bundle: Bundle)
     both = replace(stated, manifest=replace(stated.manifest, state=State(steps=STEPS, feeds=feeds)))
     rows = read_outputs(bundle.golden)
     assert not any(output.is_state for output in compare_bundled(both, rows, rows))
+    # Where the worst output is looked for, state is left out.
+    report = verify_bundle(stated, [InProcess()])
+    worse = replace(report.runs[0], outputs=(replace(y, sqnr_db=50.0), replace(state, sqnr_db=2.0)))
+    assert [figures.sqnr_db for figures in replace(report, runs=(worse,)).list_figures()] == [50.0]
+    assert "new_h (state)" in table_verify(report).columns[2]._cells
+    assert any(
+        "state is judged by what it does to the other outputs: 'new_h'" in x for x in list_verify_remarks(report)
+    )
