@@ -358,7 +358,10 @@ class _Switched:
         """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
         if sample not in self._floats:
             # Fed to a run that starts at the first node, these are not read.
-            unread = {f"{name}.edgekit.fed": np.zeros(shape, np.float32) for name, shape in self._fed.items()}
+            zeros = np.zeros(max(map(math.prod, self._fed.values()), default=0), np.float32)
+            unread = {
+                f"{name}.edgekit.fed": zeros[: math.prod(shape)].reshape(shape) for name, shape in self._fed.items()
+            }
             inputs = {**self._held[sample][0], **unread}
             known: Tensors = self._run(inputs, range(0), [*self._fed]) if self._fed else {}
             self._floats[sample] = {f"{name}.edgekit.fed": value for name, value in known.items()}
