@@ -12,7 +12,7 @@ import numpy as np
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.graph.graph import Graph, read_graph
-from edgekit.machine import map_in_order
+from edgekit.machine import map_in_order, trim_heap
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
@@ -303,6 +303,7 @@ class FloatReference:
                 self._kept.keep(index, outputs)
         self._close()
         harmful = (LAYOUT,) if find_cubics(skim_model(quantized.path).graph) else ()
+        trim_heap()
         session = CpuSession(quantized.path, msgspec.structs.replace(_SETTINGS, disabled_optimizers=harmful))
 
         def run(sample: tuple[int, Tensors]) -> Pair:
