@@ -23,6 +23,8 @@ MASKS = {
     "added, then reshaped": "m4 = Add(s, hidden) m = Reshape(m4, rows) p = Softmax(m)",
     "computed": """one = Cast<to=1>(seen) zero = Constant<value_float=1.0>() n = Sub(zero, one) f = Mul(n, lowest)
                    m = Add(s, f) p = Softmax(m)""",
+    "added beside a score of nothing": """m = Add(s, hidden) n = ReduceMean<axes=[2], keepdims=1>(s)
+                   c = Concat<axis=2>(m, n) a = Softmax(c) p, nothing = Split<axis=2>(a, parts)""",
     "added to a bias": "b = Add(bias, f) m = Add(s, b) p = Softmax(m)",
 }
 MASK_VALUE = (-100.0, float(np.finfo(np.float32).min), -np.inf)
@@ -45,6 +47,7 @@ def attention(mask: str, lowest: float, folder: Path, factor: float = 0.25) -> M
         "lowest": np.array(lowest, np.float32),
         "factor": np.array(factor, np.float32),
         "rows": np.array([1, TOKENS, TOKENS]),
+        "parts": np.array([TOKENS, 1]),
         "bias": np.random.default_rng(5).normal(size=(TOKENS, TOKENS)).astype(np.float32),
     }
     read = {name for name in constants if re.search(rf"\b{name}\b", text)}

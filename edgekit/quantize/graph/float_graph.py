@@ -177,7 +177,11 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
             )
         made = [(graph.producers[each.tensor], each) for each in front if each.tensor in graph.producers]
         front = [
-            msgspec.structs.replace(each, tensor=node.input[0]) for node, each in made if node.op_type in _SHAPE_OPS
+            msgspec.structs.replace(each, tensor=name)
+            for node, each in made
+            if node.op_type in _SHAPE_OPS | {"Concat"}
+            # A Concat adds scores of other things to choose from, such as that of nothing.
+            for name in (node.input if node.op_type == "Concat" else node.input[:1])
         ]
         front += [
             AttentionScores(tensor=name, margin=BIAS_MARGIN, added=(*each.added, other))
@@ -202,7 +206,7 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
         new = [node for node in nodes if node not in reached]
         reached.update(new)
         yield from (node for node in new if node.op_type in _MASKING_OPS)
-        front = [name for node in new if node.op_type in _MASKING_OPS | _SHAPE_OPS for name in node.input]
+        front = [name for node in new if node.op_type in _MASKING_OPS | _SHAPE_OPS | {"Concat"} for name in node.input]
 
 
 MINIMUM_OPSET = 13
