@@ -33,7 +33,8 @@ def _cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
 
 
 @given(_cases())
-def test_each_supported_unit_is_in_one_partition_and_time_never_runs_back(case: tuple[list[int], list[bool]]) -> None:
+def test_each_supported_unit_has_its_place(case: tuple[list[int], list[bool]]) -> None:
+    """In one partition, none before one that it reads from; an unsupported node between two splits them."""
     edges, supported = case
     graph = _chain(edges)
     places = place_units(graph, group_units(graph, None), supported, WAVE).partitions
@@ -41,14 +42,6 @@ def test_each_supported_unit_is_in_one_partition_and_time_never_runs_back(case: 
     for at, source in enumerate(edges):
         here, before = places[at], places[source] if source >= 0 else None
         assert here is None or before is None or before <= here
-
-
-@given(_cases())
-def test_an_unsupported_node_between_two_splits_them(case: tuple[list[int], list[bool]]) -> None:
-    edges, supported = case
-    graph = _chain(edges)
-    places = place_units(graph, group_units(graph, None), supported, WAVE).partitions
-    for at, source in enumerate(edges):
         above = edges[source] if source >= 0 and not supported[source] else -1
         if above >= 0 and supported[at] and supported[above]:
             assert places[at] != places[above]
