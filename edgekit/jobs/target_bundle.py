@@ -33,7 +33,8 @@ from edgekit.prepare.rewrites import activations, products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
-from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
+from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_narrow, describe_prediction

@@ -17,7 +17,7 @@ from edgekit.package.package import PackageReport
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.mixed_precision.goal_search import Searched
+from edgekit.quantize.mixed_precision.plan_search import Searched
 from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error

@@ -15,7 +15,7 @@ from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
 from edgekit.quantize.accuracy.predict import Prediction
-from edgekit.quantize.mixed_precision.goal_search import choose_trial
+from edgekit.quantize.mixed_precision.plan_search import choose_trial
 from edgekit.quantize.mixed_precision.trials import Trial
 from edgekit.recipe import Data, Recipe
 from edgekit.report.html import render_quantization

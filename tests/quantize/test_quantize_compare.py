@@ -16,8 +16,9 @@ from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.detections import CERTAINTY, soften_detections
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
-from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.mixed_precision.goal_search import Search, find_plan, write_chosen
+from edgekit.quantize.accuracy.predict import FloatReference, Race
+from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
+from edgekit.quantize.mixed_precision.plan_search import Search
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.ranges import softmax
 from edgekit.target import Precision, load_target
@@ -57,8 +58,13 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
-    assert reference.race(near, nearer) is None
-    assert reference.race(bad, near) is None
+
+    def race(first: Model, second: Model, least: float = 0.0) -> Race:
+        """The first is chosen, whatever is seen."""
+        return reference.race([first, second], lambda _: (0, {1: least}))
+
+    assert all(look.is_whole for look in race(near, nearer).looks)
+    assert all(look.is_whole for look in race(bad, near).looks)
     runs, run = list[int](), CpuSession.run
 
     def count(session: CpuSession, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
@@ -70,8 +76,8 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert [reference.predict_drop(model).samples for model in (near, bad, nearer)] == [100] * 3
     assert not runs
     worse = add_bias(tmp_path, "8, 0, 0, 0")
-    found = reference.race(near, worse)
-    assert found is not None
+    found, is_whole = race(near, worse).looks[1]
+    assert not is_whole
     assert found.samples == len(runs) == 13
     assert found.drop_estimate is not None
     assert found.drop_estimate > 0.1
@@ -84,6 +90,14 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert len(runs) == 213
     assert reference.predict_drop(good).samples == 100
     assert len(runs) == 213
+    # A model that is hardly better is not run over all samples where only a gain of five points matters.
+    hardly = add_bias(tmp_path, "0.19, 0, 0, 0")
+    assert race(near, hardly, 0.05).looks[1].prediction.samples < 100
+    # Of models that were never run, the chosen one is not run over all samples either, once the others are out.
+    one, two = (add_bias(tmp_path, bias) for bias in ("0.15, 0, 0, 0", "6, 0, 0, 0"))
+    raced = reference.race([two, one], lambda seen: (min(seen, key=lambda each: seen[each].drop_estimate or 0.0), {}))
+    assert raced.best == 1
+    assert [look.prediction.samples for look in raced.looks] == [13, 13]
 
 
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:
@@ -100,14 +114,14 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
     def draw(farther: float) -> list[Compared]:
         pairs = (
             Pair(expected={"y": np.zeros(1)}, found={"y": np.array([value])})
-            for value in rng.exponential(size=64) + farther
+            for value in rng.exponential(size=128) + farther
         )
         return [compare_sample([part], pair) for pair in pairs]
 
     def race(farther: float) -> int:
         """The number of samples after which the second is found to be worse, 0 if it never is."""
         one, two = draw(0.0), draw(farther)
-        looks = ([Likeness([part], each[::stride]) for each in (one, two)] for stride in (8, 4, 2, 1))
+        looks = ([Likeness([part], each[::stride]) for each in (one, two)] for stride in (16, 8, 4, 2, 1))
         return next((first.moves().shape[1] for first, second in looks if first.outruns(second)), 0)
 
     # In one direction it is half of 5 %.

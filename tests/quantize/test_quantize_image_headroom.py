@@ -15,7 +15,7 @@ from edgekit.quantize import Calibration, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.goal_search import Goal, Search, search_plan
+from edgekit.quantize.mixed_precision.plan_search import Goal, Search, search_plan
 from edgekit.target import load_target
 
 

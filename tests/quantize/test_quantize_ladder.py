@@ -10,7 +10,8 @@ from quantize_models import make_model, make_samples
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.target import Precision, Target, load_target
 
 # Small powers count, where they pass a threshold, and large ones too.

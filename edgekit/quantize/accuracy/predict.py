@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,8 +46,8 @@ _KIND_SAMPLES = 4
 _HEAD_SAMPLES = 16
 # Larger records, such as those of long vectors, are not remembered together: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
-# Every eighth, fourth and second sample is looked at first, if these are enough to tell a standard error: a choice.
-_STRIDES, _LEAST_LOOKED = (8, 4, 2), 4
+# Every 16th, eighth, fourth and second sample is looked at first, if these tell a standard error: a choice.
+_STRIDES, _LEAST_LOOKED = (16, 8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
 """The measure of the head of a detector that detects too little in the samples."""
@@ -80,9 +81,35 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     candidates: int | None = None
 
+    @property
+    def loss(self) -> float:
+        """The drop, or the negative ratio where it is unknown: of two plans the one with less is the better."""
+        return -self.sqnr_db if self.drop_estimate is None else self.drop_estimate
+
     def meets(self, max_drop: float) -> bool:
         """Returns True if the drop is at most `max_drop` (a share); where it is unknown, if outputs hardly differ."""
         return self.sqnr_db >= GOOD_DB if self.drop_estimate is None else self.drop_estimate <= max_drop
+
+
+Choose = Callable[[Mapping[int, Prediction]], tuple[int, Mapping[int, float]]]
+"""Returns the place of the chosen one of several quantized models, and how much accuracy others must save to matter.
+
+It is called with the places and the losses of those that are left. Without a figure, any that is saved matters.
+"""
+
+
+class Look(NamedTuple):
+    """What a quantized model loses over a part of the samples, or over all (`is_whole`)."""
+
+    prediction: Prediction
+    is_whole: bool
+
+
+class Race(NamedTuple):
+    """The place of the chosen one of several quantized models, and what was seen of each."""
+
+    best: int
+    looks: list[Look]
 
 
 def wanted_samples(prediction: Prediction) -> float | None:
@@ -230,23 +257,30 @@ class FloatReference:
         look(self.indices)
         return None
 
-    def race(self, first: Model, second: Model) -> Prediction | None:
-        """Returns what a second quantized model loses over a part of the samples that shows that it is clearly worse.
+    def race(self, models: Sequence[Model], choose: Choose) -> Race:
+        """Runs several quantized models over as few samples as decide which of them is chosen.
 
-        The result is None if no part shows it: then the second model ran over all samples. What it gave is remembered.
-        The parts are an eighth, a fourth and a half of the samples, spread evenly.
+        These are rising parts of the samples, from a 16th to a half, spread evenly, and then all. After each
+        part those are left out that clearly do not pay beside the chosen one (`Likeness.outruns`), until it is alone.
+        What the models gave is remembered.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        # The first model runs, if it did not yet, before the second is opened.
-        self._judge(first)
-        look, others = self._open_look(first), self._open_look(second)
+        known = [self._compared.setdefault(each.sha256, {}) for each in models]
+        found, left, best = dict[int, Prediction](), [*range(len(models))], 0
         for looked in self._looks:
-            one, two = look(looked), others(looked)
-            if len(looked) < len(self.indices) and one.outruns(two):
-                return _predict(two, len(looked))
-        return None
+            seen = dict[int, Likeness]()
+            for place in left:
+                # A session is closed before the next is opened, and large records are forgotten for those of others.
+                self._compared[models[place].sha256] = known[place]
+                seen[place] = self._judge(models[place], looked)
+                found[place] = _predict(seen[place], len(looked))
+            best, least = choose({place: found[place] for place in left})
+            left = [each for each in left if each == best or not seen[best].outruns(seen[each], least.get(each, 0.0))]
+            if len(left) == 1:
+                break
+        return Race(best, [Look(each, each.samples == len(self.indices)) for _, each in sorted(found.items())])
 
     @cached_property
     def _looks(self) -> list[Sequence[int]]:
@@ -256,8 +290,8 @@ class FloatReference:
         parts = [self.indices[::stride] for stride in _STRIDES]
         return [*(part for part in parts if len(part) >= _LEAST_LOOKED), self.indices]
 
-    def _judge(self, quantized: Model) -> Likeness:
-        return self._open_look(quantized)(self.indices)
+    def _judge(self, quantized: Model, indices: Sequence[int] | None = None) -> Likeness:
+        return self._open_look(quantized)(indices or self.indices)
 
     def _open_look(self, quantized: Model) -> Callable[[Sequence[int]], Likeness]:
         """Returns a function that compares a quantized model over some samples; it runs over those not yet known."""

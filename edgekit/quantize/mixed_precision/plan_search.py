@@ -1,0 +1,468 @@
+"""The search for a plan: from cheap plans to expensive ones, until the estimated drop meets the goal."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from edgekit.check.check import check_model
+from edgekit.check.macs import count_macs
+from edgekit.model.model import Model
+from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, PLAIN_DROP
+from edgekit.quantize.accuracy.predict import Choose, Prediction, Race
+from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
+from edgekit.quantize.mixed_precision.auto import plan_quantization
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.relief import (
+    COLLAPSED_DB,
+    LEAST_GAIN_DB,
+    relieve_step,
+    rise_db,
+    weigh_relief,
+)
+from edgekit.quantize.mixed_precision.trials import State, Trial
+from edgekit.quantize.plan import QuantPlan
+from edgekit.target import INTEGERS, Precision, Target
+
+# How many of the most harmful tensors may leave 8 bits, about 2.5 times as many at each step. Ranking more tensors
+# takes more runs, so the first few are ranked by themselves.
+_FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
+# The plain mode keeps at least this share of the work in integers: a choice.
+PLAIN_INTEGER = 0.75
+# A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
+# SiLU, which without this bound kept nine nodes in float for 0.1 points (measured once, the program is gone).
+_WORTH = 0.002
+# Shares of work that differ by less count as equal.
+SAME_SHARE = 0.005
+HALF = 0.5
+# The assumed error of a forecast: a factor for a drop, dB for a ratio. Choices, so wide that only steps which would
+# miss the goal are skipped.
+_NEAR, _NEAR_DB = 2.0, 2.0
+# The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
+_NONE_LEFT = 1e-9
+MORE = "plans with more tensors out of 8 bits"
+Cut = Callable[[Model], Prediction | None]
+"""Returns what a quantized model loses over a part of the samples if that is enough to see; else None."""
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
+
+    `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
+    and 0 where none are known. `race` returns which of several is chosen, by as few samples as decide (None: all are
+    measured). `screen` returns what a quantized model loses over the first of these samples if, by the function given
+    to it, that is too much, and None if only all samples can tell.
+    `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
+    may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
+    not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used. `feeds` has
+    the inputs that hold state of the step before, each with the output that it comes from.
+    """
+
+    model: Model
+    calibration: Calibration
+    target: Target
+    precision: Precision
+    measure: Callable[[Model], Prediction]
+    compare: Callable[[Model, Model], float]
+    race: Callable[[Sequence[Model], Choose], Race] | None = None
+    screen: Callable[[Model, Callable[[Prediction], bool]], Prediction | None] = lambda _model, _misses: None
+    work: Path
+    memo: Memo = msgspec.field(default_factory=Memo)
+    progress: Progress = say_nothing
+    may_widen: bool = False
+    feeds: Mapping[str, str] = {}
+    tried: dict[str, tuple[QuantPlan, QuantizedModel]] = {}
+
+    @property
+    def wider(self) -> Precision | None:
+        """The precision with 16 bits for all activations, None if the target has none."""
+        at = self.target.quantization.at
+        few = at(self.precision).weight_bits
+        for wide in self.target.precisions if self.relievable else ():
+            if wide in INTEGERS and at(wide).activation == "uint16" and at(wide).weight_bits == few:
+                return wide
+        return None
+
+    @property
+    def relievable(self) -> bool:
+        """True if activations have 8 bits, so that sensitive ones may get more."""
+        return self.target.quantization.at(self.precision).activation != "uint16"
+
+
+class Searched(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a search: every trial in order, and the chosen one; `note` qualifies `met`.
+
+    If much is lost, `advice` says what would lose less, with the measured figure. `wide_range` names tensors of 16 bits
+    that make much of the noise, and that the target's float holds no better.
+    """
+
+    trials: tuple[Trial, ...]
+    chosen: Trial
+    met: bool
+    note: str = ""
+    advice: str = ""
+    wide_range: tuple[str, ...] = ()
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """A drop of at most `max_drop` (a share): the user asked for it (`is_asked`), or it is that of the plain mode."""
+
+    max_drop: float = PLAIN_DROP
+    is_asked: bool = False
+
+    def may_meet(self, prediction: Prediction, share: float) -> bool:
+        """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
+        is_unknown = prediction.drop_estimate is None
+        return _least_drop(prediction, share) <= (_NEAR_DB - GOOD_DB if is_unknown else _NEAR * self.max_drop)
+
+
+def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan that meets the goal with the fewest tensors out of 8 bits, and all trials.
+
+    1. The first plan keeps all activations in 8 bits. In the plain mode it is returned without trials (None) if there
+       are too few samples to judge by, or no time is left.
+    2. Its drop is measured (`Search.measure`), as that of every later plan. If it meets the goal, the search ends.
+    3. Else tensors are ranked by the noise that they cause, and plans with 1, 3, 8, then 20, 40 and 80 of them out of
+       8 bits are considered: in 16 bits if the target supports that, else in float. Each plan costs a measurement, so
+       one that cannot meet the goal, by the noise that it would remove, is skipped (`_try_plans`).
+    4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
+       first plan. Else the largest number of tensors that pays is tried, and then smaller ones, to see whether they
+       do as well.
+    5. `choose_trial` (the user gave a goal) or `choose_cheapest` (plain mode) selects one of the trials.
+
+    Each trial is written to the file of the `state`, from which an interrupted search continues.
+
+    Raises:
+        ModelError: no node of the model can be quantized.
+    """
+    known = [trial.plan for trial in state.trials if trial.step == "all"] if state is not None else []
+    search.progress(f"{search.target.name}: choose ranges and roundings")
+    first = known[0] if known else plan_quantization(
+        search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
+    )  # fmt: skip
+    if not goal.is_asked and not (first.judged and search.memo.budget.allows(MORE)):
+        return first, None
+    trials = _try_plans(search, goal, first, state)
+    if not trials:
+        return first, None
+    trials, chosen = _settle(search, goal, trials)
+    trials[trials.index(chosen)] = complete_trial(search, chosen)
+    searched = _choose([trial for trial in trials if trial.is_whole], goal)
+    return searched.chosen.plan, msgspec.structs.replace(searched, trials=tuple(trials))
+
+
+def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
+    return choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
+
+
+def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> tuple[list[Trial], Trial]:
+    """Returns the trials and the chosen one, which are compared over as few samples as decide which one that is."""
+    if search.race is None or all(trial.is_whole for trial in trials):
+        return [*trials], _choose(trials, goal).chosen
+
+    def choose(seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]:
+        compared = {place: msgspec.structs.replace(trials[place], prediction=each) for place, each in seen.items()}
+        chosen = _choose([*compared.values()], goal).chosen
+        best = next(place for place, each in compared.items() if each is chosen)
+        # More tensors out of 8 bits must pay; fewer do not where that costs more than they are worth.
+        worth = 0.0 if goal.is_asked else _find_worth(chosen)
+        return best, {place: worth if place > best else -worth for place in seen}
+
+    found = search.race([quantize_step(search, each.step, each.plan).model for each in trials], choose)
+    settled = [
+        trial
+        if trial.prediction.samples > look.prediction.samples
+        else msgspec.structs.replace(trial, prediction=look.prediction, is_whole=look.is_whole)
+        for trial, look in zip(trials, found.looks, strict=True)
+    ]
+    return settled, settled[found.best]
+
+
+def complete_trial(search: Search, trial: Trial) -> Trial:
+    """Returns a trial measured over all samples."""
+    if trial.is_whole:
+        return trial
+    prediction = search.measure(quantize_step(search, trial.step, trial.plan).model)
+    return msgspec.structs.replace(trial, prediction=prediction, is_whole=True)
+
+
+def is_near(prediction: Prediction) -> bool:
+    """Returns True if outputs are plain values near the float model's: they make no decision that could change."""
+    return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB
+
+
+def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
+    """Returns the trial of the plain mode: the fewest tensors out of 8 bits after which more hardly save anything.
+
+    That is the first trial that meets the goal, or whose drop is so near the least drop of all trials that the
+    difference is not worth more tensors out of 8 bits (`add_worth`).
+    """
+    enough = add_worth(trials)
+    chosen = next(trial for trial in trials if trial.prediction.meets(goal.max_drop) or trial.prediction.loss <= enough)
+    return Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
+    """Returns, of the trials that meet the goal, the one with most work on the target; else the best trial.
+
+    If that one keeps less than half of the work in integers, another is used instead, if it keeps half: one that misses
+    the goal by less than the sampling error and by no more than the goal itself, or, if none meets the goal, one whose
+    drop is larger by no more than the goal.
+    """
+    meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
+    if not meeting:
+        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, max_drop), met=False)
+    chosen = _choose_most_taken(meeting)
+    near = [
+        trial
+        for trial in trials
+        if trial.integer_macs >= HALF
+        and (trial.prediction.drop_estimate is not None and trial.prediction.drop_estimate <= 2 * max_drop)
+        and (trial.prediction.drop_interval is not None and trial.prediction.drop_interval[0] <= max_drop)
+    ]
+    if chosen.integer_macs >= HALF or not near:
+        return Searched(trials=tuple(trials), chosen=chosen, met=True)
+    note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
+    return Searched(trials=tuple(trials), chosen=_choose_most_taken(near), met=True, note=note)
+
+
+def _choose_nearest(trials: Sequence[Trial], max_drop: float) -> Trial:
+    def rank(trial: Trial) -> tuple[float, float]:
+        return trial.prediction.loss, -trial.prediction.sqnr_db
+
+    best = min(trials, key=rank)
+    near = [
+        trial
+        for trial in trials
+        if trial.integer_macs >= HALF
+        and trial.prediction.drop_estimate is not None
+        and trial.prediction.loss <= best.prediction.loss + max_drop
+    ]
+    return best if best.integer_macs >= HALF else min(near, key=rank, default=best)
+
+
+def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
+    return max(trials, key=lambda trial: round(trial.taken_macs / SAME_SHARE))
+
+
+def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
+    """Returns the trials, by rising number of tensors out of 8 bits.
+
+    Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow where one is to
+    be chosen (`_settle`).
+
+    1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
+       in the plain mode, if outputs are plain values that hardly differ.
+    2. Few tensors (1, 3, 8) are ranked first, then many (20, 40, 80), because a longer ranking takes more runs. The
+       ranking forecasts the share of the noise that each number of tensors removes, which bounds the drop from below.
+    3. Rising numbers are tried, except those whose bound is more than twice the goal. The first that is good enough
+       ends the search.
+    4. If none is good enough, the largest number is tried that removes enough noise to pay for its cost.
+    5. Then fewer tensors may do: among the numbers between the chosen trial and the next smaller trial, the middle
+       one of those whose bound allows a good enough drop is tried, until none is left.
+    """
+    attempts = _Attempts(search, goal, first, state)
+    plain = attempts.run(0)
+    if plain is None or not search.relievable or (not goal.is_asked and is_near(plain.prediction)):
+        return attempts.in_order
+    last, left = plain, {0: 1.0}
+    for counts in (_FEW, _MORE_THAN_FEW):
+        if attempts.is_enough(last) or not search.memo.budget.allows(MORE):
+            return attempts.in_order
+        weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
+        shares = search.memo.budget.attempt(MORE, weigh)
+        if shares is None:
+            return attempts.in_order
+        left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
+        for count in counts:
+            # The last trial is without part of the noise already.
+            if goal.may_meet(last.prediction, 1 - left[count] / left[max(attempts.trials)]):
+                trial = attempts.run(count)
+                if trial is None:
+                    break
+                if attempts.is_enough(trial):
+                    return attempts.in_order
+                last = trial
+    for count in sorted(left, reverse=True):
+        pays = goal.is_asked or rise_db(1 - left[count]) >= LEAST_GAIN_DB
+        if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
+            break
+    while True:
+        chosen = attempts.choose()
+        below = max((count for count in attempts.trials if count < chosen), default=chosen)
+        enough = max(goal.max_drop, add_worth(attempts.in_order))
+        fewer = [count for count in left if below < count < chosen]
+        fewer = [count for count in fewer if _least_drop(plain.prediction, 1 - left[count]) <= enough]
+        if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
+            return attempts.in_order
+
+
+class _Attempts:
+    """The trials of a search, by the number of tensors out of 8 bits; `first` is the plan with none."""
+
+    def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
+        self._search, self._goal, self._first, self._state = search, goal, first, state
+        self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
+        self._most = 1 + (len(_FEW + _MORE_THAN_FEW) if search.relievable else 0)
+        self._seconds: list[float] = []
+        self.trials: dict[int, Trial] = {}
+
+    @property
+    def in_order(self) -> list[Trial]:
+        """The trials by rising number of tensors."""
+        return [self.trials[count] for count in sorted(self.trials)]
+
+    def run(self, count: int, *, may_meet: bool = True) -> Trial | None:
+        """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers."""
+        step, began = f"relieve {count}" if count else "all", time.monotonic()
+        done, left = len(self._seconds), ", known" if step in self._known else ""
+        if done and not left:
+            left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left"
+        self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
+        # With a goal the first plan must be measured, whatever the budget; the plain mode may write an unmeasured plan.
+        is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count, may_meet=may_meet)
+        trial = self._known.get(step)
+        if trial is None:
+            trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
+        self._seconds.append(time.monotonic() - began)
+        if trial is None:
+            return None
+        self.trials[count] = trial
+        # A step that the budget cut short is not stored: a later search would take it for complete.
+        if self._state is not None and not self._search.memo.budget.left_out:
+            self._state.write(self.in_order)
+        return trial
+
+    def is_enough(self, trial: Trial) -> bool:
+        """Returns True if a trial meets the goal and the target runs as much of the work as with the first."""
+        return (
+            trial.prediction.meets(self._goal.max_drop) and trial.taken_macs >= self.trials[0].taken_macs - SAME_SHARE
+        )
+
+    def choose(self) -> int:
+        """Returns the number of tensors of the trial that would be chosen."""
+        trials, chosen = _settle(self._search, self._goal, self.in_order)
+        self.trials = dict(zip(sorted(self.trials), trials, strict=True))
+        return next(count for count, trial in self.trials.items() if trial is chosen)
+
+    def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
+        """Returns a trial that keeps enough of the first plan's work in integers: in the plain mode most of it.
+
+        Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
+        plan meets the goal.
+        """
+
+        def cut(model: Model) -> Prediction | None:
+            return self._search.screen(model, lambda seen: not self._goal.may_meet(seen, 0.0))
+
+        if not count:
+            return measure_plan(self._search, step, self._first, cut=cut)
+        fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
+        plan = plan_step(self._search, fewer, count)
+        if plan is None:
+            return None
+        has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
+        share = 0.0 if self._goal.is_asked else HALF if has_collapsed else PLAIN_INTEGER
+        least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
+        # A model is not written to find out that too little of it is left in integers, where its plan shows that.
+        if must_keep and share and bound_integer(self._search, plan) < least:
+            return None
+        work = share_work(self._search, step, plan)
+        is_kept = work.integer >= least
+        if not is_kept and must_keep:
+            return None
+        trial = measure_plan(self._search, step, plan, work, cut=cut)
+        return trial if is_kept or trial.prediction.meets(self._goal.max_drop) else None
+
+
+def _find_worth(trial: Trial) -> float:
+    """Returns how much accuracy another plan must save to be worth more than a trial (`add_worth`); 0 if unknown."""
+    return 0.0 if trial.prediction.drop_estimate is None else add_worth([trial]) - trial.prediction.loss
+
+
+def add_worth(trials: Sequence[Trial]) -> float:
+    """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
+
+    That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
+    amplitude.
+    """
+    best = min(trials, key=lambda trial: trial.prediction.loss)
+    drop = best.prediction.drop_estimate
+    return (
+        best.prediction.loss + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
+    )
+
+
+def _least_drop(prediction: Prediction, share: float) -> float:
+    """Returns a lower bound of the drop (as `Prediction.loss`) once a share of the noise of the activations is gone.
+
+    A drop falls no faster than the power of the noise.
+    """
+    if prediction.drop_estimate is None:
+        return -(prediction.sqnr_db + rise_db(share))
+    return prediction.drop_estimate * (1 - share)
+
+
+def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
+    """Returns the plan of the first trial with `count` tensors out of 8 bits, None if it has too few."""
+    first, before = trials[0].plan, trials[-1].plan
+    return relieve_step(
+        search.model, search.calibration, search.target, first, count, before=before, memo=search.memo
+    )  # fmt: skip
+
+
+class Work(NamedTuple):
+    """The shares of a model's work that the target takes, and that is computed in integers."""
+
+    taken: float
+    integer: float
+
+
+def bound_integer(search: Search, plan: QuantPlan) -> float:
+    """Returns an upper bound of the share of the work in integers.
+
+    A float node whose readers are all float has no Q behind it: it computes in float for certain.
+    """
+    graph, floats = open_float_graph(search.model, search.calibration), {node.name for node in plan.float_nodes}
+    macs = {node.name: count_macs(graph, node) for node in graph.nodes}
+    apart = [
+        macs[node.name]
+        for node in graph.nodes
+        if node.name in floats and all(reader.name in floats for name in node.output for reader in graph.readers(name))
+    ]
+    return round(1 - sum(apart) / max(sum(macs.values()), 1), 4)
+
+
+def share_work(search: Search, step: str, plan: QuantPlan) -> Work:
+    """Returns the shares of the work of a plan, whose model is written."""
+    quantized = quantize_step(search, step, plan)
+    check = check_model(quantized.model, search.target, advises=False)
+    floats, total = {node.name for node in quantized.float_nodes}, sum(node.macs for node in check.node_list)
+    apart = sum(node.macs for node in check.node_list if node.name in floats)
+    return Work(check.taken_macs, round(1 - apart / max(total, 1), 4))
+
+
+def measure_plan(
+    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, cut: Cut | None = None
+) -> Trial:
+    """Returns the trial of a plan, over a part of the samples if `cut` says that it is enough."""
+    model, work = quantize_step(search, step, plan).model, work or share_work(search, step, plan)
+    seen = None if cut is None else cut(model)
+    lost, is_whole = seen or search.measure(model), seen is None
+    return Trial(
+        step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer, is_whole=is_whole
+    )
+
+
+def quantize_step(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:
+    """Returns the model of a step of the search, which is written once."""
+    known, quantized = search.tried.get(step, (None, None))
+    if quantized is None or known != plan:
+        quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
+        search.tried[step] = plan, quantized
+    return quantized
