@@ -116,9 +116,9 @@ class _NoSessionError(ModelError):
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
     """Yields what goes into the bundle of one target: the best that is expected to start, by the target's rules.
 
-    Where a device makes no session of it, send why: then the next best comes. First the rewrites for the target go,
-    then nodes that stop the session stay in float, then all goes that only improves a plan; last comes the next
-    precision, unless the user named one. A note tells what was given up, and the first reason.
+    Where a device makes no session of it, send why: then the next best comes. First nodes that stop the session stay in
+    float, then the rewrites for the target go, then all goes that only improves a plan; last comes the next precision,
+    unless the user named one. A note tells what was given up, and the first reason.
 
     Raises:
         EdgekitError: nothing that starts can be made for this target.
@@ -171,18 +171,19 @@ class _Ladder:
             way = Way(precision=precision)
             yield way
             stop = self.failed
-            if self._fixed.get(precision not in INTEGERS, self._inputs) is not self._inputs:
-                yield msgspec.structs.replace(way, is_rewritten=False)
-            if precision not in INTEGERS or self._inputs.is_quantized:
-                continue
+            takes_plans = precision in INTEGERS and not self._inputs.is_quantized
             planned = self._plans.get(way.is_rewritten)
-            for _ in range(_MOST_KEPT):
+            for _ in range(_MOST_KEPT if takes_plans else 0):
                 more = self._keep_more(way, stop) if isinstance(stop, _NoSessionError) else ()
                 if not more:
                     break
                 way = msgspec.structs.replace(way, kept=(*way.kept, *more))
                 yield way
                 stop = self.failed
+            if self._fixed.get(precision not in INTEGERS, self._inputs) is not self._inputs:
+                yield Way(precision=precision, is_rewritten=False)
+            if not takes_plans:
+                continue
             if isinstance(self.failed, _NoSessionError) or planned is None:
                 continue
             if planned.plan.narrow.bits:

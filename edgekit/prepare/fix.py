@@ -17,7 +17,17 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites import activations, halves, idle, join_attention, layout, norms, products, split_attention
+from edgekit.prepare.rewrites import (
+    activations,
+    halves,
+    idle,
+    join_attention,
+    layout,
+    norms,
+    planes,
+    products,
+    split_attention,
+)
 from edgekit.target import INTEGERS, Target
 
 
@@ -83,6 +93,8 @@ SPELLINGS = _by_id(
     activations.split_gelu,
     activations.split_tanh_gelu,
     activations.clip_to_min_max,
+    # After those of activations, which may lie between two layers.
+    planes.conv_to_planes,
     products.write_unsigned_weights,
 )
 """Rewrites that help some providers only.

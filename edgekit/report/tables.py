@@ -336,7 +336,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} {unit}"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
-        part = f" over {trial.samples} samples" if trial.samples < samples else ""
+        part = f" over {trial.samples} of {samples} samples, where it was left out" if trial.samples < samples else ""
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB{part}, {work}"
     for tried in report.steps:
         more = ", channels equalized" if tried.equalized else ""

@@ -13,7 +13,19 @@ from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import ASKED, FIXES, REWRITES, SPELLINGS, fix_model
 
+
+def _count(first: int, size: int) -> str:
+    return ",".join(str((each % 7) - 3) for each in range(first, first + size))
+
+
 WITH = {
+    "conv-to-planes": f"""g (float[1,3,20] x) => (float[1,6,1] y, float[1,4,12] z)
+        <float[4,3,3] w = {{{_count(0, 36)}}}, float[4] b = {{1,2,3,4}}, float[4,1,3] v = {{{_count(5, 12)}}},
+        float[6,8,2] o = {{{_count(2, 96)}}},
+        float[4,1] s = {{0.5,2,3,-1}}, float[1,4,1] k = {{1,2,3,-4}}, float h = {{9.5}}>
+        {{ a = Conv<pads=[2,5], strides=[2], dilations=[2]>(x, w, b) p = PRelu(a, s) q = Conv<group=4, pads=[1,1]>(p, v)
+        r = Add(p, q) t = Mul(r, k) z = Clip(t, , h) n = MaxPool<kernel_shape=[3], pads=[1,1]>(z)
+        c = Concat<axis=1>(n, z) d = Conv<auto_pad="SAME_UPPER">(c, o) e = Tanh(d) y = GlobalAveragePool(e) }}""",
     "default-activations": """g (float[2,1,3] x, float[2,8,3] w, float[2,8,2] r, float[1,6,3] u, float[1,6,2] v)
         => (float[2,2,1,2] y, float[2,1,1,2] z) {
         y = LSTM<hidden_size=2, direction="bidirectional", activations=["Sigmoid", "Tanh", "Tanh", "sigmoid", "tanh",
@@ -108,6 +120,11 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    # Planes already, a weight that is computed, places of maxima.
+    "conv-to-planes": """g (float[1,2,5,5] x, float[1,2,9] u, float[2,2,3] v)
+        => (float[1,1,3,3] y, float[1,2,7] z, float[1,2,7] m, int64[1,2,7] p)
+        <float[1,2,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}>
+        { y = Conv(x, w) z = Conv(u, v) m, p = MaxPool<kernel_shape=[3]>(u) }""",
     "default-activations": """
         g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) {
         y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }""",
@@ -450,3 +467,15 @@ def test_every_rewrite_is_tested() -> None:
         "flat-softplus",
     }
     assert set(REWRITES) == set(FIXES) | set(SPELLINGS) | set(ASKED) == set(WITH) | elsewhere
+
+
+def test_a_network_along_one_axis_needs_two_reshapes_and_one_for_what_leaves_it(tmp_path: Path) -> None:
+    text = """g (float[1,2,9] x, float[1,1,2,7] u)
+        => (float[1,2,5] y, float[1,1,2,7] z, float[1,7,2] t, float[1,1,2,7] s)
+        <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}, float[1,1,1,1] one = {1}>
+        { a = Conv(x, w) b = Relu(a) y = Conv(b, w) z = Add(u, b) t = Transpose<perm=[0,2,1]>(b) s = Add(b, one) }"""
+    fixed = rewrite(tmp_path, text, "conv-to-planes")
+    found = ["Reshape", "Conv", "Relu", "Reshape", "Conv", "Reshape", "Add", "Transpose"]
+    assert [op for op in op_names(fixed.model.path) if op in found] == [*found, "Add"]
+    assert [fix.nodes for fix in fixed.fixes] == [("Conv_a", "Relu_b", "Conv_y")]
+    assert_same(tmp_path, fixed, 1e-6)

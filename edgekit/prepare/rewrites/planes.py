@@ -1,0 +1,128 @@
+"""Layers along one axis, such as those of sound, as layers of planes, for providers that take four axes only."""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.rewrite import FLOATS, rewrite
+from edgekit.model.model import refill
+
+# [N, C, L] becomes [N, C, 1, L]; in a Reshape 0 keeps a dimension, -1 takes the rest.
+_PLANE, _LINE = (0, 0, 1, -1), (0, 0, -1)
+_POOLS = frozenset({"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"})
+# Operators that compute each value by itself, or join tensors along their channels: they may lie between two layers.
+_ELEMENTWISE = frozenset(
+    {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Softplus", "Tanh"}
+)
+_JOINING = frozenset({"Add", "Concat", "Div", "Mul", "PRelu", "Sub"})
+# A Reshape takes its shape as an input from here on.
+_SINCE = 5
+# The value of an attribute along the new axis.
+_ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
+
+
+@rewrite("conv-to-planes", "give {count} of layers along one axis two, between Reshapes, which is the same")
+def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Gives Conv and pooling of [N, C, L] an axis of size 1, in place, and returns the names of the changed nodes.
+
+    What lies between two of them and computes each value by itself, such as an activation or a residual sum, gets it
+    too, so that a network needs two Reshapes in all.
+    """
+    if opset < _SINCE or not any(node.op_type in _POOLS | {"Conv"} for node in graph.node):
+        return ()
+    view, planes, changed = view_part(graph, opset), _Planes(), list[str]()
+    for node in view.nodes:
+        if _is_line_layer(view, node):
+            planes.write_layer(view, node)
+        elif _can_follow(view, node, planes.made):
+            planes.write_elementwise(view, node)
+        else:
+            planes.nodes.append(node.proto)
+            continue
+        changed.append(node.proto.name)
+    if not changed:
+        return ()
+    read = {name for node in planes.nodes for name in node.input} | view.outputs | view.captured
+    refill(graph.node, [node for node in planes.nodes if node.name not in planes.lines or node.output[0] in read])
+    graph.initializer.extend(planes.constants)
+    return tuple(changed)
+
+
+def _is_line_layer(view: Graph, node: Node) -> bool:
+    value = view.value(node.input[0]) if node.input else None
+    if value is None or node.domain or len(value.shape or ()) != 3 or value.dtype not in FLOATS:
+        return False
+    if node.op_type == "Conv":
+        return node.input[1] in view.constants and all(not name or name in view.constants for name in node.input[2:])
+    return node.op_type in _POOLS and len(node.output) == 1 and not node.integer("storage_order", 0)
+
+
+def _can_follow(view: Graph, node: Node, made: dict[str, str]) -> bool:
+    if node.domain or not any(name in made for name in node.input):
+        return False
+    if node.op_type in _ELEMENTWISE:
+        return node.input[0] in made
+    if node.op_type not in _JOINING or (node.op_type == "Concat" and node.integer("axis", 0) != 1):
+        return False
+    # A constant of fewer axes is broadcast, one of more makes a tensor of more.
+    wanted = [name for name in node.input if name not in view.constants]
+    return all(len(view.value(name).shape or ()) == 3 for name in (*wanted, node.output[0]))
+
+
+class _Planes:
+    """The nodes of a graph so far: `made` has the tensor of four axes for one of three, `lines` the Reshapes back."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.made: dict[str, str] = {}
+        self.lines: set[str] = set()
+
+    def write_layer(self, view: Graph, node: Node) -> None:
+        """Writes a Conv or a pooling operator of planes."""
+        given = [self._raise(node, node.input[0]), *node.input[1:]]
+        if node.op_type == "Conv":
+            outputs, inputs, size = view.constants[node.input[1]].dims
+            given[1] = self._reshape_constant(view, node.input[1], (outputs, inputs, 1, size))
+        self._write(node, given)
+
+    def write_elementwise(self, view: Graph, node: Node) -> None:
+        """Writes an operator that computes each value by itself."""
+        given = list(node.input)
+        for place, name in enumerate(node.input if node.op_type in _JOINING else node.input[:1]):
+            if name not in view.constants:
+                given[place] = self._raise(node, name)
+            elif len(dims := view.constants[name].dims) > 1:
+                given[place] = self._reshape_constant(view, name, (*dims[:-1], 1, dims[-1]))
+        self._write(node, given)
+
+    def _write(self, node: Node, given: list[str]) -> None:
+        new, name = onnx.NodeProto(), node.output[0]
+        new.CopyFrom(node.proto)
+        new.input[:] = given
+        self.made[name] = new.output[0] = f"{name}/plane"
+        for attribute in new.attribute:
+            if attribute.name in _ALONG:
+                # One value, and of pads one for each end.
+                attribute.ints[:] = [each for value in attribute.ints for each in (_ALONG[attribute.name], value)]
+        self.nodes += [new, self._make_reshape(f"{node.proto.name}/line", self.made[name], name, _LINE)]
+        self.lines.add(self.nodes[-1].name)
+
+    def _raise(self, node: Node, name: str) -> str:
+        if name not in self.made:
+            self.made[name] = f"{name}/plane"
+            self.nodes.append(self._make_reshape(f"{node.proto.name}/{name}/plane", name, self.made[name], _PLANE))
+        return self.made[name]
+
+    def _make_reshape(self, name: str, source: str, made: str, shape: tuple[int, ...]) -> onnx.NodeProto:
+        self.constants.append(numpy_helper.from_array(np.array(shape, np.int64), f"{name}/shape"))
+        return helper.make_node("Reshape", [source, f"{name}/shape"], [made], name=name)
+
+    def _reshape_constant(self, view: Graph, name: str, dims: tuple[int, ...]) -> str:
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(view.constants[name])
+        tensor.name, tensor.dims[:] = f"{name}/plane", dims
+        if all(each.name != tensor.name for each in self.constants):
+            self.constants.append(tensor)
+        return tensor.name
