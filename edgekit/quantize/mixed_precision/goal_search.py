@@ -33,7 +33,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     Work,
     add_worth,
     complete_trial,
-    is_near,
+    loses_much,
     measure_plan,
     plan_step,
     quantize_step,
@@ -49,8 +49,8 @@ from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import AUTO_METHODS
 
-# A drop too small to be worth another plan, a tenth of a point; and one that is worth advice, two points.
-_NEGLIGIBLE, _MUCH = 0.001, 0.02
+# A drop too small to be worth another plan, a tenth of a point.
+_NEGLIGIBLE = 0.001
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -110,7 +110,7 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
         return searched
     plain = partial(plan_minmax, search.model, search.calibration, search.target, first.plan)
     rivals: dict[str, Callable[[], QuantPlan | None]] = {"minmax": plain}
-    if _loses_much(found) and search.relievable:
+    if loses_much(found) and search.relievable:
         for method in AUTO_METHODS:
             rivals[f"{first.step}, {method}"] = partial(
                 change_method, search.model, search.calibration, first.plan, method
@@ -220,7 +220,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     """
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
-    if not (misses or _loses_much(chosen.prediction)) or not search.memo.budget.allows(MORE):
+    if not (misses or loses_much(chosen.prediction)) or not search.memo.budget.allows(MORE):
         return searched
     step: str = wider or f"relieve {_MANY}"
     make: Callable[[], QuantPlan | None] = partial(plan_step, search, searched.trials, _MANY)
@@ -256,11 +256,6 @@ def _advise(search: Search, searched: Searched, advice: str) -> Searched:
         name = partial(name_worst, draft, searched.chosen.plan, search.memo)
         worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
     return msgspec.structs.replace(searched, advice="; ".join(part for part in (advice, worst) if part))
-
-
-def _loses_much(prediction: Prediction) -> bool:
-    drop = prediction.drop_estimate
-    return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
 
 
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:

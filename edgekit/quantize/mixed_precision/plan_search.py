@@ -37,6 +37,8 @@ PLAIN_INTEGER = 0.75
 # A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
 # SiLU, which without this bound kept nine nodes in float for 0.1 points (measured once, the program is gone).
 _WORTH = 0.002
+# A drop that is worth advice, two points: a choice.
+_MUCH = 0.02
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
 HALF = 0.5
@@ -189,6 +191,12 @@ def complete_trial(search: Search, trial: Trial) -> Trial:
         return trial
     prediction = search.measure(quantize_step(search, trial.step, trial.plan).model)
     return msgspec.structs.replace(trial, prediction=prediction, is_whole=True)
+
+
+def loses_much(prediction: Prediction) -> bool:
+    """Returns True for a loss that is worth advice, or a plan with less of the work in integers."""
+    drop = prediction.drop_estimate
+    return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
 
 
 def is_near(prediction: Prediction) -> bool:
@@ -354,7 +362,7 @@ class _Attempts:
         """Returns a trial that keeps enough of the first plan's work in integers: in the plain mode most of it.
 
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
-        plan meets the goal.
+        plan meets the goal, or loses little where the first plan loses much.
         """
 
         def cut(model: Model) -> Prediction | None:
@@ -377,7 +385,8 @@ class _Attempts:
         if not is_kept and must_keep:
             return None
         trial = measure_plan(self._search, step, plan, work, cut=cut)
-        return trial if is_kept or trial.prediction.meets(self._goal.max_drop) else None
+        saves = loses_much(self.trials[0].prediction) and not loses_much(trial.prediction)
+        return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
 
 
 def _find_worth(trial: Trial) -> float:
