@@ -34,7 +34,7 @@ from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
 from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_narrow, describe_prediction
@@ -116,9 +116,10 @@ class _NoSessionError(ModelError):
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
     """Yields what goes into the bundle of one target: the best that is expected to start, by the target's rules.
 
-    Where a device makes no session of it, send why: then the next best comes. First nodes that stop the session stay in
-    float, then the rewrites for the target go, then all goes that only improves a plan; last comes the next precision,
-    unless the user named one. A note tells what was given up, and the first reason.
+    Where a device makes no session of it, send why: then the next best comes. First the rewrites for the target go,
+    then nodes that stop the session stay in float, in the other order if the target takes more of the work by the
+    rewrites; then all goes that only improves a plan. Last comes the next precision, unless the user named one. A note
+    tells what was given up, and the first reason.
 
     Raises:
         EdgekitError: nothing that starts can be made for this target.
@@ -172,6 +173,11 @@ class _Ladder:
             yield way
             stop = self.failed
             takes_plans = precision in INTEGERS and not self._inputs.is_quantized
+            fixed = self._fixed.get(precision not in INTEGERS, self._inputs)
+            unrewritten = [] if fixed is self._inputs else [Way(precision=precision, is_rewritten=False)]
+            # A few nodes in float cost less than rewrites by which the target takes more of the work.
+            is_last = bool(unrewritten) and self._takes_more(fixed)
+            yield from () if is_last else unrewritten
             planned = self._plans.get(way.is_rewritten)
             for _ in range(_MOST_KEPT if takes_plans else 0):
                 more = self._keep_more(way, stop) if isinstance(stop, _NoSessionError) else ()
@@ -180,8 +186,7 @@ class _Ladder:
                 way = msgspec.structs.replace(way, kept=(*way.kept, *more))
                 yield way
                 stop = self.failed
-            if self._fixed.get(precision not in INTEGERS, self._inputs) is not self._inputs:
-                yield Way(precision=precision, is_rewritten=False)
+            yield from unrewritten if is_last else ()
             if not takes_plans:
                 continue
             if isinstance(self.failed, _NoSessionError) or planned is None:
@@ -253,6 +258,12 @@ class _Ladder:
             if wider == names:
                 return ()
             ring = [node for node in graph.nodes if node.name in wider]
+
+    def _takes_more(self, fixed: BuildInputs) -> bool:
+        """Returns True if the target takes more of the work of a rewritten model than of the model as it is."""
+        models = fixed.prepared, self._inputs.prepared
+        one, two = (check_model(model, self._target, advises=False).taken_macs for model in models)
+        return one > two + SAME_SHARE
 
     def _refuse(self, way: Way, check: CheckReport) -> None:
         if not check.is_refused:

@@ -110,6 +110,28 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
     assert bundle.check.verdict != "no"
 
 
+# Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
+LINE = """
+g (float[1,4,16] x) => (float[1,4,18] y) <int64[6] pads = {0,0,2,0,0,2}>
+{ m = Neg(x)  q = Pad<mode="reflect">(m, pads)  a = Conv(q, u)  r = Relu(a)  y = Conv<pads=[1,1]>(r, u) }
+"""
+
+
+def test_nodes_stay_in_float_before_rewrites_by_which_more_is_taken_go(tmp_path: Path) -> None:
+    weights = np.random.default_rng(5).normal(size=(4, 4, 3)).astype(np.float32)
+    model = parse_model(LINE, tmp_path / "line.onnx")
+    proto = onnx.load(str(model))
+    proto.graph.initializer.append(numpy_helper.from_array(weights, "u"))
+    onnx.save(proto, str(model))
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(6).normal(size=(16, 1, 4, 16)).astype(np.float32))
+    data = Data(source=str(tmp_path / "data.npz"))
+    bundle = _find(build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False), "nnapi")
+    assert re.match(r"\d+ nodes stay in float \(Pad_q.*, because no session of the int8 model starts", bundle.notes[0])
+    assert _told(bundle) >= {"conv-to-planes", "pad-reflect"}
+    assert bundle.check is not None
+    assert bundle.check.taken_macs == 1
+
+
 def test_what_is_told_is_of_the_file_that_is_shipped(tmp_path: Path) -> None:
     recipe = Recipe(targets=("nnapi",), precision="fp32")
     bundle = _find(build(*_make(MIRRORED, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
