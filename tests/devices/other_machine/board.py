@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import itertools
 import os
 import shutil
 import socket
@@ -117,10 +118,13 @@ def _write_program(path: Path, text: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port below those that the system gives away, since another listener could take one of those meanwhile."""
+    # Each worker of a test run begins at another one.
+    for port in itertools.count(20000 + os.getpid() % 10000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _wait_for(port: int) -> None:
