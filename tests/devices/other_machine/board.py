@@ -118,7 +118,7 @@ def _write_program(path: Path, text: str) -> None:
 
 
 def _free_port() -> int:
-    """Returns a port below those that the system gives away, since another listener could take one of those meanwhile."""
+    """Returns a port below those that the system gives away: another listener could take one of those meanwhile."""
     # Each worker of a test run begins at another one.
     for port in itertools.count(20000 + os.getpid() % 10000):
         with contextlib.suppress(OSError), socket.socket() as probe:
