@@ -81,9 +81,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     candidates: int | None = None
 
-    @property
     def loss(self) -> float:
-        """The drop, or the negative ratio where it is unknown: of two plans the one with less is the better."""
+        """Returns the drop, or the negative ratio where it is unknown: of two plans the one with less is the better."""
         return -self.sqnr_db if self.drop_estimate is None else self.drop_estimate
 
     def meets(self, max_drop: float) -> bool:

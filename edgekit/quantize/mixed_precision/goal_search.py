@@ -86,7 +86,7 @@ def find_plan(
     wide = searched.chosen
     chosen = measure_plan(search, f"{wide.step}, narrow", narrowed, Work(wide.taken_macs, wide.integer_macs))
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
-    if misses or chosen.prediction.loss > wide.prediction.loss + (
+    if misses or chosen.prediction.loss() > wide.prediction.loss() + (
         _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EVEN_DB
     ):
         return plan, searched
@@ -151,7 +151,7 @@ def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked:
             continue
         is_taken = trial.taken_macs >= before.taken_macs - SAME_SHARE and trial.integer_macs >= least
         meets = trial.prediction.meets(max_drop)
-        if is_taken and (meets or searched.chosen.prediction.loss > add_worth([searched.chosen, trial])):
+        if is_taken and (meets or searched.chosen.prediction.loss() > add_worth([searched.chosen, trial])):
             searched, lifted = _adopt(searched, trial, max_drop), names or lifted
     return msgspec.structs.replace(searched, wide_range=wide_range.lost)
 
@@ -163,7 +163,7 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
     With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
     """
     first, plan = searched.chosen, searched.chosen.plan
-    if not search.feeds or first.prediction.loss <= _NEGLIGIBLE:
+    if not search.feeds or first.prediction.meets(_NEGLIGIBLE):
         return searched
     draft, spans = open_draft(search.model, search.calibration, plan), {**plan.ranges, **plan.wide}
     names = [name for name in find_state(draft.graph, search.feeds) if name in spans]
@@ -193,7 +193,7 @@ def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) ->
         return meets
     # Where no decisions are known, the ratio to the signal is all there is.
     farther = search.compare(*(quantize_step(search, each.step, each.plan).model for each in (chosen, other)))
-    return (farther or chosen.prediction.loss - other.prediction.loss) > 0
+    return (farther or chosen.prediction.loss() - other.prediction.loss()) > 0
 
 
 def _add_trial(
@@ -233,7 +233,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         searched, trial = _add_trial(search, searched, step, make, cut)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (
-        wider is None and trial is known and not (trial.is_whole and trial.prediction.loss < chosen.prediction.loss)
+        wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
     ):
         return _advise(search, searched, f"no plan that was tried loses less: {_ELSE}")
     if misses and trial.prediction.meets(max_drop):
@@ -262,7 +262,7 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
-    if other.prediction.loss >= chosen.prediction.loss:
+    if other.prediction.loss() >= chosen.prediction.loss():
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
@@ -273,7 +273,7 @@ def _keep_first(_seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]
 
 
 def _choose_least(seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]:
-    return min(seen, key=lambda place: seen[place].loss), {}
+    return min(seen, key=lambda place: seen[place].loss()), {}
 
 
 def _race(search: Search, chosen: Trial, choose: Choose, model: Model) -> Prediction | None:

@@ -211,7 +211,9 @@ def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
     difference is not worth more tensors out of 8 bits (`add_worth`).
     """
     enough = add_worth(trials)
-    chosen = next(trial for trial in trials if trial.prediction.meets(goal.max_drop) or trial.prediction.loss <= enough)
+    chosen = next(
+        trial for trial in trials if trial.prediction.meets(goal.max_drop) or trial.prediction.loss() <= enough
+    )
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -241,7 +243,7 @@ def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
 
 def _choose_nearest(trials: Sequence[Trial], max_drop: float) -> Trial:
     def rank(trial: Trial) -> tuple[float, float]:
-        return trial.prediction.loss, -trial.prediction.sqnr_db
+        return trial.prediction.loss(), -trial.prediction.sqnr_db
 
     best = min(trials, key=rank)
     near = [
@@ -249,7 +251,7 @@ def _choose_nearest(trials: Sequence[Trial], max_drop: float) -> Trial:
         for trial in trials
         if trial.integer_macs >= HALF
         and trial.prediction.drop_estimate is not None
-        and trial.prediction.loss <= best.prediction.loss + max_drop
+        and trial.prediction.loss() <= best.prediction.loss() + max_drop
     ]
     return best if best.integer_macs >= HALF else min(near, key=rank, default=best)
 
@@ -391,7 +393,7 @@ class _Attempts:
 
 def _find_worth(trial: Trial) -> float:
     """Returns how much accuracy another plan must save to be worth more than a trial (`add_worth`); 0 if unknown."""
-    return 0.0 if trial.prediction.drop_estimate is None else add_worth([trial]) - trial.prediction.loss
+    return 0.0 if trial.prediction.drop_estimate is None else add_worth([trial]) - trial.prediction.loss()
 
 
 def add_worth(trials: Sequence[Trial]) -> float:
@@ -400,10 +402,12 @@ def add_worth(trials: Sequence[Trial]) -> float:
     That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
     amplitude.
     """
-    best = min(trials, key=lambda trial: trial.prediction.loss)
+    best = min(trials, key=lambda trial: trial.prediction.loss())
     drop = best.prediction.drop_estimate
     return (
-        best.prediction.loss + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
+        best.prediction.loss() + LEAST_GAIN_DB
+        if drop is None
+        else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
     )
 
 
