@@ -111,6 +111,14 @@ def _is_valid(node: Node, opset: int) -> bool:
     return not node.domain
 
 
+def reshape_tensor(tensor: onnx.TensorProto, name: str, shape: Sequence[int]) -> onnx.TensorProto:
+    """Returns a copy of a constant with another name and shape; its data may lie in a file."""
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name, copy.dims[:] = name, shape
+    return copy
+
+
 class Writer(msgspec.Struct, kw_only=True):
     """Writes the nodes that replace one node. Each is named after it; the last has its name and its output."""
 
@@ -145,9 +153,6 @@ class Writer(msgspec.Struct, kw_only=True):
 
     def reshaped(self, part: str, name: str, shape: Sequence[int]) -> str:
         """Adds a constant with the data of another one in another shape, and returns its name; no data are read."""
-        tensor = onnx.TensorProto()
-        tensor.CopyFrom(self.graph.constants[name])
-        tensor.name = f"{self.node.proto.name}/{part}"
-        tensor.dims[:] = shape
-        self.graph.proto.initializer.append(tensor)
-        return tensor.name
+        made = f"{self.node.proto.name}/{part}"
+        self.graph.proto.initializer.append(reshape_tensor(self.graph.constants[name], made, shape))
+        return made

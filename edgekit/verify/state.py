@@ -23,7 +23,7 @@ from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
 from edgekit.verify.metrics.tensor_metrics import decibels
 
-FAITHFUL_DB = -10 * math.log10(PLAIN_DROP)
+ACCEPTED_DB = -10 * math.log10(PLAIN_DROP)
 """A signal-to-noise ratio from here on is good enough for any drift: `quantize` accepts so much noise (half a point of
 the variance of values) with a model's own state."""
 
@@ -94,7 +94,7 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
     ]
     for drift in report.read:
         late, lost = drift.late_fed_back, drift.lost_db
-        if most is not None and late is not None and lost is not None and late < FAITHFUL_DB and lost > most:
+        if most is not None and late is not None and lost is not None and late < ACCEPTED_DB and lost > most:
             failures.append(
                 f"output '{drift.output}' drifts: in the later of {steps} steps its own state costs it"
                 f" {lost:.1f} dB, more than {most:g} dB"

@@ -5,7 +5,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.rewrite import FLOATS, rewrite
+from edgekit.graph.rewrite import FLOATS, reshape_tensor, rewrite
 from edgekit.model.model import refill
 
 # [N, C, L] becomes [N, C, 1, L]; in a Reshape 0 keeps a dimension, -1 takes the rest.
@@ -22,7 +22,10 @@ _SINCE = 5
 _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
 
 
-@rewrite("conv-to-planes", "give {count} of layers along one axis two, between Reshapes, which is the same")
+@rewrite(
+    "conv-to-planes",
+    "give {count} that work along one axis a second one of size 1, between Reshapes, which is the same",
+)
 def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Gives Conv and pooling of [N, C, L] an axis of size 1, in place, and returns the names of the changed nodes.
 
@@ -45,7 +48,7 @@ def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         return ()
     read = {name for node in planes.nodes for name in node.input} | view.outputs | view.captured
     refill(graph.node, [node for node in planes.nodes if node.name not in planes.lines or node.output[0] in read])
-    graph.initializer.extend(planes.constants)
+    graph.initializer.extend(planes.constants.values())
     return tuple(changed)
 
 
@@ -75,7 +78,7 @@ class _Planes:
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
-        self.constants: list[onnx.TensorProto] = []
+        self.constants: dict[str, onnx.TensorProto] = {}
         self.made: dict[str, str] = {}
         self.lines: set[str] = set()
 
@@ -116,13 +119,13 @@ class _Planes:
         return self.made[name]
 
     def _make_reshape(self, name: str, source: str, made: str, shape: tuple[int, ...]) -> onnx.NodeProto:
-        self.constants.append(numpy_helper.from_array(np.array(shape, np.int64), f"{name}/shape"))
-        return helper.make_node("Reshape", [source, f"{name}/shape"], [made], name=name)
+        sizes = f"{name}/shape"
+        self.constants[sizes] = numpy_helper.from_array(np.array(shape, np.int64), sizes)
+        return helper.make_node("Reshape", [source, sizes], [made], name=name)
 
     def _reshape_constant(self, view: Graph, name: str, dims: tuple[int, ...]) -> str:
-        tensor = onnx.TensorProto()
-        tensor.CopyFrom(view.constants[name])
-        tensor.name, tensor.dims[:] = f"{name}/plane", dims
-        if all(each.name != tensor.name for each in self.constants):
-            self.constants.append(tensor)
-        return tensor.name
+        made = f"{name}/plane"
+        # Layers may share a weight.
+        if made not in self.constants:
+            self.constants[made] = reshape_tensor(view.constants[name], made, dims)
+        return made
