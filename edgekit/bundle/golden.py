@@ -8,29 +8,28 @@ import contextlib
 import math
 import os
 import zipfile
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from edgekit._files import AnyPath, as_path, copy_into, replacing_file, work_folder, write_file
+from edgekit._files import AnyPath, as_path, copy_into, measure_content, replacing_file, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.data_check import digest_sample
 from edgekit.data.labels import Boxes, Label
-from edgekit.data.npz import SHAPES
+from edgekit.data.npz import MALFORMED, SHAPES, open_npy
 from edgekit.data.samples import Samples, load_samples
 from edgekit.data.split import Sequences
 from edgekit.errors import DataError, ModelError
+from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.state import State, resolve_state, run_steps
-from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 
 # The first moment that a zip can hold (APPNOTE.TXT, 4.4.6).
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -63,10 +62,9 @@ def writing_rows(path: Path, *, ragged: bool = False) -> Generator["Rows"]:
         DataError: a tensor has another shape or dtype in some sample, or there is no sample.
         OutputError: the file cannot be written.
     """
-    with work_folder() as work, contextlib.ExitStack() as opened:
-        rows = Rows(path.name, work, opened, ragged=ragged)
+    with work_folder() as work:
+        rows = Rows(path.name, work, ragged=ragged)
         yield rows
-        opened.close()
         with replacing_file(path) as temporary:
             rows.pack(temporary)
 
@@ -74,9 +72,9 @@ def writing_rows(path: Path, *, ragged: bool = False) -> Generator["Rows"]:
 class Rows:
     """Collects samples for a file."""
 
-    def __init__(self, name: str, work: Path, opened: contextlib.ExitStack, *, ragged: bool) -> None:
+    def __init__(self, name: str, work: Path, *, ragged: bool) -> None:
         self.count = 0
-        self._name, self._work, self._opened, self._ragged = name, work, opened, ragged
+        self._name, self._work, self._ragged = name, work, ragged
         self._columns: dict[str, _Column] = {}
 
     @property
@@ -98,9 +96,9 @@ class Rows:
             )
         for place, (name, value) in enumerate(sample.items()):
             if name not in self._columns:
-                self._columns[name] = _Column(name, value, self._work / str(place), ragged=self._ragged)
-                self._opened.callback(self._columns[name].close)
-            self._columns[name].append(value, self.count)
+                dtype = np.dtype(np.str_) if value.dtype.kind in "UO" else value.dtype
+                self._columns[name] = _Column(name=name, dtype=dtype, path=self._work / str(place))
+            self._columns[name].append(value, ragged=self._ragged)
         self.count += 1
 
     def pack(self, path: Path) -> None:
@@ -111,108 +109,84 @@ class Rows:
         """
         if not self.count:
             raise DataError(f"there is no sample for '{self._name}'", hint="give at least one, better 100")
-        entries = {f"{name}{part}": column for name, column in self._columns.items() for part in column.parts}
-        if len(entries) < sum(len(column.parts) for column in self._columns.values()):
+        arrays = [array for column in self._columns.values() for array in column.list_arrays()]
+        if len({name for name, *_ in arrays}) < len(arrays):
             raise DataError(f"'{self._name}' has two tensors of one name with '{SHAPES}'", hint="rename an output")
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name in sorted(entries):
-                entries[name].pack(archive, name)
+            for array in sorted(arrays, key=itemgetter(0)):
+                _pack(archive, *array)
 
 
-class _Column:
-    """The rows of one tensor: numbers in a raw file until their count is known, strings in memory."""
+class _Column(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of one tensor and their shapes: numbers in a raw file until their count is known, strings in memory."""
 
-    def __init__(self, name: str, first: Array, path: Path, *, ragged: bool) -> None:
-        is_text = first.dtype.kind in "UO"
-        self._name, self._ragged = name, ragged
-        self._dtype = np.dtype(np.str_) if is_text else first.dtype
-        self._path = path
-        self._words: list[Array] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._file: IO[bytes] | None = None
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The suffixes of the names of its arrays."""
-        # Ragged only where it has to be: outputs of one shape stay a plain array that numpy reads.
-        return ("",) if len(set(self._shapes)) == 1 else ("", SHAPES)
+    name: str
+    dtype: np.dtype[Any]
+    path: Path
+    shapes: list[tuple[int, ...]] = []
+    words: list[Array] = []
 
     @property
     def spec(self) -> TensorSpec:
         """Its type, and the dimensions that all rows have."""
-        dims = (next(iter(sizes)) if len(sizes) == 1 else None for sizes in map(set, zip(*self._shapes, strict=True)))
-        return TensorSpec(name=self._name, dtype=_name_dtype(self._dtype), shape=tuple(dims))
+        dims = (next(iter(sizes)) if len(sizes) == 1 else None for sizes in map(set, zip(*self.shapes, strict=True)))
+        return TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=tuple(dims))
 
-    def append(self, value: Array, index: int) -> None:
+    def append(self, value: Array, *, ragged: bool) -> None:
         is_text = value.dtype.kind in "UO"
-        self._check(value, index, is_text=is_text)
-        self._shapes.append(value.shape)
-        if is_text:
-            text = value.astype(np.str_)
-            # numpy's text drops null characters at the end: what could not be read back is refused.
-            if not np.array_equal(text.astype(object), value.astype(object)):
-                raise DataError(
-                    f"'{self._name}' holds strings that end in a null character", hint="leave this output out"
-                )
-            self._words.append(text)
-            return
-        if self._file is None:
-            # In a file until the count is known: a header of an `.npy` holds the number of rows, and comes first.
-            self._file = self._path.open("wb")
-        self._file.write(np.ascontiguousarray(value).tobytes())
-
-    def close(self) -> None:
-        """Ends the writing of rows."""
-        if self._file is not None:
-            self._file.close()
-
-    def _check(self, value: Array, index: int, *, is_text: bool) -> None:
-        first = self._shapes[0] if self._shapes else value.shape
-        fits = len(value.shape) == len(first) if self._ragged else value.shape == first
-        if not fits or (value.dtype != self._dtype and not (is_text and self._dtype.kind == "U")):
-            spec = TensorSpec(name=self._name, dtype=_name_dtype(self._dtype), shape=first)
-            what = "rank or type" if self._ragged else "shape or type"
+        first = self.shapes[0] if self.shapes else value.shape
+        fits = len(value.shape) == len(first) if ragged else value.shape == first
+        if not fits or not (self.dtype.kind == "U" if is_text else value.dtype == self.dtype):
+            spec = TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=first)
+            index, what = len(self.shapes), "rank or type" if ragged else "shape or type"
             raise DataError(
-                f"'{self._name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]",
+                f"'{self.name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]",
                 hint=f"a tensor of changing {what} cannot be kept: cut the model before it (prepare --outputs)",
             )
-
-    def pack(self, archive: zipfile.ZipFile, name: str) -> None:
-        if name != self._name:
-            shapes = np.array(self._shapes, np.int64)
-            _pack(archive, name, _header(shapes.dtype, shapes.shape), shapes.tobytes())
+        self.shapes.append(value.shape)
+        if not is_text:
+            with self.path.open("ab") as file:
+                file.write(np.ascontiguousarray(value).tobytes())
             return
-        is_ragged, count = len(self.parts) > 1, len(self._shapes)
-        if self._words:
-            words = np.concatenate([word.reshape(-1) for word in self._words]) if is_ragged else np.stack(self._words)
-            _pack(archive, name, _header(words.dtype, words.shape), words.tobytes())
-            return
-        shape = (sum(map(math.prod, self._shapes)),) if is_ragged else (count, *self._shapes[0])
-        _pack(archive, name, _header(self._dtype, shape), self._path)
+        self.words.append(value.astype(np.str_))
+        # numpy's text drops null characters at the end: what could not be read back is refused.
+        if not np.array_equal(self.words[-1].astype(object), value.astype(object)):
+            raise DataError(f"'{self.name}' holds strings that end in a null character", hint="leave this output out")
+
+    def list_arrays(self) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...], bytes | Path]]:
+        """Yields the arrays that hold its rows: name, type, shape and bytes."""
+        # Ragged only where it has to be: outputs of one shape stay a plain array that numpy reads.
+        is_ragged = len(set(self.shapes)) > 1
+        if is_ragged:
+            shapes = np.array(self.shapes, np.int64)
+            yield f"{self.name}{SHAPES}", shapes.dtype, shapes.shape, shapes.tobytes()
+        if self.words:
+            words = np.concatenate([word.reshape(-1) for word in self.words]) if is_ragged else np.stack(self.words)
+            yield self.name, words.dtype, words.shape, words.tobytes()
+        else:
+            shape = (sum(map(math.prod, self.shapes)),) if is_ragged else (len(self.shapes), *self.shapes[0])
+            yield self.name, self.dtype, shape, self.path
 
 
-def _pack(archive: zipfile.ZipFile, name: str, header: bytes, content: bytes | Path) -> None:
+def _pack(
+    archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], content: bytes | Path
+) -> None:
+    header = BytesIO()
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    # Version 1.0, which every numpy reads; names of fields, for which there are newer ones, do not occur.
+    np.lib.format.write_array_header_1_0(header, fields)
     entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
     entry.create_system = 3
     entry.external_attr = 0o644 << 16
-    size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
     # With the size known beforehand no Python writes a zip64 record that is not needed; they differ in its bytes.
-    entry.file_size = len(header) + size_bytes
+    entry.file_size = header.tell() + measure_content(content)
     with archive.open(entry, "w") as out:
-        out.write(header)
+        out.write(header.getvalue())
         copy_into(content, out)
 
 
 def _name_dtype(dtype: np.dtype[Any]) -> str:
     return "string" if dtype.kind == "U" else dtype.name
-
-
-def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    buffer = BytesIO()
-    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    # Version 1.0, which every numpy reads; names of fields, for which there are newer ones, do not occur.
-    np.lib.format.write_array_header_1_0(buffer, fields)
-    return buffer.getvalue()
 
 
 INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
@@ -347,8 +321,11 @@ def read_labels(golden: Golden) -> Sequence[Label] | None:
         if path.name == WORDS:
             labels = msgspec.json.decode(path.read_bytes(), type=list[str | Boxes])
         else:
-            labels = _read_array(path)
-    except (OSError, ValueError, EOFError, msgspec.DecodeError) as error:
+            values = open_npy(path)
+            if values.ndim == 1 and values.dtype != np.int64:
+                raise ValueError(f"it holds {values.dtype}, no int64")
+            labels = tuple(values.tolist() if values.ndim == 1 else values)
+    except MALFORMED as error:
         raise DataError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
     if len(labels) != golden.samples:
         raise DataError(f"'{path}' does not hold {golden.samples} labels", hint="write one label a sample")
@@ -362,9 +339,8 @@ def read_classes(golden: Golden) -> tuple[int, ...] | None:
         DataError: the file is damaged, or does not hold one label a sample.
     """
     labels = read_labels(golden)
-    if labels is None or not all(isinstance(label, int) for label in labels):
-        return None
-    return tuple(label for label in labels if isinstance(label, int))
+    classes = tuple(label for label in labels or () if isinstance(label, int))
+    return None if labels is None or len(classes) < len(labels) else classes
 
 
 def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Samples:
@@ -378,7 +354,7 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
 def _run_all(
     model: Model, samples: Samples, at_once: int, known: KnownOutputs | None
 ) -> Iterator[tuple[Tensors, Tensors]]:
-    """Yields each sample with its outputs, in order.
+    """Returns each sample with its outputs, in order, as they are computed.
 
     With custom operators one sample runs at a time, because their library may not be thread-safe.
     """
@@ -392,23 +368,7 @@ def _run_all(
     def run(sample: Tensors) -> Tensors:
         return session.run(sample) if known is None else known.run(session, sample)
 
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        running = deque[tuple[Tensors, Future[Tensors]]]()
-        for sample in samples:
-            running.append((sample, pool.submit(run, sample)))
-            # One more than run is held: the next is ready as soon as a thread is free, and memory stays flat.
-            if len(running) > at_once:
-                first, result = running.popleft()
-                yield first, result.result()
-        yield from ((first, result.result()) for first, result in running)
-
-
-def _read_array(path: Path) -> Sequence[Label]:
-    with HEADERS, path.open("rb") as file:
-        values: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-    if values.ndim == 1 and values.dtype != np.int64:
-        raise ValueError(f"it holds {values.dtype}, no int64")
-    return tuple(int(value) for value in values) if values.ndim == 1 else tuple(values)
+    return map_in_order(run, samples, at_once)
 
 
 def write_labels(folder: Path, labels: Sequence[Label]) -> None:

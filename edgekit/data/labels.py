@@ -17,7 +17,6 @@ FOLDERS = Path("folders")
 """Given instead of a file of labels: the class of an image is then the folder that it lies in."""
 
 _MAX_BYTES = 1 << 30
-_MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, msgspec.DecodeError)
 
 
 class Boxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +81,7 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
         labels = read(path)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=hint) from error
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise DataError(f"'{path}' is malformed: {error}", hint=hint) from error
     if len(labels) != samples.count:
         message = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
