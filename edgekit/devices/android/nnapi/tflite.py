@@ -1,6 +1,5 @@
 """Writes an NNAPI network as a TFLite model, whose operations are equivalent."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ class ModelBuilder:
         self.is_signed = bool(
             kinds & {OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL, OperandType.TENSOR_QUANT8_ASYMM_SIGNED}
         )
-        self.buffers = [self.schema.BufferT()]
+        self.buffers = [self._make("Buffer")]
         self.tensors: list[Any] = []
         self.places: dict[int, int] = {}
         self.codes: list[Any] = []
@@ -80,26 +79,23 @@ class ModelBuilder:
         kind = OperandType(operand.type)
         if kind not in _ELEMENT_TYPES:
             raise DeviceError(f"NNAPI's operands of kind {kind.name} are not computed here", hint="use another device")
-        tensor = self._add_tensor(
-            operand.shape, getattr(self.schema.TensorType, "INT8" if as_int8 else _ELEMENT_TYPES[kind])
-        )
+        fields: dict[str, Any] = {}
         if value is not None:
             held = (value.astype(np.int16) - 128).astype(np.int8) if as_int8 else value
             if self.network.relaxed and operand.type == OperandType.TENSOR_FLOAT32:
                 with np.errstate(over="ignore"):
                     held = value.astype(np.float16).astype(np.float32)
-            buffer = self.schema.BufferT()
-            buffer.data = np.frombuffer(held.tobytes(), np.uint8)
-            self.buffers.append(buffer)
-            tensor.buffer = len(self.buffers) - 1
-        scales = operand.channel_scales or ((operand.scale,) if operand.scale else ())
-        if scales:
-            quantization = self.schema.QuantizationParametersT()
-            quantization.scale = list(scales)
-            quantization.zeroPoint = [operand.zero_point - (128 if as_int8 else 0)] * len(scales)
-            quantization.quantizedDimension = operand.channel_dimension
-            tensor.quantization = quantization
-        return len(self.tensors) - 1
+            self.buffers.append(self._make("Buffer", data=np.frombuffer(held.tobytes(), np.uint8)))
+            fields["buffer"] = len(self.buffers) - 1
+        if scales := operand.channel_scales or ((operand.scale,) if operand.scale else ()):
+            fields["quantization"] = self._make(
+                "QuantizationParameters",
+                scale=list(scales),
+                zeroPoint=[operand.zero_point - (128 if as_int8 else 0)] * len(scales),
+                quantizedDimension=operand.channel_dimension,
+            )
+        element = getattr(self.schema.TensorType, "INT8" if as_int8 else _ELEMENT_TYPES[kind])
+        return self._add_tensor(operand.shape, element, **fields)
 
     def constant(self, value: Array) -> int:
         """Adds a constant int32 operand that the NNAPI network does not have, and returns its index."""
@@ -129,75 +125,60 @@ class ModelBuilder:
 
     def finish(self) -> bytes:
         """Returns the serialized model."""
-        graph = self.schema.SubGraphT()
-        graph.inputs = self.inputs
-        graph.outputs = [self.tensor(place) for place in self.network.outputs]
-        graph.tensors, graph.operators = self.tensors, self.operators
-        model = self.schema.ModelT()
-        model.version = 3
-        model.operatorCodes, model.subgraphs, model.buffers = self.codes, [graph], self.buffers
+        outputs = [self.tensor(place) for place in self.network.outputs]
+        graph = self._make(
+            "SubGraph", inputs=self.inputs, outputs=outputs, tensors=self.tensors, operators=self.operators
+        )
+        model = self._make("Model", version=3, operatorCodes=self.codes, subgraphs=[graph], buffers=self.buffers)
         buffer: Any = flatbuffers.Builder(1 << 16)
         buffer.Finish(model.Pack(buffer), b"TFL3")
         return bytes(buffer.Output())
 
-    def _add_tensor(self, shape: Sequence[int], kind: int) -> Any:
-        tensor = self.schema.TensorT()
-        tensor.shape, tensor.type = list(shape), kind
-        tensor.name = f"t{len(self.tensors)}".encode()
-        self.tensors.append(tensor)
-        return tensor
+    def _make(self, kind: str, **fields: Any) -> Any:
+        """Returns an object of TFLite's schema."""
+        made = getattr(self.schema, f"{kind}T")()
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    def _add_tensor(self, shape: Sequence[int], element: int, **fields: Any) -> int:
+        name = f"t{len(self.tensors)}".encode()
+        self.tensors.append(self._make("Tensor", shape=list(shape), type=element, name=name, **fields))
+        return len(self.tensors) - 1
 
     def _add_operator(
         self, name: str, inputs: Sequence[int], outputs: Sequence[int], options: str, **fields: Any
     ) -> None:
-        code = self.schema.OperatorCodeT()
-        code.builtinCode = getattr(self.schema.BuiltinOperator, name)
-        code.deprecatedBuiltinCode = min(code.builtinCode, 127)
-        code.version = _VERSIONS.get(name, 1)
-        self.codes.append(code)
-        operator = self.schema.OperatorT()
-        operator.opcodeIndex = len(self.codes) - 1
-        operator.inputs, operator.outputs = list(inputs), list(outputs)
+        code, given = getattr(self.schema.BuiltinOperator, name), dict[str, Any]()
         if options:
-            operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
-            operator.builtinOptions = getattr(self.schema, f"{options}T")()
-            for key, value in fields.items():
-                setattr(operator.builtinOptions, key, value)
-        self.operators.append(operator)
+            kind = getattr(self.schema.BuiltinOptions, options)
+            given = {"builtinOptionsType": kind, "builtinOptions": self._make(options, **fields)}
+        self.operators.append(
+            self._make("Operator", opcodeIndex=len(self.codes), inputs=list(inputs), outputs=list(outputs), **given)
+        )
+        version = _VERSIONS.get(name, 1)
+        self.codes.append(
+            self._make("OperatorCode", builtinCode=code, deprecatedBuiltinCode=min(code, 127), version=version)
+        )
 
     def _add_unrounded(self, tensor: int) -> int:
         """Returns a new tensor for an output before rounding; a tensor that is not float32 is returned itself."""
         described = self.tensors[tensor]
-        if described.type != self.schema.TensorType.FLOAT32:
-            return tensor
-        self._add_tensor(described.shape, described.type)
-        return len(self.tensors) - 1
+        is_float = described.type == self.schema.TensorType.FLOAT32
+        return self._add_tensor(described.shape, described.type) if is_float else tensor
 
     def _round(self, source: int, target: int | None = None) -> int:
         """Adds casts to half precision and back, and returns the resulting tensor."""
-        twin = self._add_unrounded(source)
-        if twin == source:
-            return source
-        half = self.schema.TensorType.FLOAT16
-        self._add_tensor(self.tensors[source].shape, half)
-        places = (source, len(self.tensors) - 1, twin if target is None else target)
-        for start, end in itertools.pairwise(places):
-            self._add_operator("CAST", (start,), (end,), "CastOptions")
-        return places[-1]
+        twin = self._add_unrounded(source) if target is None else target
+        if twin != source:
+            half = self._add_tensor(self.tensors[source].shape, self.schema.TensorType.FLOAT16)
+            self._add_operator("CAST", (source,), (half,), "CastOptions")
+            self._add_operator("CAST", (half,), (twin,), "CastOptions")
+        return twin
 
 
 _SAME, _VALID = 0, 1
-_TO_NHWC, _TO_NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
-
-Pads = tuple[int, ...] | int
-"""Explicit pads (left, right, top, bottom), or a padding scheme of TFLite (SAME or VALID)."""
-
-
-class _Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The extent of a kernel along one axis, including dilation, and its stride."""
-
-    extent: int
-    stride: int
+_TO_NHWC = (0, 2, 3, 1)
 
 
 class _Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,34 +194,33 @@ def write_conv(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
     """Writes a convolution: plain, depthwise or grouped."""
     is_depthwise = name == "DEPTHWISE_CONV_2D"
     count = 3 if name == "CONV_2D" else 4
-    pads, rest = _take_padding(builder, inputs[3:], count=count, flag=5 if is_depthwise else 4)
-    width, height = (builder.constants.whole(place) for place in rest[:2])
-    fields: dict[str, Any] = {"strideW": width, "strideH": height}
-    if is_depthwise:
-        fields["depthMultiplier"] = builder.constants.whole(rest[2])
-    fields["fusedActivationFunction"] = builder.constants.whole(rest[count - 1])
-    dilations = tuple(builder.constants.whole(place) for place in rest[count + 1 : count + 3]) or (1, 1)
+    scheme, pads, rest = _take_padding(builder, inputs[3:], count=count, flag=5 if is_depthwise else 4)
+    numbers = [builder.constants.whole(place) for place in rest]
+    dilations = numbers[count + 1 : count + 3] or [1, 1]
+    fields = {"strideW": numbers[0], "strideH": numbers[1], "fusedActivationFunction": numbers[count - 1]}
     fields |= {"dilationWFactor": dilations[0], "dilationHFactor": dilations[1]}
-    kernel = builder.operands[inputs[1]].shape[1:3]
-    extents = [(kernel[axis] - 1) * dilations[1 - axis] + 1 for axis in (0, 1)]
-    windows = (_Window(extent=extents[0], stride=height), _Window(extent=extents[1], stride=width))
+    fields |= {"depthMultiplier": numbers[2]} if is_depthwise else {}
     # TFLite's CONV_2D derives the number of groups from the channels of its filter.
     kernel_name, kind = (name, "DepthwiseConv2DOptions") if is_depthwise else ("CONV_2D", "Conv2DOptions")
 
     def write(source: int, target: int) -> None:
-        scheme = _choose_padding(builder, pads, source, target, windows)
-        if scheme is None and not isinstance(pads, int):
-            scheme, source = _VALID, _pad(builder, source, pads)
+        if any(pads):
+            # TFLite has no other pads than those of its schemes: zeros are put around height and width first.
+            left, right, top, bottom = pads
+            border = builder.constant(np.array([[0, 0], [top, bottom], [left, right], [0, 0]], np.int32))
+            batch, height, width, channels = builder.operands[source].shape
+            padded = builder.like(source, (batch, height + top + bottom, width + left + right, channels))
+            builder.add("PAD", (source, border), (padded,), "PadOptions")
+            source = padded
         builder.add(kernel_name, (source, *inputs[1:3]), (target,), kind, padding=scheme, **fields)
 
-    write_in_nhwc(builder, inputs[0], outputs[0], write, from_nchw=is_nchw(builder, rest, count))
+    write_in_order(builder, inputs[0], outputs[0], read_layout(builder, rest, count), write)
 
 
 def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> None:
     """Writes a pooling; of a window that crosses the border, only the elements inside count, as in NNAPI."""
-    pads, rest = _take_padding(builder, inputs[1:], count=5, flag=6)
+    scheme, pads, rest = _take_padding(builder, inputs[1:], count=5, flag=6)
     width, height, kernel_width, kernel_height, activation = (builder.constants.whole(place) for place in rest[:5])
-    windows = (_Window(extent=kernel_height, stride=height), _Window(extent=kernel_width, stride=width))
 
     def pool(source: int, target: int, scheme: int, extents: tuple[int, int]) -> None:
         builder.add(
@@ -249,87 +229,57 @@ def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
         )  # fmt: skip
 
     def write(source: int, target: int) -> None:
-        scheme = _choose_padding(builder, pads, source, target, windows)
-        if scheme is not None:
+        if not any(pads):
             pool(source, target, scheme, (kernel_height, kernel_width))
-        elif not isinstance(pads, int):
-            sizes, outputs = builder.operands[source].shape, builder.operands[target].shape
-            rows = _cut(sizes[1], outputs[1], windows[0], pads[2])
-            _pool_in_pieces(builder, source, target, rows, _cut(sizes[2], outputs[2], windows[1], pads[0]), pool)
+            return
+        sizes, wanted = builder.operands[source].shape, builder.operands[target].shape
+        rows = _cut(sizes[1], wanted[1], kernel_height, height, pads[2])
+        _pool_in_pieces(builder, source, target, rows, _cut(sizes[2], wanted[2], kernel_width, width, pads[0]), pool)
 
-    write_in_nhwc(builder, inputs[0], outputs[0], write, from_nchw=is_nchw(builder, rest, 5))
-
-
-def is_nchw(builder: ModelBuilder, places: Sequence[int], at: int) -> bool:
-    """Returns True if the optional layout operand at that position is given and says NCHW."""
-    return len(places) > at and bool(builder.constants.whole(places[at]))
+    write_in_order(builder, inputs[0], outputs[0], read_layout(builder, rest, 5), write)
 
 
-def write_in_nhwc(
-    builder: ModelBuilder, source: int, target: int, write: Callable[[int, int], None], *, from_nchw: bool
+def read_layout(builder: ModelBuilder, places: Sequence[int], at: int) -> Sequence[int]:
+    """Returns the order of axes in TFLite's layout, NHWC: another if the optional operand at a position says NCHW."""
+    is_nchw = len(places) > at and bool(builder.constants.whole(places[at]))
+    return _TO_NHWC if is_nchw else range(4)
+
+
+def write_in_order(
+    builder: ModelBuilder, source: int, target: int, order: Sequence[int], write: Callable[[int, int], None]
 ) -> None:
-    """Writes an operation of one tensor in TFLite's layout, NHWC; NCHW tensors are transposed before and after it."""
-    if not from_nchw:
+    """Writes an operation of one tensor with its axes in some order: it is transposed before, and back after it."""
+    if list(order) == sorted(order):
         write(source, target)
         return
     shape = builder.operands[target].shape
-    made = builder.like(target, tuple(shape[axis] for axis in _TO_NHWC))
-    write(builder.transpose(source, _TO_NHWC), made)
-    builder.transpose(made, _TO_NCHW, target)
+    made = builder.like(target, tuple(shape[axis] for axis in order))
+    write(builder.transpose(source, order), made)
+    builder.transpose(made, sorted(range(len(order)), key=order.__getitem__), target)
 
 
-def _take_padding(builder: ModelBuilder, places: Sequence[int], *, count: int, flag: int) -> tuple[Pads, list[int]]:
-    """Returns four explicit pads or TFLite's scheme, and the operands that follow.
+def _take_padding(
+    builder: ModelBuilder, places: Sequence[int], *, count: int, flag: int
+) -> tuple[int, tuple[int, ...], Sequence[int]]:
+    """Returns TFLite's padding scheme, explicit pads (left, right, top, bottom), and the operands that follow.
 
     The padding is explicit if at least `count` operands follow four pads, unless the operand at `flag` is a boolean:
     then it is the layout flag of the form with implicit padding.
     """
-    explicit = len(places) >= count + 4
-    if explicit and builder.operands[places[flag]].type == OperandType.BOOL:
-        explicit = False
-    if explicit:
-        return tuple(builder.constants.whole(place) for place in places[:4]), list(places[4:])
-    return {1: _SAME, 2: _VALID}[builder.constants.whole(places[0])], list(places[1:])
+    if len(places) >= count + 4 and builder.operands[places[flag]].type != OperandType.BOOL:
+        return _VALID, tuple(builder.constants.whole(place) for place in places[:4]), places[4:]
+    return {1: _SAME, 2: _VALID}[builder.constants.whole(places[0])], (), places[1:]
 
 
-def _choose_padding(
-    builder: ModelBuilder, pads: Pads, source: int, target: int, windows: Sequence[_Window]
-) -> int | None:
-    """Returns TFLite's scheme that equals some pads, None if there is none; `windows` are those of height and width."""
-    if isinstance(pads, int):
-        return pads
-    if not any(pads):
-        return _VALID
-    wanted: list[int] = []
-    for axis, window in zip((1, 2), windows, strict=True):
-        size, out = builder.operands[source].shape[axis], builder.operands[target].shape[axis]
-        # SAME also determines the number of outputs.
-        if out != -(-size // window.stride):
-            return None
-        total = max((out - 1) * window.stride + window.extent - size, 0)
-        wanted = [total // 2, total - total // 2, *wanted]
-    return _SAME if tuple(wanted) == pads else None
-
-
-def _pad(builder: ModelBuilder, source: int, pads: Sequence[int]) -> int:
-    """Adds zero padding around height and width, and returns the padded operand."""
-    left, right, top, bottom = pads
-    batch, height, width, channels = builder.operands[source].shape
-    border = builder.constant(np.array([[0, 0], [top, bottom], [left, right], [0, 0]], np.int32))
-    place = builder.like(source, (batch, height + top + bottom, width + left + right, channels))
-    builder.add("PAD", (source, border), (place,), "PadOptions")
-    return place
-
-
-def _cut(size: int, outputs: int, window: _Window, before: int) -> list[_Piece]:
+def _cut(size: int, outputs: int, window: int, stride: int, before: int) -> list[_Piece]:
     """Cuts an axis into poolings without pads: one piece for all full windows, and one for each clipped window."""
     pieces: list[_Piece] = []
     for index in range(outputs):
-        low = index * window.stride - before
-        start, end = max(low, 0), min(low + window.extent, size)
+        low = index * stride - before
+        start, end = max(low, 0), min(low + window, size)
         if end <= start:
             raise DeviceError("pooling over nothing but pads is not computed here", hint="use smaller pads")
-        if pieces and end - start == pieces[-1].extent == window.extent:
+        if pieces and end - start == pieces[-1].extent == window:
             last = pieces.pop()
             pieces.append(msgspec.structs.replace(last, size=end - last.start, outputs=last.outputs + 1))
         else:
@@ -455,7 +405,7 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
             def write_space(source: int, target: int) -> None:
                 builder.add(name, (source,), (target,), "DepthToSpaceOptions", blockSize=whole(inputs[1]))
 
-            write_in_nhwc(builder, source, target, write_space, from_nchw=is_nchw(builder, inputs, 2))
+            write_in_order(builder, source, target, read_layout(builder, inputs, 2), write_space)
         case "RESIZE_BILINEAR" | "RESIZE_NEAREST_NEIGHBOR":
             flags = [bool(whole(place)) for place in inputs[4:6]] + [False, False]
             kind = "ResizeBilinearOptions" if name == "RESIZE_BILINEAR" else "ResizeNearestNeighborOptions"
@@ -464,7 +414,7 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
                 size = builder.constant(np.array(builder.operands[target].shape[1:3], np.int32))
                 builder.add(name, (source, size), (target,), kind, alignCorners=flags[0], halfPixelCenters=flags[1])
 
-            write_in_nhwc(builder, source, target, write_resize, from_nchw=is_nchw(builder, inputs, 3))
+            write_in_order(builder, source, target, read_layout(builder, inputs, 3), write_resize)
         case "SPLIT":
             axis = builder.constant(np.array(whole(inputs[1]), np.int32))
             builder.add(name, (axis, source), outputs, "SplitOptions", numSplits=whole(inputs[2]))
@@ -485,14 +435,10 @@ def _write_along_last(
     builder: ModelBuilder, source: int, target: int, axis: int, name: str, options: str, **fields: float
 ) -> None:
     """Writes an operation along any axis by transposition, because TFLite has it only for the last one."""
-    rank = len(builder.operands[source].shape)
-    # Swapping two axes is its own inverse.
-    order = list(range(rank))
+    order = list(range(len(builder.operands[source].shape)))
     order[axis], order[-1] = order[-1], order[axis]
-    if order == list(range(rank)):
+
+    def write(source: int, target: int) -> None:
         builder.add(name, (source,), (target,), options, **fields)
-        return
-    shape = builder.operands[target].shape
-    made = builder.like(target, tuple(shape[place] for place in order))
-    builder.add(name, (builder.transpose(source, order),), (made,), options, **fields)
-    builder.transpose(made, order, target)
+
+    write_in_order(builder, source, target, order, write)
