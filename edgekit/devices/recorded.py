@@ -185,16 +185,14 @@ class Recorded(Device, frozen=True, kw_only=True):
             yield f"holds {claim.turns} turns, and {claim.samples} samples"
 
     def _read_outputs(self, job: Job, folder: Path) -> Samples:
+        count = self.claim.samples + self.claim.turns
         with _open(self.path) as file:
             _take_lines(file)
-            for index in range(self.claim.samples + self.claim.turns):
+            for index in range(count):
                 exchange.receive_tensors(file, folder / exchange.tensors_name(index), job.outputs)
             if file.read(1):
                 raise self._explain("goes on after its last output")
-        outputs, wrong = exchange.open_outputs(folder, job.outputs, str(self.path))
-        if wrong:
-            raise self._explain(wrong)
-        return outputs
+        return exchange.open_outputs(folder, count, job.outputs, str(self.path))
 
     def _explain(self, reason: str) -> DeviceError:
         return DeviceError(f"the run in '{self.path.name}' {reason}", hint=_HINT)

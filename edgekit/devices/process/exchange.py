@@ -9,7 +9,6 @@ array. Nothing that comes back is trusted before it has been checked.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal
@@ -17,7 +16,7 @@ from typing import IO, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, read_chunks, write_new
+from edgekit._files import read_chunks, write_new
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
 from edgekit.errors import DeviceError
@@ -98,24 +97,10 @@ def decode_run(data: bytes) -> RunnerResult:
         raise _malformed(Path("run.json"), str(error)) from error
 
 
-def open_outputs(folder: Path, outputs: Sequence[TensorSpec], source: str) -> tuple[Samples, str]:
-    """Returns the outputs up to the first that is missing or malformed, and what is wrong with that one.
-
-    The text is empty if nothing is malformed.
-    """
-    count, wrong = 0, f"'{folder.name}' from the device is a link" if folder.is_symlink() else ""
-    while not wrong and os.path.lexists(file := folder / tensors_name(count)):
-        try:
-            check_tensors(file, outputs)
-            count += 1
-        except DeviceError as error:
-            wrong = error.message
-
-    def read() -> Iterator[Tensors]:
-        for index in range(count):
-            yield read_tensors(folder / tensors_name(index), outputs)
-
-    return Samples(source=source, count=count, read=read), wrong
+def open_outputs(folder: Path, count: int, outputs: Sequence[TensorSpec], source: str) -> Samples:
+    """Returns the samples that were received into the files of a folder."""
+    files = [folder / tensors_name(index) for index in range(count)]
+    return Samples(source=source, count=count, read=lambda: (read_tensors(file, outputs) for file in files))
 
 
 def tensors_name(index: int) -> str:
@@ -146,11 +131,11 @@ def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) 
         OutputError: the folder cannot be written, or there is such a file.
     """
     line = stream.readline(MAX_HEADER_BYTES + 1)
-    left = sum(entry.size_bytes for entry in _decode_header(line, path, specs))
-    if left > MAX_SAMPLE_BYTES:
-        raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
-    write_new(path, _take_message(stream, line, left, path))
-    check_tensors(path, specs)
+    entries = _decode_header(line, path, specs)
+    write_new(path, _take_message(stream, line, sum(entry.size_bytes for entry in entries), path))
+    # Any bytes are numbers, but not any bytes are strings.
+    if any(entry.dtype == "string" for entry in entries):
+        read_tensors(path, specs)
 
 
 def receive_trace(stream: IO[bytes], path: Path, size_bytes: int) -> None:
@@ -174,46 +159,15 @@ def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iter
         raise _malformed(path, "it ends early")
 
 
-def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:
-    """Checks a file of tensors against what is expected, without reading numeric payloads.
-
-    Raises:
-        DeviceError: it is not a file of tensors, or it does not hold exactly these.
-    """
-    with _open_regular(path) as stream:
-        for entry in _read_header(stream, path, specs):
-            if entry.dtype == "string":
-                _read_payload(stream, entry, path)
-            else:
-                stream.seek(entry.size_bytes, os.SEEK_CUR)
-
-
 def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     """Returns the tensors of one sample by name.
 
     Raises:
         DeviceError: it is not a file of tensors, or it does not hold exactly the tensors of `specs`.
     """
-    with _open_regular(path) as stream:
-        return {entry.name: _read_payload(stream, entry, path) for entry in _read_header(stream, path, specs)}
-
-
-def _open_regular(path: Path) -> IO[bytes]:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        message = f"cannot read '{path.name}' from the device: {error.strerror}"
-        raise DeviceError(message, hint="the device gave no such file") from error
-
-
-def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
-    line = stream.readline(MAX_HEADER_BYTES + 1)
-    entries = _decode_header(line, path, specs)
-    size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
-    # The size of the open file: the name could meanwhile refer to another one.
-    if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
-        raise _malformed(path, "its size is not what its header says")
-    return entries
+    with path.open("rb") as stream:
+        entries = _decode_header(stream.readline(MAX_HEADER_BYTES + 1), path, specs)
+        return {entry.name: _read_payload(stream, entry, path) for entry in entries}
 
 
 def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
@@ -241,6 +195,8 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
             raise _malformed(path, f"the shape of '{entry.name}' is too large")
         if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * size:
             raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
+    if sum(entry.size_bytes for entry in entries) > MAX_SAMPLE_BYTES:
+        raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
     return entries
 
 

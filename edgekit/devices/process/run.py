@@ -197,7 +197,7 @@ def run_program(
         step = f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
         step = "after the last sample" if answer.count == job.samples.count else step
         failure = f"'{device.name}' {step}: {failure}"
-    outputs, _ = exchange.open_outputs(work / "out", job.outputs, device.name)
+    outputs = exchange.open_outputs(work / "out", answer.count, job.outputs, device.name)
     run = judge_run(device, job, answer.report, outputs, failure)
     trace = work / "out" / exchange.TRACE
     if job.trace and trace.is_file():
