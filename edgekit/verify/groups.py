@@ -16,7 +16,7 @@ from edgekit.bundle.group.group import Group, extract_member
 from edgekit.bundle.group.wiring import run_pipeline
 from edgekit.data.samples import Samples, list_samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
-from edgekit.devices.device import Device
+from edgekit.devices.device import Device, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.register import DeviceChoice
@@ -116,8 +116,13 @@ def verify_group(
             name: require_devices(verify_bundle(bundle, devices, progress=say), required)
             for name, bundle in bundles.items()
         }
-        present = [device for device in devices if device.find_missing() is None]
-        runs = _run_devices(group, bundles, present, say)
+
+        def run(device: Device) -> GroupRun:
+            say(f"verify {group.manifest.name} end to end on {device.name}")
+            with work_folder() as place:
+                return _run_device(group, bundles, device, place)
+
+        runs = run_each(find_present(devices)[0], run)
     report = GroupReport(
         group=group.manifest.name, target=group.manifest.target, sha256=group.sha256, members=members, runs=runs
     )
@@ -126,78 +131,59 @@ def verify_group(
     return report
 
 
-def _run_devices(
-    group: Group, bundles: Mapping[str, Bundle], devices: Sequence[Device], progress: Progress
-) -> tuple[GroupRun, ...]:
-    if not devices:
-        return ()
+def _run_device(group: Group, bundles: Mapping[str, Bundle], device: Device, work: Path) -> GroupRun:
+    """Returns what a device computes for as many golden samples as its target plans for each member.
 
-    def run(device: Device) -> GroupRun:
-        progress(f"verify {group.manifest.name} end to end on {device.name}")
-        with work_folder() as place:
-            return _Runner(group, bundles, device, place).run()
+    Each stage has one session, even if it runs once for each token.
+    """
+    golden, wiring, metric = group.golden, group.manifest.wiring, group.manifest.metric
+    plans = {name: plan_run(bundle, device, group.manifest.samples) for name, bundle in bundles.items()}
+    # A copy runs whose digests were just compared, as for the bundle of a single model.
+    private = {
+        name: snapshot_bundle(bundle, [plans[name].form], work / "members" / name) for name, bundle in bundles.items()
+    }
+    labels = read_labels(golden)
+    if labels is None:
+        raise BundleError(f"group '{group.folder}' has no labels", hint="build the group again")
+    rows = spread_indices(golden.samples, min(plan.samples for plan in plans.values()))
+    turns = 1 if wiring.tokens is None else wiring.tokens.most
+    counts, sessions, opened = dict.fromkeys(bundles, 0), ExitStack(), dict[str, Turn]()
 
-    return run_each(devices, run)
-
-
-class _Runner:
-    """A device that runs the members of a group. Each stage has one session, even if it runs once for each token."""
-
-    def __init__(self, group: Group, bundles: Mapping[str, Bundle], device: Device, work: Path) -> None:
-        self._group, self._device, self._work = group, device, work
-        count = group.manifest.samples
-        self._plans = {name: plan_run(bundle, device, count) for name, bundle in bundles.items()}
-        # A copy runs whose digests were just compared, as for the bundle of a single model.
-        self._bundles = {
-            name: snapshot_bundle(bundle, [self._plans[name].form], work / "members" / name)
-            for name, bundle in bundles.items()
-        }
-        self._runs = dict.fromkeys(bundles, 0)
-        self._sessions = ExitStack()
-        self._open: tuple[str, Turn] | None = None
-
-    def run(self) -> GroupRun:
-        """Returns what the device computes for as many golden samples as its target plans for each member."""
-        golden, manifest = self._group.golden, self._group.manifest
-        labels = read_labels(golden)
-        if labels is None:
-            raise BundleError(f"group '{self._group.folder}' has no labels", hint="build the group again")
-        rows = spread_indices(golden.samples, min(plan.samples for plan in self._plans.values()))
-        reference = select_samples(read_outputs(golden), rows)
-        found = GroupRun(
-            device=self._device.name,
-            evidence=self._device.evidence,
-            samples=len(rows),
-            runs={},
-            task=None,
-            limit=manifest.metric,
-        )
+    def run_member(name: str, samples: Sequence[Tensors]) -> Sequence[Tensors]:
+        counts[name] += 1
         try:
-            samples = list(select_samples(read_inputs(golden), rows))
-            with self._sessions:
-                results = run_pipeline(manifest.wiring, self._group.interfaces, samples, self._run_member)
-            got = list_samples(results, self._device.name)
-            task = measure_task(manifest.metric, reference, got, [labels[row] for row in rows])
-        except EdgekitError as error:
-            crashed = isinstance(error, CrashError)
-            return msgspec.structs.replace(found, failure=str(error), crashed=crashed, runs=self._runs)
-        return msgspec.structs.replace(found, task=msgspec.structs.replace(task, labelled=len(labels)), runs=self._runs)
-
-    def _run_member(self, name: str, samples: Sequence[Tensors]) -> Sequence[Tensors]:
-        self._runs[name] += 1
-        try:
-            if self._open is None or self._open[0] != name:
+            if name not in opened:
                 # One at a time: a device may not have memory for two.
-                self._sessions.close()
-                tokens = self._group.manifest.wiring.tokens
-                turns = tokens.most if tokens is not None else 1
+                sessions.close()
+                opened.clear()
                 given = Samples(source=name, count=len(samples) * turns, read=lambda: iter(()))
-                job = make_job(self._bundles[name], self._plans[name], given)
+                job = make_job(private[name], plans[name], given)
                 # The time limit of a single run holds for each token.
                 job = msgspec.structs.replace(job, timeout_s=job.timeout_s * turns)
-                place = self._work / "runs" / f"{name}-{self._runs[name]}"
+                place = work / "runs" / f"{name}-{counts[name]}"
                 place.mkdir(parents=True)
-                self._open = name, self._sessions.enter_context(open_session(self._device, job, place))
-            return self._open[1](samples)
+                opened[name] = sessions.enter_context(open_session(device, job, place))
+            return opened[name](samples)
         except DeviceError as error:
             raise type(error)(f"member '{name}': {error.message}", hint="see how it does by itself") from error
+
+    task, failure, crashed = None, None, False
+    try:
+        with sessions:
+            given = list(select_samples(read_inputs(golden), rows))
+            got = list_samples(run_pipeline(wiring, group.interfaces, given, run_member), device.name)
+        reference = select_samples(read_outputs(golden), rows)
+        task = measure_task(metric, reference, got, [labels[row] for row in rows])
+        task = msgspec.structs.replace(task, labelled=len(labels))
+    except EdgekitError as error:
+        failure, crashed = str(error), isinstance(error, CrashError)
+    return GroupRun(
+        device=device.name,
+        evidence=device.evidence,
+        samples=len(rows),
+        runs=counts,
+        task=task,
+        limit=metric,
+        failure=failure,
+        crashed=crashed,
+    )
