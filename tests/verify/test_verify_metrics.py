@@ -65,29 +65,6 @@ def test_a_reference_of_zeros_is_defined(got: list[float], cosine: float, sqnr: 
     assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (cosine, sqnr)
 
 
-def test_errors_of_two_samples_add_up() -> None:
-    one, two = measure(np.array([3.0, 6.0]), np.array([3.0, 4.0])), measure(np.array([-2.0]), np.array([5.0]))
-    both = metrics.add_sums(one, two)
-    whole = measure(np.array([3.0, 6.0, -2.0]), np.array([3.0, 4.0, 5.0]))
-    for name in metrics.ErrorSums.__struct_fields__:
-        assert getattr(both, name) == getattr(whole, name)
-    bad = measure(np.array([np.nan, 1.0]), np.array([1.0, np.inf]))
-    assert [metrics.add_sums(*pair).non_finite for pair in ((one, bad), (bad, one), (bad, bad))] == [2, 2, 4]
-
-
-@pytest.mark.parametrize(
-    "change", [0.0, 0.25, np.nan, np.inf, 1e300], ids=["equal", "near", "nan", "infinite", "no energy holds it"]
-)
-def test_the_few_sums_of_a_layer_are_those_of_all_metrics(change: float) -> None:
-    wanted = np.random.default_rng(0).normal(0, 1, (3, 5, 7))
-    got = wanted.copy()
-    got[1, 2, 3] += change
-    few, every = metrics.sum_errors(wanted, got), metrics.measure_errors(wanted, got)
-    for name in metrics.ErrorSums.__struct_fields__:
-        assert getattr(few, name) == getattr(every, name)
-    assert metrics.sum_errors(wanted, got[:2]).non_finite == wanted.size
-
-
 @pytest.mark.parametrize(
     ("signal", "noise", "ratio"),
     [(100.0, 1.0, 20.0), (1.0, 0.0, 200.0), (0.0, 1.0, -200.0), (0.0, 0.0, 200.0), (1e300, 1e-300, 200.0),

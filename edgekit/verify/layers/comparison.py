@@ -24,7 +24,7 @@ from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.tensor_metrics import ErrorSums
+from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
 _MOST_CHANNEL_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _MOST_OFFSET_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
@@ -83,44 +83,39 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of a layer over samples: the accumulated one, its own, and its own in steps of its grid, if any."""
+    """The errors of a layer in one sample: the accumulated one, its own, and its own in steps of its grid, if any.
 
-    found: ErrorSums
-    own: ErrorSums
+    `reach` is the largest value of the tensor and of the layer's inputs, `size` the largest RMS of these inputs.
+    """
+
+    found: SampleErrors
+    own: SampleErrors
     steps: grids.StepErrors | None
-
-    def add(self, more: "LayerErrors") -> "LayerErrors":
-        """Returns the errors over the samples of both."""
-        return LayerErrors(
-            found=metrics.add_sums(self.found, more.found),
-            own=metrics.add_sums(self.own, more.own),
-            steps=self.steps if more.steps is None else grids.add_steps(self.steps, more.steps),
-        )
+    reach: float = 0.0
+    size: float = 0.0
 
 
-def report_layer(name: str, op: str, tensor: str, errors: LayerErrors, step: float) -> LayerReport:
-    """Returns the figures of a layer; without a step above zero none of them is in steps."""
-    found, own = errors.found, errors.own
-    steps = errors.steps if step > 0.0 and not own.non_finite else None
+def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors], step: float) -> LayerReport:
+    """Returns the figures of a layer over all samples; without a step above zero none of them is in steps."""
+    found, own = [each.found for each in errors], [each.own for each in errors]
+    lost, is_finite = sum(each.non_finite for each in found), not any(each.non_finite for each in own)
+    steps = grids.add_steps(each.steps for each in errors) if step > 0.0 and is_finite else None
     return LayerReport(
         name=name,
         op=op,
         tensor=tensor,
-        sqnr_db=None if found.non_finite else metrics.sqnr_db([found]),
-        max_abs=None if found.non_finite else found.max_abs,
-        own_sqnr_db=None if own.non_finite else metrics.sqnr_db([own]),
-        own_bias=None if own.non_finite else metrics.bias_share([own]),
+        sqnr_db=None if lost else metrics.sqnr_db(found),
+        max_abs=None if lost else max(each.max_abs for each in found),
+        own_sqnr_db=metrics.sqnr_db(own) if is_finite else None,
+        own_bias=metrics.bias_share(own) if is_finite else None,
         offset_steps=None if steps is None else steps.measure_offset(step),
         channel_steps=None if steps is None else steps.measure_channels(step),
-        non_finite=found.non_finite,
+        non_finite=lost,
     )
 
 
 class _Comparison:
-    """The float tensors that two models compute, and how far these are apart over the samples that were added.
-
-    `_reach` holds for each tensor the largest value of it and its inputs, `_size` the largest RMS of its inputs.
-    """
+    """The float tensors that two models compute, and how far these are apart over the samples that were added."""
 
     def __init__(self, a: Model, b: Model) -> None:
         protos = read_proto(a, weights=False), read_proto(b, weights=False)
@@ -133,9 +128,7 @@ class _Comparison:
         self._traced_b = matching.open_traced(b, [tensor.in_b for tensor in self._matched])
         self._isolated: tuple[CpuSession | None, CpuSession] | None = None
         self._regions: dict[str, grids.Region] = {}
-        self._errors: dict[str, LayerErrors] = {}
-        self._reach: dict[str, float] = {}
-        self._size: dict[str, float] = {}
+        self._errors: dict[str, list[LayerErrors]] = {}
 
     def add(self, sample: Tensors) -> None:
         """Runs both models, and each layer alone, on one sample."""
@@ -147,25 +140,23 @@ class _Comparison:
         reference, own = self._run_isolated(sample, wanted, found, *self._isolated)
         sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in self._matched}
         for item in self._matched:
-            name, size = item.tensor, sizes[item.tensor]
+            name = item.tensor
             reads = [sizes[each] for each in self._regions[name].reads]
-            self._reach[name] = max(self._reach.get(name, 0.0), *(each.largest for each in (size, *reads)))
-            self._size[name] = max(self._size.get(name, 0.0), *(each.rms for each in reads), 0.0)
             # Converted once, because each of the sums is computed in float64.
-            exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
-            given, given_size = (exact, size) if same else (_widen(reference[item.in_a]), None)
+            exact, given = _widen(wanted[item.in_a]), _widen(reference[item.in_a])
             copies = (_widen(own[each]) for each in sorted(item.copies_in_b))
-            pairs = [align_infinities(given, value, given_size) for value in copies]
-            measured = [(metrics.sum_errors(*pair), pair) for pair in pairs]
+            pairs = [align_infinities(given, value) for value in copies]
+            measured = [(metrics.measure_errors(*pair), pair) for pair in pairs]
             # If several nodes round the result, the worst counts.
             worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
             errors = LayerErrors(
-                found=metrics.sum_errors(*align_infinities(exact, _widen(found[item.in_b]), size)),
+                found=metrics.measure_errors(*align_infinities(exact, _widen(found[item.in_b]))),
                 own=worst,
                 steps=None if worst.non_finite else grids.measure_steps(self._grids.get(item.raw_b), *pair),
+                reach=max(largest for largest, _ in (sizes[name], *reads)),
+                size=max((rms for _, rms in reads), default=0.0),
             )
-            before = self._errors.get(name)
-            self._errors[name] = errors if before is None else before.add(errors)
+            self._errors.setdefault(name, []).append(errors)
 
     def report(self) -> tuple[LayerReport, ...]:
         """Returns every tensor that was compared, in the order of computation."""
@@ -231,14 +222,15 @@ class _Comparison:
         return reference, of_b.run({**matching.adapt_sample(sample, self._models[1]), **feed})
 
     def _report(self, item: matching.MatchedTensor) -> LayerReport:
-        region, errors, reach = self._regions[item.tensor], self._errors[item.tensor], self._reach[item.tensor]
-        grid, moved = self._grids.get(item.raw_b), errors.steps
+        region, errors = self._regions[item.tensor], self._errors[item.tensor]
+        grid, moved = self._grids.get(item.raw_b), grids.add_steps(each.steps for each in errors)
+        reach, size = max(each.reach for each in errors), max(each.size for each in errors)
         is_unknown = grid is None and item.raw_b in self._grids
         step = 0.0 if moved is None or is_unknown else moved.find_step(grid, grids.ROUNDING[region.arithmetic] * reach)
         layer = report_layer(item.layer, item.op, item.tensor, errors, step)
         rounding = None
         if moved is not None and layer.offset_steps is not None:
-            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * self._size[item.tensor])
+            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size)
         return msgspec.structs.replace(
             layer,
             arithmetic=region.arithmetic,

@@ -4,7 +4,8 @@ A region is the set of nodes between a layer's result and the tensors given as i
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Literal
 
 import msgspec
@@ -125,20 +126,22 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
     )
 
 
-def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
-    """Returns the sums over both samples; if a channel axis changes its length, the worse sample counts."""
-    if first is None:
-        return second
+def add_steps(found: Iterable[StepErrors | None]) -> StepErrors | None:
+    """Returns the sums over all samples; if a channel axis changes its length, the worse sample counts."""
+    known = [steps for steps in found if steps is not None]
+    if not known:
+        return None
+
+    def add(one: _Floats, other: _Floats) -> _Floats:
+        return one + other if one.shape == other.shape else max(one, other, key=np.sum)
+
     return StepErrors(
-        count=first.count + second.count,
-        total=first.total + second.total,
-        energies=tuple(
-            one + other if one.shape == other.shape else max(one, other, key=np.sum)
-            for one, other in zip(first.energies, second.energies, strict=False)
-        ),
-        low=min(first.low, second.low),
-        high=max(first.high, second.high),
-        is_image=first.is_image,
+        count=sum(steps.count for steps in known),
+        total=sum(steps.total for steps in known),
+        energies=tuple(reduce(add, axis) for axis in zip(*(steps.energies for steps in known), strict=False)),
+        low=min(steps.low for steps in known),
+        high=max(steps.high for steps in known),
+        is_image=known[0].is_image,
     )
 
 

@@ -34,7 +34,7 @@ from edgekit.verify.layers.matching import DEQUANTIZE, ISOLATED_PREFIX, QUANTIZE
 from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.tensor_metrics import ErrorSums, sum_errors
+from edgekit.verify.metrics.tensor_metrics import SampleErrors, measure_errors
 
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 # Runtimes fuse these into the node before, if nothing else reads that node.
@@ -262,7 +262,7 @@ class _Probing:
         self.outputs = () if self.refusal else compare_outputs(reference, self.unprobed.outputs)
         self.runs = 1
         self.notes: tuple[str, ...] = ()
-        self.errors: dict[str, LayerErrors] = {}
+        self.errors: dict[str, list[LayerErrors]] = {}
         self.specs: dict[str, tuple[TensorSpec, int]] = {}
         planned = plan_probes(self.model)
         session = _open_layers(self.model, planned)
@@ -339,8 +339,7 @@ class _Probing:
                     own=_measure(expected, found),
                     steps=measure_steps(probe.grid, expected, found) if is_stepped else None,
                 )
-                before = self.errors.get(probe.tensor)
-                self.errors[probe.tensor] = measured if before is None else before.add(measured)
+                self.errors.setdefault(probe.tensor, []).append(measured)
 
 
 def _stays_same(unprobed: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
@@ -361,8 +360,8 @@ def _count_left(run: DeviceRun) -> Counter[str]:
     return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
 
 
-def _measure(wanted: Array, found: Array) -> ErrorSums:
-    return sum_errors(*(align_infinities(wanted, found) if wanted.shape == found.shape else (wanted, found)))
+def _measure(wanted: Array, found: Array) -> SampleErrors:
+    return measure_errors(*(align_infinities(wanted, found) if wanted.shape == found.shape else (wanted, found)))
 
 
 def _is_wrong(layer: LayerReport) -> bool:

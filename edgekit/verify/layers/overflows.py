@@ -41,7 +41,7 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
     reach: dict[str, float] = {}
     for name in {name for node in graph.nodes for name in node.input if graph.is_float_constant(name)}:
         constant = graph.array(name)
-        largest = 0.0 if constant is None else _find_largest(constant)[1]
+        largest = 0.0 if constant is None else measure_size(constant)[0]
         # The margin for unseen samples does not apply, because constants do not vary.
         reach[name] = largest if largest > HALF_MAX else 0.0
     traced = open_traced(model, computed)
@@ -49,7 +49,7 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
         given = adapt_sample(sample, model)
         for name, value in {**given, **traced.run(given)}.items():
             if value.dtype.kind == "f":
-                reach[name] = max(reach.get(name, 0.0), _find_largest(value)[1])
+                reach[name] = max(reach.get(name, 0.0), measure_size(value)[0])
     largest_of = {
         node.name: max((reach.get(name, 0.0) for name in (*node.input, *node.output)), default=0.0)
         for node in graph.nodes
@@ -57,24 +57,12 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
     return {name: value for name, value in largest_of.items() if value * _HEADROOM > HALF_MAX}
 
 
-class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest absolute value and the RMS of a tensor, over its finite elements that are no mask.
-
-    `is_measurable` means that all elements are so.
-    """
-
-    largest: float
-    rms: float
-    is_measurable: bool
-
-
-def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
+def align_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
     """Returns both tensors with 0 where they hold the same non-finite value, or both the value of a mask.
 
-    Other values that are not finite are errors. `size` is that of `wanted`, if it is known.
+    Other values that are not finite are errors.
     """
-    is_measurable = _is_measurable(wanted, _MASK) if size is None else size.is_measurable
-    if is_measurable and _is_measurable(got, -HALF_MAX):
+    if _lies_above(wanted, _MASK) and _lies_above(got, -HALF_MAX):
         return wanted, got
     masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
@@ -82,36 +70,19 @@ def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tup
     return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
 
 
-def measure_size(value: Array) -> Size:
-    """Returns the size of a float tensor."""
-    is_measurable, largest = _find_largest(value)
-    kept = value.astype(np.float64, copy=False).reshape(-1) if is_measurable else _keep_measurable(value)
-    rms = float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
-    return Size(largest=largest, rms=rms, is_measurable=is_measurable)
+def measure_size(value: Array) -> tuple[float, float]:
+    """Returns the largest absolute value and the RMS of a float tensor, over its finite elements that are no mask."""
+    kept = _widen(value).reshape(-1)
+    if not _lies_above(kept, _MASK):
+        kept = kept[np.isfinite(kept) & (kept > _MASK)]
+    exact = kept.astype(np.float64, copy=False)
+    rms = float(np.sqrt(np.einsum("i,i->", exact, exact) / max(1, kept.size)))
+    return float(np.abs(kept).max(initial=0.0)), rms
 
 
-def _find_largest(value: Array) -> tuple[bool, float]:
-    """Returns whether all elements are finite and no mask, and the largest absolute value of those that are."""
-    low, high = _find_ends(value)
-    if low > _MASK and high < np.inf:
-        return True, abs(max(-low, high, 0.0))
-    return False, float(np.abs(_keep_measurable(value)).max(initial=0.0))
-
-
-def _is_measurable(value: Array, above: float) -> bool:
-    """Returns True if all values are finite and none is as low as a mask."""
-    low, high = _find_ends(value)
-    return low > above and high < np.inf
-
-
-def _find_ends(value: Array) -> tuple[float, float]:
-    """Returns the least and the largest value, both NaN if one is NaN or there is none: NaN exceeds no limit."""
-    return (float(value.min()), float(value.max())) if value.size else (np.nan, np.nan)
-
-
-def _keep_measurable(value: Array) -> Array:
-    wide = _widen(value)
-    return wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64)
+def _lies_above(value: Array, least: float) -> bool:
+    """Returns True if all values are finite and above a limit; NaN is above none."""
+    return bool(value.size) and float(value.min()) > least and float(value.max()) < np.inf
 
 
 def _widen(value: Array) -> Array:

@@ -157,34 +157,27 @@ DB_LIMIT = 200.0
 _LARGEST = sys.float_info.max * 2.0**-40
 
 
-class ErrorSums(msgspec.Struct, frozen=True, kw_only=True):
-    """The few sums of one tensor in one sample by which a layer is judged.
+class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of one tensor in one sample, from which every metric follows.
 
     `elements` counts all values, `non_finite` positions where either side is NaN or infinite; if there is one, the sums
-    are zero and the sample is not measurable.
+    are zero and the sample is not measurable. `numeric` is False for labels, of which only the matches count; `matches`
+    counts elements that are exactly equal, `reference_non_finite` values of the reference that are NaN or infinite.
+    `position` is the flat index of the largest error, of the first label that differs, or of the first value that is
+    not finite. `top1` and `top5` say whether the classes agree, and `rank` is the correlation of their order; they are
+    None for an output that ranks no classes. `kl` is None for an output that is no distribution. `masks` counts the
+    classes of a mask, as `count_classes` does.
     """
 
     elements: int
     non_finite: int
+    numeric: bool
+    matches: int
+    reference_non_finite: int = 0
     error_sum: float = 0.0
     error_energy: float = 0.0
     reference_energy: float = 0.0
     max_abs: float = 0.0
-
-
-class SampleErrors(ErrorSums, frozen=True, kw_only=True):
-    """The sums of one output in one sample, from which every metric follows.
-
-    `numeric` is False for labels, of which only the matches count; `matches` counts elements that are exactly equal,
-    `reference_non_finite` values of the reference that are NaN or infinite. `position` is the flat index of the largest
-    error, of the first label that differs, or of the first value that is not finite. `top1` and `top5` say whether the
-    classes agree, and `rank` is the correlation of their order; they are None for an output that ranks no classes. `kl`
-    is None for an output that is no distribution. `masks` counts the classes of a mask, as `count_classes` does.
-    """
-
-    numeric: bool
-    matches: int
-    reference_non_finite: int = 0
     abs_sum: float = 0.0
     reference_abs_sum: float = 0.0
     energy: float = 0.0
@@ -241,26 +234,6 @@ def measure_errors(reference: Array, got: Array) -> SampleErrors:
     return _measure_rows(_as_rows(reference[np.newaxis]), _as_rows(got[np.newaxis]))[0]
 
 
-def sum_errors(reference: Array, got: Array) -> ErrorSums:
-    """Returns the few sums of `measure_errors`, with a third of its passes over the values; both are floats."""
-    if reference.shape == got.shape and reference.size:
-        wanted = _as_rows(reference[np.newaxis])
-        with np.errstate(over="ignore", invalid="ignore"):
-            error = _as_rows(got[np.newaxis]) - wanted
-            energies = [float(np.einsum("ij,ij->i", each, each)[0]) for each in (error, wanted)]
-        # A value that is not finite makes an energy not finite.
-        if all(energy <= _LARGEST for energy in energies):
-            return ErrorSums(
-                elements=reference.size,
-                non_finite=0,
-                error_sum=float(error.sum(axis=1)[0]),
-                error_energy=energies[0],
-                reference_energy=energies[1],
-                max_abs=abs(max(-float(error.min()), float(error.max()))),
-            )
-    return measure_errors(reference, got)
-
-
 def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
     """Returns the sums of each row; a row with a value that is not finite has none."""
     count, elements = wanted.shape
@@ -304,18 +277,6 @@ def _match_sample(reference: Array, got: Array) -> SampleErrors:
         non_finite=0,
         position=int(same.argmin()) if same.size else 0,
         masks=count_masks(reference, got) if same.size else None,
-    )
-
-
-def add_sums(first: ErrorSums, second: ErrorSums) -> ErrorSums:
-    """Returns the sums of two samples together."""
-    return ErrorSums(
-        elements=first.elements + second.elements,
-        non_finite=first.non_finite + second.non_finite,
-        error_sum=first.error_sum + second.error_sum,
-        error_energy=first.error_energy + second.error_energy,
-        reference_energy=first.reference_energy + second.reference_energy,
-        max_abs=max(first.max_abs, second.max_abs),
     )
 
 
@@ -366,7 +327,7 @@ def cosine(samples: Sequence[SampleErrors]) -> float:
     return max(-1.0, min(1.0, value))
 
 
-def sqnr_db(samples: Sequence[ErrorSums]) -> float:
+def sqnr_db(samples: Sequence[SampleErrors]) -> float:
     """Returns 10 log10(sum ref^2 / sum (got - ref)^2), the signal to quantization noise ratio in dB.
 
     The ratio of Jacob et al. 2018 and of `onnxruntime.quantization.qdq_loss_debug`, as energies. Clamped to
@@ -381,7 +342,7 @@ def psnr_db(samples: Sequence[SampleErrors]) -> float:
     return decibels(peak * peak, sum(sample.error_energy for sample in samples) / _elements(samples))
 
 
-def bias_share(samples: Sequence[ErrorSums]) -> float:
+def bias_share(samples: Sequence[SampleErrors]) -> float:
     """Returns (sum error)^2 / (n sum error^2): the share of the error's energy that is one constant offset, 0 to 1."""
     energy = sum(sample.error_energy for sample in samples)
     offset = sum(sample.error_sum for sample in samples)
@@ -402,7 +363,7 @@ def decibels(signal: float, noise: float) -> float:
     return max(-DB_LIMIT, min(DB_LIMIT, 10.0 * (math.log10(signal) - math.log10(noise))))
 
 
-def _elements(samples: Sequence[ErrorSums]) -> int:
+def _elements(samples: Sequence[SampleErrors]) -> int:
     return max(1, sum(sample.elements for sample in samples))
 
 
