@@ -240,7 +240,9 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
             raise DataError(f"{where} has '{name}', which is no model input", hint=suggest_name(name, names))
     missing = next((name for name in names if name not in sample), None)
     if missing is not None:
-        raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
+        held = ", ".join(sample) or "nothing"
+        hint = f"it has {held}; a number that never changes can be a constant: --freeze {missing}=NUMBER"
+        raise DataError(f"{where} lacks the model input '{missing}'", hint=hint)
     return {spec.name: _fit(np.asarray(sample[spec.name]), spec, where) for spec in inputs}
 
 

@@ -59,9 +59,9 @@ WITH = {
     "gemm-to-matmul": """
         g (float[1,4,3] x) => (float[1,4,2] y) <int64[2] f = {4,3}, int64[3] s = {1,4,2}, float[2] b = {1,-2},
         float[3,2] w = {1,2,3,4,5,6}> { r = Reshape(x, f) p = Gemm(r, w, b) y = Reshape(p, s) }""",
-    "matmul-to-2d": (
-        "g (float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }"
-    ),
+    "matmul-to-2d": """g (float[2,4,3] x, float[4,3] r) => (float[2,4,2] y, float[2,2,3] z, float[2,3] t)
+        <float[3,2] w = {1, -2, 3, -4, 5, 6}, float[2,4] v = {1, 2, -3, 4, 5, -6, 7, 8}>
+        { y = MatMul(x, w) z = MatMul(v, x) t = MatMul(v, r) }""",
     "join-hard-swish": """g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }""",
     "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
@@ -147,7 +147,9 @@ WITHOUT = {
     "gemm-to-matmul": """
         g (float[2,2,3] x) => (float[4,2] y, float[4,2] z) <int64[2] f = {4,3}, float[2,3] w = {1,2,3,4,5,6}>
         { r = Reshape(x, f) y = Gemm<transB=1>(r, w) z = Gemm<transB=1, alpha=2.0>(r, w) }""",
-    "matmul-to-2d": "g (float[2,4,3] x, float[3,2] w) => (float[2,4,2] y) { y = MatMul(x, w) }",
+    "matmul-to-2d": """g (float[2,4,3] x, float[3,2] u, float[4,3] r) => (float[2,4,2] y, float[2,2,3] z, float[4,2] t)
+        <float[3,2] w = {1, -2, 3, -4, 5, 6}, float[2,2,4] v = {1,2,3,4,5,6,7,8,1,2,3,4,5,6,7,8}>
+        { y = MatMul(x, u) z = MatMul(v, x) t = MatMul(r, w) }""",
     "join-hard-swish": """
         g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }""",

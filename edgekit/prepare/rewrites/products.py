@@ -76,22 +76,39 @@ def plain_gemm(writer: Writer) -> None:
 
 
 @node_rewrite(
-    "matmul-to-2d", {"MatMul"}, "give {count} of MatMul two dimensions, between Reshapes", since=5, floats=True
+    "matmul-to-2d",
+    {"MatMul"},
+    "give {count} of MatMul two dimensions and the constant on the right, between Reshapes",
+    since=5,
+    floats=True,
 )
 def matmul_to_2d(writer: Writer) -> None:
     """Rewrites [..., M, K] @ constant [K, N] to Reshape to [-1, K], MatMul, and Reshape to [..., M, N].
 
-    Each result is the same sum of products; the order of summation may differ (1e-6 relative).
+    A constant [M, K] on the left, such as the matrix of a Fourier transform, goes to the right of transposed data,
+    since NNAPI and XNNPACK take constants there only: constant @ x = (x^T @ constant^T)^T. Each result is the same sum
+    of products; the order of summation may differ (1e-6 relative).
     """
-    graph, node = writer.graph, writer.node
-    data, matrix = (graph.value(name).static_shape for name in node.input)
-    if node.input[1] not in graph.constants or data is None or matrix is None:
+    constants, add = writer.graph.constants, writer.add
+    (left, right), shapes = writer.node.input, [writer.graph.value(name).static_shape for name in writer.node.input]
+    data, matrix = shapes if right in constants else shapes[::-1]
+    if data is None or matrix is None or len(matrix) != 2 or (left in constants) == (right in constants):
         return
-    if len(data) >= 3 and len(matrix) == 2:
-        flat = writer.constant("flat", [-1, data[-1]], "int64")
-        whole = writer.constant("whole", [*data[:-1], matrix[1]], "int64")
-        product = writer.add("MatMul", [writer.add("Reshape", [node.input[0], flat], "rows"), node.input[1]], "product")
-        writer.add("Reshape", [product, whole])
+    if right in constants and len(data) >= 3:
+        rows = add("Reshape", [left, writer.constant("flat", [-1, data[-1]], "int64")], "rows")
+        product, columns = add("MatMul", [rows, right], "product"), [*data[:-1], matrix[1]]
+        add("Reshape", [product, writer.constant("whole", columns, "int64")])
+    elif left in constants and len(data) >= 2 and writer.opset >= _NO_BIAS_SINCE:
+        turn = [*range(len(data) - 2), len(data) - 1, len(data) - 2]
+        turned = add("Transpose", [right], "turned", perm=turn)
+        rows = add("Reshape", [turned, writer.constant("flat", [-1, data[-2]], "int64")], "rows")
+        product, columns = add("Gemm", [rows, left], "product", transB=1), [*data[:-2], data[-1], matrix[0]]
+        whole = add("Reshape", [product, writer.constant("whole", columns, "int64")], "whole")
+        add("Transpose", [whole], perm=turn)
+
+
+# The first opset in which a Gemm needs no bias.
+_NO_BIAS_SINCE = 11
 
 
 @node_rewrite("neg-to-mul", {"Neg"}, "write {count} of Neg as a product with -1, which is the same", floats=True)
