@@ -123,6 +123,20 @@ def declare_shapes(path: Path, row: Tensors | None = None) -> Path:
     return path
 
 
+def load(network: Network, constants: bytes) -> Computer:
+    """Returns a computer that has loaded a network."""
+    computer = Computer()
+    computer.load(msgspec.json.encode(network), io.BytesIO(constants).read)
+    return computer
+
+
+def compute(computer: Computer, value: bytes, *more: bytes) -> bytes:
+    """Returns the outputs of network 0 for these inputs."""
+    parts = [{"size": len(part)} for part in (value, *more)]
+    question = msgspec.json.encode({"id": 0, "inputs": parts})
+    return computer.compute(question, io.BytesIO(b"".join((value, *more))).read)
+
+
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceRun, list[Tensors], list[Tensors]]:
     """A run of every operation, what came back, and what ONNX Runtime's CPU provider computes in float."""
@@ -188,10 +202,9 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
         tensor(kind, 1, 8, scale=0.5),
     )  # fmt: skip
-    computer = Computer()
-    computer.take_network(network_of(2, operands), np.int32(1).tobytes())
+    computer = load(network_of(2, operands), np.int32(1).tobytes())
     first, second = np.array([1, 2, 3, 4], np.int8), np.array([3, 5, 7, 11], np.int8)
-    (got,) = (np.frombuffer(computer.run(0, first.tobytes() + second.tobytes()), np.int8),)
+    (got,) = (np.frombuffer(compute(computer, first.tobytes(), second.tobytes()), np.int8),)
     assert got.tolist() == [1, 2, 3, 4, 0, 1, 2, 4]
 
 
@@ -199,9 +212,8 @@ def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> Non
     present("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
-    computer = Computer()
-    computer.take_network(network_of(71, operands), np.array([1, 2, 4, 4], np.int8).tobytes())
-    got = np.frombuffer(computer.run(0, np.array([-8, -8, -8, 8], np.int8).tobytes()), np.int8)
+    computer = load(network_of(71, operands), np.array([1, 2, 4, 4], np.int8).tobytes())
+    got = np.frombuffer(compute(computer, np.array([-8, -8, -8, 8], np.int8).tobytes()), np.int8)
     assert got.tolist() == [-2, -4, -8, 8]
 
 
@@ -212,7 +224,7 @@ def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
     present("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
-        Computer().take_network(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
+        load(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
 
 
 def test_questions_are_answered_until_the_last() -> None:

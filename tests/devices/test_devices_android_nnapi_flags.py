@@ -7,14 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, present, qdq_conv, text_model
-from test_devices_android_nnapi import FLOAT_OPERATIONS, float_model, network_of, run_on_nnapi, tensor
+from test_devices_android_nnapi import FLOAT_OPERATIONS, compute, float_model, load, network_of, run_on_nnapi, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI, X86_64, Android
-from edgekit.devices.android.nnapi.compute import Computer
 from edgekit.devices.android.nnapi.network import Driver, OperandType
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
@@ -83,11 +82,10 @@ def test_a_relaxed_network_gives_what_halves_give() -> None:
     kind = OperandType.TENSOR_FLOAT32
     operands = (tensor(kind, 4), tensor(kind, 4, size=16), tensor(OperandType.INT32, size=4), tensor(kind, 4))
     network = msgspec.structs.replace(network_of(0, operands), relaxed=True)
-    computer = Computer()
     constant = np.array([40000, 0.0001, 1, 0.1], np.float32)
-    computer.take_network(network, constant.tobytes() + np.int32(0).tobytes())
+    computer = load(network, constant.tobytes() + np.int32(0).tobytes())
     value = np.array([40000, 1, 2048.5, 0.2], np.float32)
-    got = np.frombuffer(computer.run(0, value.tobytes()), np.float32)
+    got = np.frombuffer(compute(computer, value.tobytes()), np.float32)
     with np.errstate(over="ignore"):
         assert np.array_equal(got, half(half(value) + half(constant)))
     assert np.isinf(got[0])
@@ -160,11 +158,10 @@ def test_pooling_over_pads_is_that_of_integers(kind: OperandType, pads: tuple[in
         tensor(kind, 1, 6, 7, 2, scale=0.5, zero=3), *(tensor(OperandType.INT32, size=4) for _ in numbers),
         tensor(kind, 1, height, width, 2, scale=0.5, zero=3),
     )  # fmt: skip
-    computer = Computer()
-    computer.take_network(network_of(code, operands), np.array(numbers, np.int32).tobytes())
+    computer = load(network_of(code, operands), np.array(numbers, np.int32).tobytes())
     dtype = np.uint8 if kind == OperandType.TENSOR_QUANT8_ASYMM else np.int8
     value = np.random.default_rng(4).integers(0, 255, (1, 6, 7, 2)).astype(np.uint8).view(dtype)
-    got = np.frombuffer(computer.run(0, value.tobytes()), dtype).reshape(height, width, 2)
+    got = np.frombuffer(compute(computer, value.tobytes()), dtype).reshape(height, width, 2)
     for row in range(height):
         for column in range(width):
             rows = slice(max(row * stride - top, 0), row * stride - top + window)
@@ -188,7 +185,7 @@ def test_pooling_over_nothing_is_refused() -> None:
         tensor(kind, 1, 4, 4, 1), *(tensor(OperandType.INT32, size=4) for _ in numbers), tensor(kind, 1, 3, 6, 1),
     )  # fmt: skip
     with pytest.raises(DeviceError, match="pooling over nothing but pads"):
-        Computer().take_network(network_of(17, operands), np.array(numbers, np.int32).tobytes())
+        load(network_of(17, operands), np.array(numbers, np.int32).tobytes())
 
 
 @pytest.mark.parametrize(("level", "is_right"), [(Level.BASIC, True), (Level.ALL, False)])

@@ -30,13 +30,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
     size: int
-    shape: tuple[int, ...]
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     inputs: tuple[_Part, ...]
-    outputs: tuple[_Part, ...]
 
 
 class Computer:
@@ -46,35 +44,16 @@ class Computer:
         self._networks: dict[int, tuple[Network, Any]] = {}
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
-        """Loads the network of a question; the bytes of its constants follow the question.
-
-        Raises:
-            EdgekitError: it cannot be computed here.
-        """
-        network = msgspec.json.decode(question, type=Network)
-        self.take_network(network, read(sum(max(operand.size, 0) for operand in network.operands)))
-
-    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
-        """Returns the outputs of a network for the inputs that follow the question."""
-        run = msgspec.json.decode(question, type=_Run)
-        return self.run(run.id, read(sum(part.size for part in run.inputs)))
-
-    def take_network(self, network: Network, data: bytes) -> None:
-        """Loads a network.
+        """Loads the network of a question; the bytes of its constants follow, in the order of its operands.
 
         Raises:
             DeviceError: it has an operation that edgekit cannot compute.
             MissingExtraError: ai-edge-litert is not installed.
         """
-        # The constants are concatenated in the order of the operands.
-        values: dict[int, Array] = {}
-        at = 0
-        for place, operand in enumerate(network.operands):
-            if operand.size > 0:
-                dtype = np.dtype(NUMPY_TYPES[operand.type])
-                values[place] = np.frombuffer(data[at : at + operand.size], dtype).reshape(operand.shape or (-1,))
-                at += operand.size
-        model = write_model(network, Constants(values))
+        network = msgspec.json.decode(question, type=Network)
+        sizes = {place: operand.size for place, operand in enumerate(network.operands) if operand.size > 0}
+        parts = {place: read(size) for place, size in sizes.items()}
+        model = write_model(network, Constants({place: _view(network, place, data) for place, data in parts.items()}))
         from ai_edge_litert.interpreter import Interpreter, OpResolverType  # noqa: PLC0415 - an optional extra
 
         optimized = any(operation.type in _OPTIMIZED for operation in network.operations)
@@ -83,24 +62,14 @@ class Computer:
         interpreter.allocate_tensors()
         self._networks[network.id] = network, interpreter
 
-    def describe(self) -> Facts:
-        """Returns what the networks contain."""
-        networks = [network for network, _ in self._networks.values()]
-        counts = Counter(name_operation(operation.type) for network in networks for operation in network.operations)
-        return Facts(operations=dict(sorted(counts.items())), relaxed=any(network.relaxed for network in networks))
-
-    def run(self, number: int, data: bytes) -> bytes:
-        """Returns the bytes of a network's outputs for the concatenated bytes of its inputs."""
-        network, interpreter = self._networks[number]
-        details = interpreter.get_input_details()
-        at = 0
-        for place, detail in zip(network.inputs, details, strict=True):
-            operand = network.operands[place]
-            dtype = np.dtype(NUMPY_TYPES[operand.type])
-            count = int(np.prod(operand.shape)) * dtype.itemsize
-            value = np.frombuffer(data[at : at + count], dtype).reshape(operand.shape)
-            interpreter.set_tensor(detail["index"], _turn(value) if detail["dtype"] != dtype else value)
-            at += count
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
+        """Returns the bytes of a network's outputs for those of its inputs, which follow the question."""
+        run = msgspec.json.decode(question, type=_Run)
+        parts = [read(part.size) for part in run.inputs]
+        network, interpreter = self._networks[run.id]
+        for place, detail, data in zip(network.inputs, interpreter.get_input_details(), parts, strict=True):
+            value = _view(network, place, data)
+            interpreter.set_tensor(detail["index"], _turn(value) if detail["dtype"] != value.dtype else value)
         interpreter.invoke()
         found: list[bytes] = []
         for place, detail in zip(network.outputs, interpreter.get_output_details(), strict=True):
@@ -108,6 +77,18 @@ class Computer:
             turned = network.operands[place].type == OperandType.TENSOR_QUANT8_ASYMM and value.dtype == np.int8
             found.append((_turn(value) if turned else value).tobytes())
         return b"".join(found)
+
+    def describe(self) -> Facts:
+        """Returns what the networks contain."""
+        networks = [network for network, _ in self._networks.values()]
+        counts = Counter(name_operation(operation.type) for network in networks for operation in network.operations)
+        return Facts(operations=dict(sorted(counts.items())), relaxed=any(network.relaxed for network in networks))
+
+
+def _view(network: Network, place: int, data: bytes) -> Array:
+    """Returns the bytes of an operand as an array; a scalar has one axis."""
+    operand = network.operands[place]
+    return np.frombuffer(data, NUMPY_TYPES[operand.type]).reshape(operand.shape or (-1,))
 
 
 def _turn(value: Any) -> Any:
