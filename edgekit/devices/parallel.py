@@ -3,11 +3,10 @@
 import contextlib
 import functools
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Event, Lock, Semaphore
 from typing import TypeVar
 
 from edgekit._files import digest_bytes, one_at_a_time
@@ -61,46 +60,50 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
     If one raises, or the caller is interrupted, the child processes of all are ended, and waiting calls are not made.
     """
-    with ThreadPoolExecutor(max_workers=max(1, at_once or len(calls))) as pool:
-        futures = [pool.submit(call) for call in calls]
-        _finish(futures)
-        return tuple(future.result() for future in futures)
+    with running_behind(_make_call, max(1, at_once or len(calls))) as begin:
+        futures = [begin(call) for call in calls]
+    return tuple(future.result() for future in futures)
+
+
+def _make_call(call: Callable[[], _T]) -> _T:
+    return call()
 
 
 @contextlib.contextmanager
-def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Generator[Callable[[_Item], Future[_T]]]:
+def running_behind(
+    call: Callable[[_Item], _T], at_once: int, more: int = 0
+) -> Generator[Callable[[_Item], Future[_T]]]:
     """Yields a function that starts a call for an item in the background; the block ends when all calls have returned.
 
     While the block runs, `at_once` calls run at a time; once it has ended, `more` further ones do, in the order of the
     items. If a call or the block raises, the child processes of all are ended, and waiting calls are not made.
     """
-    futures, waiting = list[Future[_T]](), deque[tuple[Future[_T], _Item]]()
+    futures, turns, has_failed = list[Future[_T]](), Semaphore(at_once), Event()
 
-    def make_next() -> None:
-        with contextlib.suppress(IndexError):
-            future, item = waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(call(item))
-            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-                future.set_exception(error)
+    def wait_and_call(item: _Item) -> _T:
+        with turns:
+            if has_failed.is_set():
+                raise CancelledError
+            return call(item)
 
-    with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(more) as others:
+    def begin(item: _Item) -> Future[_T]:
+        futures.append(pool.submit(wait_and_call, item))
+        return futures[-1]
 
-        def begin(item: _Item) -> Future[_T]:
-            futures.append(Future())
-            waiting.append((futures[-1], item))
-            pool.submit(make_next)
-            return futures[-1]
-
+    with ThreadPoolExecutor(at_once + more) as pool:
         try:
             yield begin
-            for _ in tuple(waiting):
-                others.submit(make_next)
-            _finish(futures)
+            for _ in range(more):
+                turns.release()
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
         except BaseException:
-            _end(futures)
+            has_failed.set()
+            for future in futures:
+                future.cancel()
+            # Repeatedly, because a thread may start its child just after the children of the others were ended.
+            while wait(futures, timeout=0.1).not_done:
+                end_children()
             raise
 
 
@@ -113,26 +116,8 @@ def count_slots(cores: int, free_bytes: int | None) -> int:
     return max(1, min(2 * cores, by_memory))
 
 
-def _finish(futures: Sequence[Future[_T]]) -> None:
-    """Waits for all; if one raises, ends those that still run and raises its exception."""
-    try:
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
-    except BaseException:
-        _end(futures)
-        raise
-
-
-def _end(futures: Sequence[Future[_T]]) -> None:
-    for future in futures:
-        future.cancel()
-    # Repeatedly, because a thread may start its child just after the children of the others were ended.
-    while wait(futures, timeout=0.1).not_done:
-        end_children()
-
-
 @functools.cache
-def _slots() -> BoundedSemaphore:
+def _slots() -> Semaphore:
     lines = _MEMORY.read_text().splitlines() if _MEMORY.is_file() else []
     available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return BoundedSemaphore(count_slots(os.cpu_count() or 1, None if available is None else int(available) * 1024))
+    return Semaphore(count_slots(os.cpu_count() or 1, None if available is None else int(available) * 1024))
