@@ -7,39 +7,39 @@ each distinct string once, sorted; weights in the order of the walk, aligned so 
 import functools
 import struct
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, cast
+from typing import cast
 
 import msgspec
 
-from edgekit.convert.ort_format.tables import IDENTIFIER, NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field, Record, number
+from edgekit.convert.ort_format.tables import (
+    IDENTIFIER,
+    NUMBER_SIZES,
+    ROOT,
+    SCHEMA,
+    UNIONS,
+    Field,
+    Record,
+    Value,
+    number,
+)
 from edgekit.errors import ModelError
 
 _MAX_BYTES = 2**31 - 1
 _HEADER_BYTES = 8
-_Link: TypeAlias = "int | bytes | _Blob"
 
 
-class _Blob:
-    """Weights, written last and directly from the source file's bytes."""
+class _Part(msgspec.Struct, eq=False):
+    """A vtable, table, vector, string or weights, with the positions of its offsets to other parts.
 
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self.start = 0
-
-
-class _Block:
-    """A table or a vector, with the positions of its offsets to later parts of the file.
-
-    The first `lead` bytes come before the part that is aligned.
+    The first `lead` bytes come before what is aligned. `data` follow the `content`: weights stay in the source's bytes.
     """
 
-    def __init__(self, content: bytearray, *, align: int, lead: int, vtable: bytes = b"") -> None:
-        self.content = content
-        self.align = align
-        self.lead = lead
-        self.vtable = vtable
-        self.links: list[tuple[int, _Link]] = []
-        self.start = 0
+    content: bytearray
+    align: int = 4
+    lead: int = 0
+    data: bytes | memoryview = b""
+    links: list[tuple[int, "_Part"]] = []
+    start: int = 0
 
 
 def write_tables(root: Record, path: Path) -> None:
@@ -49,55 +49,24 @@ def write_tables(root: Record, path: Path) -> None:
         ModelError: the file would have 2 GB or more, which flatbuffers cannot address.
     """
     walk = _Walk()
-    walk.add_table(root, ROOT)
-    blocks, blobs = walk.blocks, walk.blobs
-    cursor, vtables, strings = _HEADER_BYTES, dict[bytes, int](), dict[bytes, int]()
-    for vtable in sorted({block.vtable for block in blocks if block.vtable}):
-        vtables[vtable] = cursor
-        cursor += len(vtable)
-    for block in blocks:
-        # Alignment is that of a vector's elements, not of the four bytes of its length before them.
-        cursor += -(cursor + block.lead) % block.align
-        block.start = cursor
-        cursor += len(block.content)
-    cursor += -cursor % 4
-    for string in sorted({link for block in blocks for _, link in block.links if isinstance(link, bytes)}):
-        strings[string] = cursor
-        cursor += 4 + len(string) + 1
-        cursor += -cursor % 4
-    for blob in blobs:
-        cursor += 4
-        size = len(blob.data)
-        # Weights are used in place (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a time.
-        cursor += -cursor % (64 if size >= 64 else 16 if size >= 16 else 8)
-        blob.start = cursor
-        cursor += len(blob.data)
-    if cursor > _MAX_BYTES:
-        raise ModelError(f"'{path.name}' would have {cursor} bytes", hint="the ORT format ends at 2 GB: load the .onnx")
+    first = walk.add_table(root, ROOT)
+    vtables, strings = ([parts[key] for key in sorted(parts)] for parts in (walk.vtables, walk.strings))
+    parts, end = [*vtables, *walk.blocks, *strings, *walk.weights], _HEADER_BYTES
+    for part in parts:
+        part.start = end + -(end + part.lead) % part.align
+        end = part.start + len(part.content) + len(part.data)
+    if end > _MAX_BYTES:
+        raise ModelError(f"'{path.name}' would have {end} bytes", hint="the ORT format ends at 2 GB: load the .onnx")
     with path.open("wb") as file:
-        file.write(struct.pack("<I", blocks[0].start) + IDENTIFIER)
-        file.writelines(vtables)
-        for block in blocks:
-            if block.vtable:
-                # The offset to the vtable is signed and counts backwards; all other offsets are unsigned and point
-                # forward.
-                struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
-            for offset, link in block.links:
-                if isinstance(link, int):
-                    target = blocks[link].start
-                else:
-                    target = strings[link] if isinstance(link, bytes) else link.start - 4
-                struct.pack_into("<I", block.content, offset, target - block.start - offset)
-            _pad_to(file, block.start)
-            file.write(block.content)
-        for string, place in strings.items():
-            _pad_to(file, place)
-            file.write(struct.pack("<I", len(string)) + string + b"\0")
-        for blob in blobs:
-            _pad_to(file, blob.start - 4)
-            file.write(struct.pack("<I", len(blob.data)))
-            file.write(blob.data)
-        _pad_to(file, file.tell() + -file.tell() % 8)
+        file.write(struct.pack("<I", first.start) + IDENTIFIER)
+        for part in parts:
+            for offset, target in part.links:
+                # Offsets count forward, except those of tables to their vtables, which come before all tables.
+                struct.pack_into("<I", part.content, offset, abs(target.start - part.start - offset))
+            file.write(bytes(part.start - file.tell()))
+            file.write(part.content)
+            file.write(part.data)
+        file.write(bytes(-file.tell() % 8))
 
 
 class _Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,46 +79,50 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Walk:
-    """Collects blocks and weights; a parent comes before the parts that it points to."""
+    """Collects the parts of a file; a parent comes before the tables, vectors and weights that it points to."""
 
     def __init__(self) -> None:
-        self.blocks: list[_Block] = []
-        self.blobs: list[_Blob] = []
+        self.vtables: dict[bytes, _Part] = {}
+        self.blocks: list[_Part] = []
+        self.strings: dict[bytes, _Part] = {}
+        self.weights: list[_Part] = []
 
-    def add_table(self, record: Record, kind: str) -> int:
+    def add_table(self, record: Record, kind: str) -> _Part:
         shape = _shape_table(kind, frozenset(record))
-        block = self._add_block(_Block(bytearray(shape.size), align=shape.align, lead=0, vtable=shape.vtable))
-        index = len(self.blocks) - 1
+        block = self._add_block(_Part(bytearray(shape.size), align=shape.align))
+        block.links.append((0, self.vtables.setdefault(shape.vtable, _Part(bytearray(shape.vtable)))))
         for offset, field in shape.fields:
             value = record[field.name]
             if field.kind in NUMBER_SIZES:
                 block.content[offset : offset + NUMBER_SIZES[field.kind]] = cast("bytes", value)
-            elif isinstance(value, dict):
-                of = UNIONS[field.of][number(record, f"{field.name}_type")] if field.kind == "union" else field.of
-                block.links.append((offset, self.add_table(value, of)))
+            elif field.kind == "union":
+                of = UNIONS[field.of][number(record, f"{field.name}_type")]
+                block.links.append((offset, self.add_table(cast("Record", value), of)))
             else:
-                block.links.append((offset, value if isinstance(value, bytes) else self._add_vector(value, field)))
-        return index
+                block.links.append((offset, self._add_value(value, field)))
+        return block
 
-    def _add_vector(self, value: memoryview | list[bytes] | list[Record], field: Field) -> _Link:
-        if isinstance(value, memoryview):
-            if field.kind == "weights":
-                self.blobs.append(_Blob(value))
-                return self.blobs[-1]
-            size = NUMBER_SIZES[field.kind[1:-1]]
-            count = struct.pack("<I", len(value) // size)
-            self._add_block(_Block(bytearray(count + bytes(value)), align=8 if size == 8 else 4, lead=4))
-            return len(self.blocks) - 1
-        block = self._add_block(_Block(bytearray(4 + 4 * len(value)), align=4, lead=0))
-        index = len(self.blocks) - 1
-        struct.pack_into("<I", block.content, 0, len(value))
-        for place in range(len(value)):
-            item = value[place]
-            link = item if isinstance(item, bytes) else self.add_table(item, field.of)
-            block.links.append((4 + 4 * place, link))
-        return index
+    def _add_value(self, value: Value, field: Field) -> _Part:
+        if isinstance(value, dict):
+            return self.add_table(value, field.of)
+        count = struct.pack("<I", len(value))
+        if isinstance(value, bytes):
+            return self.strings.setdefault(value, _Part(bytearray(count + value + b"\0")))
+        if isinstance(value, list):
+            block = self._add_block(_Part(bytearray(count + bytes(4 * len(value)))))
+            block.links += [(4 + 4 * at, self._add_value(value[at], field)) for at in range(len(value))]
+            return block
+        if field.kind == "weights":
+            # Used in place (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a time.
+            align = 64 if len(value) >= 64 else 16 if len(value) >= 16 else 8
+            self.weights.append(_Part(bytearray(count), align=align, lead=4, data=value))
+            return self.weights[-1]
+        # Alignment is that of the elements, not of the four bytes of the length before them.
+        size = NUMBER_SIZES[field.kind[1:-1]]
+        count = struct.pack("<I", len(value) // size)
+        return self._add_block(_Part(bytearray(count + bytes(value)), align=8 if size == 8 else 4, lead=4))
 
-    def _add_block(self, block: _Block) -> _Block:
+    def _add_block(self, block: _Part) -> _Part:
         self.blocks.append(block)
         return block
 
@@ -176,7 +149,3 @@ def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
     # out.
     vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
     return _Shape(fields=placed, size=size, align=align, vtable=vtable + bytes(-len(vtable) % 4))
-
-
-def _pad_to(file: BinaryIO, position: int) -> None:
-    file.write(bytes(position - file.tell()))
