@@ -9,7 +9,7 @@ import importlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,15 +112,9 @@ def import_extra(module: str, metric: str) -> Any:
 
 
 Weights = npt.NDArray[np.int64]
-
-
-class Detections(msgspec.Struct, frozen=True, kw_only=True):
-    """The labelled and the detected objects of one image: boxes as [left, top, right, bottom], scores and classes."""
-
-    label: Boxes
-    boxes: Array
-    scores: Array
-    classes: Array
+Scorer = Callable[[Weights], float]
+Detections = tuple[Boxes, Array, Array, Array]
+"""The labelled objects of an image, and the detected ones: boxes [left, top, right, bottom], scores and classes."""
 
 
 def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detections:
@@ -132,21 +126,21 @@ def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detecti
     names = (limit.output or "boxes,scores,classes").split(",")
     if len(names) != 3 or any(name not in outputs for name in names):
         raise DataError(
-            f"map needs three outputs, {limit.output or 'boxes,scores,classes'}; there are {', '.join(outputs)}",
+            f"map needs three outputs, {','.join(names)}; there are {', '.join(outputs)}",
             hint='name them: output = "BOXES,SCORES,CLASSES", or write a module:function',
         )
-    boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64) for name in names)
-    count = scores.size
-    if boxes.size != 4 * count or classes.size != count:
+    boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64).reshape(-1) for name in names)
+    if boxes.size != 4 * scores.size or classes.size != scores.size:
         raise DataError(
-            f"the outputs {', '.join(names)} hold {boxes.size} coordinates, {count} scores and {classes.size} classes",
+            f"the outputs {', '.join(names)} hold {boxes.size} coordinates, {scores.size} scores and {classes.size}"
+            " classes",
             hint="a detection has four coordinates, one score and one class",
         )
-    return Detections(label=label, boxes=boxes.reshape(-1, 4), scores=scores.reshape(-1), classes=classes.reshape(-1))
+    return label, boxes.reshape(-1, 4), scores, classes
 
 
-def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
-    """Returns a function from how often each image counts to the mean AP over IoU 0.50 to 0.95.
+def prepare_map(records: Sequence[Detections]) -> Scorer:
+    """Returns the scorer of the mean AP over IoU 0.50 to 0.95.
 
     Computed by pycocotools (Lin et al. 2014, "Microsoft COCO"): over the classes that occur in the labels, 0 to 1.
 
@@ -155,35 +149,32 @@ def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
     """
     coco = import_extra("pycocotools.coco", "'map'").COCO
     evaluate = import_extra("pycocotools.cocoeval", "'map'").COCOeval
-    objects = [
-        {
-            "image_id": image,
-            "category_id": name,
-            "bbox": _as_size(box),
-            "area": (box[2] - box[0]) * (box[3] - box[1]),
-            "iscrowd": 0,
-        }
-        for image, record in enumerate(records)
-        for box, name in zip(record.label.boxes, record.label.classes, strict=True)
-    ]
-    detections = [
-        {"image_id": image, "category_id": int(name), "bbox": _as_size(box), "score": float(score)}
-        for image, record in enumerate(records)
-        for box, score, name in zip(record.boxes, record.scores, record.classes, strict=True)
-    ]
+
+    def place(image: int, box: Iterable[float], name: float) -> dict[str, Any]:
+        left, top, right, bottom = map(float, box)
+        size = (right - left, bottom - top)
+        return {"image_id": image, "category_id": int(name), "bbox": [left, top, *size], "area": math.prod(size)}
+
+    objects, detections = list[dict[str, Any]](), list[dict[str, Any]]()
+    for image, (label, *found) in enumerate(records):
+        for box, name in zip(label.boxes, label.classes, strict=True):
+            objects.append({**place(image, box, name), "id": len(objects) + 1, "iscrowd": 0})
+        for box, chance, name in zip(*found, strict=True):
+            detections.append({**place(image, box, name), "score": float(chance)})
     if not detections:
         return lambda _weights: 0.0
+    images = len(records)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = coco()
         truth.dataset = {
-            "images": [{"id": image} for image in range(len(records))],
-            "categories": [{"id": name} for name in sorted({name for each in records for name in each.label.classes})],
-            "annotations": [{"id": number, **each} for number, each in enumerate(objects, start=1)],
+            "images": [{"id": image} for image in range(images)],
+            "categories": [{"id": name} for name in sorted({each["category_id"] for each in objects})],
+            "annotations": objects,
         }
         truth.createIndex()
         evaluation = evaluate(truth, truth.loadRes(detections), "bbox")
         evaluation.evaluate()
-    every, images = list(evaluation.evalImgs), len(records)
+    every = list(evaluation.evalImgs)
 
     def score(weights: Weights) -> float:
         drawn = np.repeat(np.arange(images), weights)
@@ -197,12 +188,7 @@ def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
     return score
 
 
-def _as_size(box: Sequence[float] | Array) -> list[float]:
-    left, top, right, bottom = (float(edge) for edge in box)
-    return [left, top, right - left, bottom - top]
-
-
-def read_token_losses(scores: Array, label: Array) -> tuple[float, float]:
+def read_token_losses(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, float]:
     """Returns the sum of -log p over the tokens of a text and their number, from scores [..., tokens, words].
 
     `label` holds the token that each position must predict; a negative one does not count.
@@ -210,35 +196,35 @@ def read_token_losses(scores: Array, label: Array) -> tuple[float, float]:
     Raises:
         DataError: the scores do not fit the label, or a token is no word of theirs.
     """
-    chosen, wanted = _match(scores, label)
-    chosen = chosen.astype(np.float64)
-    highest = chosen.max(axis=1, initial=-np.inf)
-    spread = np.log(np.exp(chosen - highest[:, None]).sum(axis=1)) + highest
-    return float((spread - chosen[np.arange(len(wanted)), wanted]).sum()), float(len(wanted))
+    scores, wanted = _match_tokens(outputs, label, limit)
+    scores = scores.astype(np.float64)
+    highest = scores.max(axis=1, initial=-np.inf)
+    spread = np.log(np.exp(scores - highest[:, None]).sum(axis=1)) + highest
+    return float((spread - scores[np.arange(len(wanted)), wanted]).sum()), float(len(wanted))
 
 
-def read_next_tokens(scores: Array, label: Array) -> tuple[float, float]:
+def read_next_tokens(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, float]:
     """Returns for how many tokens of a text the best score is the right token's, and the number of tokens.
 
     Raises:
         DataError: the scores do not fit the label, or a token is no word of theirs.
     """
-    chosen, wanted = _match(scores, label)
-    hits = chosen.argmax(axis=1) == wanted if len(wanted) else np.zeros(0)
-    return float(np.count_nonzero(hits)), float(len(wanted))
+    scores, wanted = _match_tokens(outputs, label, limit)
+    return float(np.count_nonzero(scores.argmax(axis=1) == wanted)), float(len(wanted))
 
 
-def _match(scores: Array, label: Array) -> tuple[Array, Array]:
+def _match_tokens(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[Array, Array]:
     """Returns the scores [tokens, words] of the positions that count, and the tokens to predict there."""
     wanted = np.asarray(label).reshape(-1)
+    scores = find_output(outputs, limit, lambda value: value.ndim > 1 and value.shape[-2] == wanted.size)
     words = scores.shape[-1] if scores.ndim > 1 else 0
     if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
         raise DataError(
             f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens", hint="a token for each position"
         )
-    counted = wanted >= 0
     if wanted.max(initial=0) >= words:
         raise DataError(f"token {wanted.max()} is no word of {words}", hint="tokens count from 0")
+    counted = wanted >= 0
     return scores.reshape(-1, words)[counted], wanted[counted].astype(np.int64)
 
 
@@ -247,7 +233,6 @@ LEAST_FOR_INTERVAL = 30
 values hold the truth in 93 %, not 95 %)."""
 
 Reader = Callable[[Tensors, Any, TaskLimit], Any]
-Scorer = Callable[[Weights], float]
 
 
 class TaskMetric(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,29 +285,42 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
     mine = list(read_records(limit, reference, labels))
     try:
         theirs = list(read_records(limit, got, labels))
-        if len(theirs) == len(mine):
-            return compare_records(limit, mine, theirs)
-        mismatch = f"{len(theirs)} of {len(mine)} samples came back"
+        mismatch = None if len(theirs) == len(mine) else f"{len(theirs)} of {len(mine)} samples came back"
     except MissingExtraError:
         raise
     except EdgekitError as error:
-        mismatch = error.message
-    report = _report_reference(limit, mine, find_metric(limit).prepare(mine))
-    return msgspec.structs.replace(report, mismatch=mismatch)
+        theirs, mismatch = [], error.message
+    return compare_records(limit, mine, theirs, mismatch)
 
 
-def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> TaskReport:
+def compare_records(
+    limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any], mismatch: str | None = None
+) -> TaskReport:
     """Returns a metric on both models from what was kept of each sample, with the interval of their difference.
+
+    A `mismatch` says why the other model has no figure.
 
     Raises:
         UsageError: there is no such metric.
         DataError: the labels are nothing that the metric reads.
         MissingExtraError: the metric needs a package that is not installed.
     """
-    metric = find_metric(limit)
-    scores, others = metric.prepare(mine), metric.prepare(theirs)
-    report = _report_reference(limit, mine, scores)
-    report = msgspec.structs.replace(report, got=others(np.ones(len(mine), dtype=np.int64)))
+    metric, once = find_metric(limit), np.ones(len(mine), dtype=np.int64)
+    scores = metric.prepare(mine)
+    report = TaskReport(
+        name=limit.name,
+        output=limit.output,
+        samples=len(mine),
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        reference=scores(once),
+        got=None,
+        mismatch=mismatch,
+    )
+    if mismatch is not None:
+        return report
+    others = metric.prepare(theirs)
+    report = msgspec.structs.replace(report, got=others(once))
     if metric.hits:
         before, now = (np.array([record[0] for record in side], dtype=bool) for side in (mine, theirs))
         gained, lost = int(np.count_nonzero(now & ~before)), int(np.count_nonzero(before & ~now))
@@ -347,19 +345,6 @@ def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
     return find_metric(limit).read(outputs, label, limit)
 
 
-def _report_reference(limit: TaskLimit, mine: Sequence[Any], scores: Scorer) -> TaskReport:
-    metric = find_metric(limit)
-    return TaskReport(
-        name=limit.name,
-        output=limit.output,
-        samples=len(mine),
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        reference=scores(np.ones(len(mine), dtype=np.int64)),
-        got=None,
-    )
-
-
 def read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
     """Returns what the metric of a limit keeps of each sample, lazily.
 
@@ -375,19 +360,22 @@ def read_hit(outputs: Tensors, label: int, limit: TaskLimit, *, k: int) -> tuple
     if not 0 <= label < scores.size:
         raise DataError(f"label {label} is no class of an output of {scores.size}", hint="classes count from 0")
     better = int(np.count_nonzero(scores >= scores[label])) - 1
-    first = bool(scores.argmax() == label)
-    return (1.0 if first or better < k else 0.0), 1.0
+    return float(better < k or scores.argmax() == label), 1.0
+
+
+def read_words(outputs: Tensors, limit: TaskLimit) -> str:
+    """Returns the text that the output of a limit, or the first one, decodes to."""
+    return decode_text(find_output(outputs, limit, lambda _: True), limit)
 
 
 def read_exact(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, float]:
     """Returns whether the decoded text is exactly the label."""
-    return (1.0 if decode_text(find_output(outputs, limit, lambda _: True), limit) == label else 0.0), 1.0
+    return float(read_words(outputs, limit) == label), 1.0
 
 
 def read_edits(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, float]:
     """Returns the edit distance (Levenshtein 1966) of the decoded text to the label, and the label's length."""
-    text = decode_text(find_output(outputs, limit, lambda _: True), limit)
-    return float(count_edits(label, text)), float(len(label))
+    return float(count_edits(label, read_words(outputs, limit))), float(len(label))
 
 
 def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters: bool) -> tuple[float, float]:
@@ -397,7 +385,7 @@ def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters:
         MissingExtraError: jiwer is not installed.
     """
     jiwer = import_extra("jiwer", f"'{limit.name}'")
-    text = decode_text(find_output(outputs, limit, lambda _: True), limit)
+    text = read_words(outputs, limit)
     if not label.strip():
         return float(len(text) if letters else len(text.split())), 0.0
     counted = jiwer.process_characters(label, text) if letters else jiwer.process_words(label, text)
@@ -450,15 +438,6 @@ def read_psnr(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, 
     peak = limit.peak or (255.0 if wanted.dtype.kind in "iu" else 1.0)
     error = found.astype(np.float64).reshape(-1) - wanted.astype(np.float64).reshape(-1)
     return min(decibels(peak * peak, float(np.mean(error * error))), DB_LIMIT / 2), 1.0
-
-
-def read_text(
-    outputs: Tensors, label: Array, limit: TaskLimit, *, count: Callable[[Array, Array], tuple[float, float]]
-) -> tuple[float, float]:
-    """Returns what `count` makes of the scores of a text's tokens and of the tokens."""
-    tokens = np.asarray(label)
-    found = find_output(outputs, limit, lambda value: value.ndim > 1 and value.shape[-2] == tokens.size)
-    return count(found, tokens)
 
 
 def prepare_ratio(records: Sequence[tuple[float, float]]) -> Scorer:
@@ -540,13 +519,9 @@ METRICS: Mapping[str, TaskMetric] = {
     "auc": TaskMetric(labels="class", read=read_score, prepare=prepare_auc, rounds=200),
     "map": TaskMetric(labels="boxes", read=read_detections, prepare=prepare_map, rounds=100),
     "perplexity": TaskMetric(
-        labels="array",
-        read=partial(read_text, count=read_token_losses),
-        prepare=prepare_perplexity,
-        unit="value",
-        higher_is_better=False,
+        labels="array", read=read_token_losses, prepare=prepare_perplexity, unit="value", higher_is_better=False
     ),
-    "next-token": TaskMetric(labels="array", read=partial(read_text, count=read_next_tokens), prepare=prepare_ratio),
+    "next-token": TaskMetric(labels="array", read=read_next_tokens, prepare=prepare_ratio),
     "psnr": TaskMetric(labels="array", read=read_psnr, prepare=prepare_ratio, unit="dB"),
 }
 
@@ -597,22 +572,18 @@ def measure_drop(
         with contextlib.suppress(DataError):
             theirs.append(read_record(limit, pair.found, label))
     # The models do not run again.
-    predicted = reference.predict_drop(quantized)
+    predicted = msgspec.structs.replace(reference.predict_drop(quantized), measure=limit.name, source=LABELS)
     if len(theirs) < len(mine):
-        return msgspec.structs.replace(
-            predicted, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
-        )
+        return msgspec.structs.replace(predicted, drop_estimate=1.0, drop_interval=(1.0, 1.0))
     report = compare_records(limit, mine, theirs)
     got = report.reference if report.got is None else report.got
-    sign = 1.0 if report.higher_is_better else -1.0
     scale = 1.0 if report.unit == "share" or report.reference <= 0 else report.reference
-    ends = None if report.interval is None else [round(-sign * end / scale, 6) for end in report.interval]
+    scale = scale if report.higher_is_better else -scale
+    low, high = (round(-end / scale, 6) for end in report.interval or (0.0, 0.0))
     return msgspec.structs.replace(
         predicted,
-        measure=report.name,
-        drop_estimate=round(sign * (report.reference - got) / scale, 6),
-        drop_interval=None if ends is None else (min(ends), max(ends)),
-        source=LABELS,
+        drop_estimate=round((report.reference - got) / scale, 6),
+        drop_interval=None if report.interval is None else (min(low, high), max(low, high)),
         reference=round(report.reference, 6),
         got=round(got, 6),
     )
