@@ -9,10 +9,10 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed
 from edgekit.data.samples import order_for_runs
-from edgekit.evidence import Evidence, Judgement, Verdict
+from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import Located
-from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output, weigh_output
+from edgekit.verify.metrics.outputs import OutputReport, judge_output, weigh_output
 from edgekit.verify.state import StateReport, judge_state
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
 
@@ -193,13 +193,14 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         """The criteria of the run, each with the reasons why the run does not pass it."""
         if self.crashed:
             return (Gate(name="run", unproven=_judge_end(self)),)
-        limits, found = self.thresholds, [self._excuse("run", _judge_end(self))]
+        limits, old = self.thresholds, bool(self.outdated)
+        found = [_make_gate("run", "", Judgement(failures=_judge_end(self)), excused=old)]
         found += (_make_gate("output", output.name, weigh_output(output, limits)) for output in self.outputs)
         if limits.task is not None:
             task = Judgement() if self.failure is not None else judge_task(self.settled_task, limits.task)
             found.append(_make_gate("metric", limits.task.name, task))
         if self.evidence in OBSERVING:
-            found.append(self._excuse("placement", _judge_placement(self)))
+            found.append(_make_gate("placement", "", Judgement(failures=_judge_placement(self)), excused=old))
         if self.reference_cost is not None:
             found.append(Gate(name="costs", failures=tuple(_judge_cost(self, self.reference_cost))))
         if self.findings or self.outdated:
@@ -209,14 +210,15 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.sizes is not None:
             for size in self.sizes.sizes:
                 subject = f"{self.sizes.dim}={size.size}"
-                found.append(_make_gate("size", subject, _judge_size(size, subject, self)))
-        found += (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
+                judged = _judge_file(size, f"with {subject} the bundle runs '{size.file}'", self)
+                if not size.lengths:
+                    judged = Judgement(unproven=(f"no sample ran with {subject}",))
+                found.append(_make_gate("size", subject, judged, excused=size.crashed))
+        for file in self.files:
+            # The few samples that it ran prove no share.
+            judged = Judgement(failures=_judge_file(file, f"the bundle ships '{file.file}'", self).failures)
+            found.append(_make_gate("file", file.file, judged, excused=old or file.crashed))
         return tuple(found)
-
-    def _excuse(self, name: GateName, found: tuple[str, ...], subject: str = "", *, crashed: bool = False) -> Gate:
-        """Returns a gate that a crashed or outdated emulator cannot fail: a newer one may take what it refuses."""
-        excused = bool(self.outdated) or crashed
-        return Gate(name=name, subject=subject, failures=() if excused else found, unproven=found if excused else ())
 
     @property
     def settled_task(self) -> TaskReport | None:
@@ -265,37 +267,26 @@ def _judge_end(run: RunReport) -> tuple[str, ...]:
     return ()
 
 
-def _judge_file(file: FileReport, run: RunReport) -> tuple[str, ...]:
+def _judge_file(file: FileReport | BucketReport, begin: str, run: RunReport) -> Judgement:
+    """Returns the judgement on a model file that ran besides the run's own; `begin` begins each of its lines."""
     if file.failure is not None:
-        return (f"the bundle ships '{file.file}', which does not run there: {file.failure}",)
+        return Judgement(failures=(f"{begin}, which does not run there: {file.failure}",))
+    whole = join_judgements(weigh_output(output, run.thresholds) for output in file.outputs)
+    failures = [f"{begin}: {line}" for line in whole.failures]
+    if not any(output.elements != 0 for output in file.outputs):
+        failures.append(f"{begin}: nothing was compared")
     if run.provider != CPU_PROVIDER and file.provider_nodes and not file.provider_nodes.get(run.provider):
-        return (f"the bundle ships '{file.file}', of which {run.provider} takes no node there",)
-    lines = (line for output in file.outputs for line in judge_output(output, run.thresholds))
-    return tuple(f"'{file.file}': {line}" for line in lines)
+        failures.append(f"{begin}, of which {run.provider} takes no node there")
+    return Judgement(failures=tuple(failures), unproven=tuple(f"{begin}: {line}" for line in whole.unproven))
 
 
-def _make_gate(name: GateName, subject: str, found: Judgement) -> Gate:
-    return Gate(name=name, subject=subject, failures=found.failures, unproven=found.unproven)
+def _make_gate(name: GateName, subject: str, found: Judgement, *, excused: bool = False) -> Gate:
+    """Returns a gate; an emulator that is `excused`, since it crashed or is outdated, cannot fail it.
 
-
-def _judge_size(size: BucketReport, subject: str, run: RunReport) -> Judgement:
-    if not size.lengths:
-        return Judgement(unproven=(f"no sample ran with {subject}",))
-    failures, unproven = list[str](), list[str]()
-    if size.failure is not None:
-        failures.append(f"the device failed: {size.failure}")
-    else:
-        if run.provider != CPU_PROVIDER and size.provider_nodes and not size.provider_nodes.get(run.provider):
-            failures.append(f"silent fallback: {run.provider} took no node of '{size.file}'")
-        if not any(output.elements != 0 for output in size.outputs):
-            failures.append("nothing was compared")
-        for output in size.outputs:
-            failures += judge_output(output, run.thresholds)
-            unproven += doubt_output(output, run.thresholds)
-    failures, unproven = ([f"with {subject}, {line}" for line in lines] for lines in (failures, unproven))
-    if size.crashed:
-        return Judgement(unproven=tuple(failures))
-    return Judgement(failures=tuple(failures), unproven=tuple(unproven))
+    A newer one may take what it refuses.
+    """
+    failures, unproven = ((), (*found.failures, *found.unproven)) if excused else (found.failures, found.unproven)
+    return Gate(name=name, subject=subject, failures=failures, unproven=unproven)
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:
