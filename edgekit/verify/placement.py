@@ -37,15 +37,13 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     node which an optimiser renamed is not overlooked. Nodes that only quantize or dequantize do not count. None if
     another provider ran, no placement was observed, or no model predicts it.
     """
-    if run.evidence not in OBSERVING or _is_silent(run):
+    places, check = _read_places(run, job), job.check
+    if places is None:
         return None
-    check = job.check
-    names = {node.name for node in check.node_list}
-    places = name_as_model({node.name: node.provider for node in run.placement}, names)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
     lost = find_lost(run, check)
     total = sum(node.macs for node in check.node_list)
-    hidden, known = 0, places.keys() & names
+    hidden, known = 0, places.keys() & {node.name for node in check.node_list}
     # Counted are nodes predicted for the CPU that the device reports neither by their name nor under a name that an
     # optimiser gave. Nodes that do the work are compared in `describe_unmatched`, and so are subgraphs, whose nodes
     # have no names of the model.
@@ -68,19 +66,20 @@ def find_placed(run: DeviceRun, job: Job) -> Placed | None:
 
     A node that the session does not report, because it was fused or renamed, is taken to be where it was predicted.
     """
-    if run.failure is not None or run.evidence not in OBSERVING or _is_silent(run) or _holds_compiled(run, job):
+    places = None if run.failure is not None or _holds_compiled(run, job) else _read_places(run, job)
+    if places is None or job.target.provider == CPU_PROVIDER:
         return None
-    if job.target.provider == CPU_PROVIDER:
+    known = {node.name: taken for node, taken in match_nodes(job.check, places)}
+    known |= dict.fromkeys((node.name for node in find_lost(run, job.check)), False)
+    return place_observed(job.check, known, device=run.device, evidence=run.evidence.value)
+
+
+def _read_places(run: DeviceRun, job: Job) -> dict[str, str] | None:
+    """Returns the provider of each node that a device reports, by its name in the model; None if none was observed."""
+    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
         return None
     names = {node.name for node in job.check.node_list}
-    named = name_as_model({node.name: node.provider for node in run.placement}, names)
-    places = {node.name: taken for node, taken in match_nodes(job.check, named)}
-    places |= dict.fromkeys((node.name for node in find_lost(run, job.check)), False)
-    return place_observed(job.check, places, device=run.device, evidence=run.evidence.value)
-
-
-def _is_silent(run: DeviceRun) -> bool:
-    return run.placement_source == "predicted" or not run.placement
+    return name_as_model({node.name: node.provider for node in run.placement}, names)
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:
@@ -100,10 +99,10 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
     device that reports more of them than the model has does not run this model; one that reports fewer hides where they
     ran. None if the compiled node of a provider does not say what it contains, in a profile or in a context file.
     """
-    nodes = job.check.node_list
-    if run.failure is not None or run.evidence not in OBSERVING or run.placement_source == "predicted":
+    nodes, seen = job.check.node_list, _read_places(run, job)
+    if seen is None or run.failure is not None or any(node.op in _REPEATING for node in nodes):
         return None
-    if not run.placement or any(node.op in _REPEATING for node in nodes) or _holds_compiled(run, job):
+    if _holds_compiled(run, job):
         return None
     expected, reported = (
         Counter(FAMILIES[node.op] for node in side if node.op in FAMILIES) for side in (nodes, run.placement)
@@ -112,7 +111,6 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
         return (
             f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
         )
-    seen = name_as_model({node.name: node.provider for node in run.placement}, {node.name for node in nodes})
     unseen = [
         node for node in nodes if node.op in FAMILIES and node.name not in seen and not goes_unnamed(node, job.target)
     ]
