@@ -230,12 +230,7 @@ def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mappin
         for place, name in enumerate(node.input):
             if name in given and not (node.op_type == QUANTIZE and name in rounding):
                 node.input[place] = ISOLATED_PREFIX + given[name]
-    for name in sorted(set(given.values())):
-        proto.graph.input.append(
-            onnx.helper.make_tensor_value_info(
-                ISOLATED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(dtypes[name]), None
-            )
-        )
+    proto.graph.input.extend(declare(ISOLATED_PREFIX + name, dtypes[name]) for name in sorted(set(given.values())))
     _add_outputs(proto, [copy for tensor in matched for copy in sorted(tensor.copies_in_b)])
     return open_proto(proto, model)
 
@@ -262,6 +257,13 @@ def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
     config = {**_QUIET, **external_config(model.path.parent)}
     settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
+
+
+def declare(
+    name: str, dtype: np.dtype[Any] | str, shape: Sequence[int | str | None] | None = None
+) -> onnx.ValueInfoProto:
+    """Returns the declaration of a tensor, for the inputs or outputs of a graph."""
+    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 
 def _add_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:

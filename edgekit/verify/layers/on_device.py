@@ -8,7 +8,7 @@ pass.
 import math
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, report_layer
 from edgekit.verify.layers.grids import Grid, measure_steps, read_grid
-from edgekit.verify.layers.matching import DEQUANTIZE, ISOLATED_PREFIX, QUANTIZE, list_computing, open_proto
+from edgekit.verify.layers.matching import DEQUANTIZE, ISOLATED_PREFIX, QUANTIZE, declare, list_computing, open_proto
 from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -152,15 +152,11 @@ def _extract(proto: onnx.ModelProto, wanted: Sequence[str], given: Mapping[str, 
         initializer=[tensor for tensor in graph.initializer if tensor.name in needed],
         input=[
             *(value for value in graph.input if value.name not in unused),
-            *(_declare(ISOLATED_PREFIX + name, dtype, None) for name, dtype in sorted(given.items())),
+            *(declare(ISOLATED_PREFIX + name, dtype) for name, dtype in sorted(given.items())),
         ],
         output=[known.get(name, onnx.ValueInfoProto(name=name)) for name in wanted],
     )
     graph.CopyFrom(part)
-
-
-def _declare(name: str, dtype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 
 def _open_layers(model: Model, wanted: Sequence[Probe], given: Mapping[str, str] | None = None) -> CpuSession:
@@ -212,31 +208,63 @@ def find_device_layer(
         DeviceError: the device is not there.
     """
     job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
-    probing = _Probing(device, job, work)
-    for index, part in enumerate(probing.list_slices(slice_bytes)):
-        if not probing.refusal:
-            probing.run(part, work / f"slice{index}")
-    refusal, runs, notes = probing.refusal, probing.runs, probing.notes
+    model, unprobed = load_model(job.model), _run(device, job, work / "unprobed")
+    refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
+    outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
+    planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
+    specs = _describe_tensors(_open_layers(model, planned), job.samples)
+    probes = [probe for probe in planned if _is_measurable(probe, specs)]
+    graph, tensors = view_model(read_outside(model)), {probe.tensor for probe in probes}
+
+    def run_slice(wanted: Sequence[Probe], place: Path) -> str:
+        """Runs the model once with these tensors, and those that their layers read, as outputs; returns a refusal."""
+        met = _walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
+        sources = [probe for probe in probes if probe.tensor in met]
+        names = {probe.tensor for probe in (*sources, *wanted)}
+        added = [specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
+        proto = read_proto(model)
+        proto.graph.output.extend(declare(spec.name, spec.dtype, spec.shape) for spec in added)
+        place.mkdir(parents=True)
+        path = save_proto(proto, place / "probed.onnx").path
+        run = _run(device, msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
+        if run.failure is not None:
+            return f"with tensors inside as outputs the device failed: {run.failure}"
+        if not names <= next(iter(run.outputs), dict[str, Array]()).keys():
+            return "the device does not give tensors inside"
+        if not _stays_same(outputs, compare_outputs(unprobed.outputs, run.outputs)):
+            return "the outputs change when tensors inside become outputs too"
+        more = ", ".join(f"{count} {op}" for op, count in sorted((_count_left(run) - _count_left(unprobed)).items()))
+        if more:
+            notes[f"with tensors inside as outputs more nodes ran on the CPU: {more}"] = None
+        for probe, measured in _measure_slice(model, wanted, sources, job.samples, run.outputs):
+            errors.setdefault(probe.tensor, []).append(measured)
+        return ""
+
+    for part in _list_slices(probes, specs, slice_bytes):
+        if not refusal:
+            refusal = run_slice(part, work / "slice")
+            shutil.rmtree(work / "slice")
+            runs += 1
     if refusal and may_cut:
         located = locate_on_device(device, job, work / "cuts")
-        note = f"the model was bisected, because {refusal}"
-        return msgspec.structs.replace(located, runs=located.runs + runs, notes=(*notes, note, *located.notes))
+        told = (*notes, f"the model was bisected, because {refusal}", *located.notes)
+        return msgspec.structs.replace(located, runs=located.runs + runs, notes=told)
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
     layers = tuple(
-        report_layer(probe.layer, probe.op, probe.tensor, errors, 0.0 if probe.grid is None else probe.grid.step)
-        for probe in probing.probes
-        if (errors := probing.errors.get(probe.tensor)) is not None
+        report_layer(probe.layer, probe.op, probe.tensor, errors[probe.tensor], probe.grid.step if probe.grid else 0.0)
+        for probe in probes
+        if probe.tensor in errors
     )
-    wrong = find_least_db(probing.outputs) < _LEAST_DB
     bad = next((layer for layer in layers if _is_wrong(layer)), None)
     known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
     # If the outputs are wrong, the layer with the lowest SQNR of its own is named, if it is clearly below the median.
-    if bad is None and wrong and known and known[0][0] <= known[len(known) // 2][0] - _OUTLIER_DB:
+    is_outlier = bool(known) and known[0][0] <= known[len(known) // 2][0] - _OUTLIER_DB
+    if bad is None and is_outlier and find_least_db(outputs) < _LEAST_DB:
         bad = layers[known[0][1]]
     name = None if bad is None else bad.name
-    return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=notes)
+    return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
 
 
 def _describe(operation: Operation) -> str:
@@ -244,102 +272,69 @@ def _describe(operation: Operation) -> str:
     return f"{operation.kind} '{operation.name}' ({'half' if is_half else 'float'})"
 
 
-class _Probing:
-    """A model whose tensors inside a device returns, a slice of them in each run.
+def _describe_tensors(session: CpuSession, samples: Samples) -> dict[str, tuple[TensorSpec, int]]:
+    """Returns type, shape and size in bytes of each tensor that a session gives, over all samples."""
+    forms: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    for sample in samples:
+        for name, value in session.run(sample).items():
+            forms.setdefault(name, []).append((value.dtype.name, value.shape, value.nbytes))
+    specs: dict[str, tuple[TensorSpec, int]] = {}
+    for name, found in forms.items():
+        dtypes, shapes, sizes = zip(*found, strict=True)
+        # A dimension that is not the same in every sample is unknown.
+        dims = tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*shapes, strict=False))
+        is_ranked = len(set(map(len, shapes))) == 1
+        specs[name] = TensorSpec(name=name, dtype=dtypes[-1], shape=dims if is_ranked else None), max(sizes)
+    return specs
 
-    `specs` holds type, shape and bytes of each tensor, `probes` those that are compared. `outputs` compare the model's
-    own outputs with those of this machine; `refusal` says why no more tensors can be had.
-    """
 
-    def __init__(self, device: Device, job: Job, work: Path) -> None:
-        self.device, self.job = device, job
-        self.model = load_model(job.model)
-        folder = work / "unprobed"
-        folder.mkdir(parents=True)
-        self.unprobed = device.run_job(job, folder)
-        self.refusal = self.unprobed.failure or ""
-        reference = _run_here(self.model, job.samples)
-        self.outputs = () if self.refusal else compare_outputs(reference, self.unprobed.outputs)
-        self.runs = 1
-        self.notes: tuple[str, ...] = ()
-        self.errors: dict[str, list[LayerErrors]] = {}
-        self.specs: dict[str, tuple[TensorSpec, int]] = {}
-        planned = plan_probes(self.model)
-        session = _open_layers(self.model, planned)
-        for sample in job.samples:
-            for name, value in session.run(sample).items():
-                # A dimension that is not the same in every sample is unknown.
-                spec, size_bytes = self.specs.get(name, (None, 0))
-                shape: Sequence[int | str | None] = value.shape
-                if spec is not None:
-                    same = (dim if dim == other else None for dim, other in zip(spec.shape or (), shape, strict=False))
-                    shape = tuple(same)
-                is_ranked = spec is None or len(spec.shape or ()) == value.ndim
-                spec = TensorSpec(name=name, dtype=value.dtype.name, shape=tuple(shape) if is_ranked else None)
-                self.specs[name] = spec, max(value.nbytes, size_bytes)
-        self.probes: list[Probe] = []
-        for probe in planned:
-            spec, size_bytes = self.specs.get(probe.tensor, (None, 0))
-            if spec is not None and size_bytes and (probe.grid is not None or spec.dtype.startswith("float")):
-                self.probes.append(probe)
+def _is_measurable(probe: Probe, specs: Mapping[str, tuple[TensorSpec, int]]) -> bool:
+    spec, size_bytes = specs.get(probe.tensor, (None, 0))
+    return spec is not None and size_bytes > 0 and (probe.grid is not None or spec.dtype.startswith("float"))
 
-    def list_slices(self, slice_bytes: int) -> Sequence[Sequence[Probe]]:
-        """Returns the probes in slices of about so many bytes a sample."""
-        parts: list[list[Probe]] = []
-        size_bytes = 0
-        for probe in self.probes:
-            more = self.specs[probe.tensor][1]
-            if not parts or size_bytes + more > slice_bytes or len(parts[-1]) >= _MOST_TENSORS:
-                parts.append([])
-                size_bytes = 0
-            parts[-1].append(probe)
-            size_bytes += more
-        return parts
 
-    def run(self, wanted: Sequence[Probe], work: Path) -> None:
-        """Runs the model once with these tensors as outputs, and those from which their layers compute them."""
-        job, graph = self.job, view_model(read_outside(self.model))
-        _, met = _walk_back(graph, [probe.tensor for probe in wanted], {probe.tensor for probe in self.probes})
-        sources = [probe for probe in self.probes if probe.tensor in met]
-        names = {probe.tensor for probe in (*sources, *wanted)}
-        added = [self.specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
-        folder = work / "run"
-        folder.mkdir(parents=True)
-        proto = read_proto(self.model)
-        proto.graph.output.extend(_declare(spec.name, spec.dtype, spec.shape) for spec in added)
-        path = save_proto(proto, work / "probed.onnx").path
-        run = self.device.run_job(msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), folder)
-        self.runs += 1
-        if run.failure is not None:
-            self.refusal = f"with tensors inside as outputs the device failed: {run.failure}"
-        elif not names <= next(iter(run.outputs), dict[str, Array]()).keys():
-            self.refusal = "the device does not give tensors inside"
-        elif not _stays_same(self.outputs, compare_outputs(self.unprobed.outputs, run.outputs)):
-            self.refusal = "the outputs change when tensors inside become outputs too"
-        else:
-            left = _count_left(run) - _count_left(self.unprobed)
-            more = ", ".join(f"{count} {op}" for op, count in sorted(left.items()))
-            note = (f"with tensors inside as outputs more nodes ran on the CPU: {more}",) if more else ()
-            self.notes = tuple(dict.fromkeys((*self.notes, *note)))
-            self._add_errors(wanted, sources, run.outputs)
-        shutil.rmtree(work)
+def _list_slices(
+    probes: Iterable[Probe], specs: Mapping[str, tuple[TensorSpec, int]], slice_bytes: int
+) -> list[list[Probe]]:
+    """Returns the probes in slices of about so many bytes a sample."""
+    parts: list[list[Probe]] = []
+    size_bytes = 0
+    for probe in probes:
+        more = specs[probe.tensor][1]
+        if not parts or size_bytes + more > slice_bytes or len(parts[-1]) >= _MOST_TENSORS:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(probe)
+        size_bytes += more
+    return parts
 
-    def _add_errors(self, wanted: Sequence[Probe], sources: Sequence[Probe], outputs: Samples) -> None:
-        here, isolated = _open_layers(self.model, wanted), None
-        for sample, got in zip(self.job.samples, outputs, strict=False):
-            if isolated is None:
-                isolated = _open_layers(self.model, wanted, {one.tensor: got[one.tensor].dtype.name for one in sources})
-            exact = here.run(sample)
-            own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
-            for probe in wanted:
-                found, expected = probe.read(got), probe.read(own)
-                is_stepped = probe.grid is not None and expected.shape == found.shape
-                measured = LayerErrors(
+
+def _measure_slice(
+    model: Model, wanted: Sequence[Probe], sources: Sequence[Probe], samples: Samples, outputs: Samples
+) -> Iterator[tuple[Probe, LayerErrors]]:
+    """Yields the errors of each layer in each sample; `outputs` are the device's, with the tensors of all probes."""
+    here, isolated = _open_layers(model, wanted), None
+    for sample, got in zip(samples, outputs, strict=False):
+        if isolated is None:
+            isolated = _open_layers(model, wanted, {probe.tensor: got[probe.tensor].dtype.name for probe in sources})
+        exact = here.run(sample)
+        own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
+        for probe in wanted:
+            found, expected = probe.read(got), probe.read(own)
+            is_stepped = probe.grid is not None and expected.shape == found.shape
+            yield (
+                probe,
+                LayerErrors(
                     found=_measure(probe.read(exact), found),
                     own=_measure(expected, found),
                     steps=measure_steps(probe.grid, expected, found) if is_stepped else None,
-                )
-                self.errors.setdefault(probe.tensor, []).append(measured)
+                ),
+            )
+
+
+def _run(device: Device, job: Job, folder: Path) -> DeviceRun:
+    folder.mkdir(parents=True)
+    return device.run_job(job, folder)
 
 
 def _stays_same(unprobed: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
@@ -372,63 +367,36 @@ def _is_wrong(layer: LayerReport) -> bool:
     return layer.channel_steps[0] > _MOST_CHANNEL_STEPS or layer.offset_steps > _MOST_OFFSET_STEPS
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """The first part of a model: the tensors that are its outputs.
+def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, ...]]:
+    """Returns for each probe the outputs of the part of a model up to there; for the last one those of the model.
 
-    `layer` names the last node before the cut that is no Q or DQ, or the input if there is none.
+    They are the tensors that later nodes read. Of a quantized one it is the value after its DQ node, so that no cut
+    separates a node from the Q and DQ after it: the node would then compute in float.
     """
-
-    outputs: tuple[str, ...]
-    layer: str
-
-
-def plan_cuts(graph: Graph) -> tuple[Cut, ...]:
-    """Returns every place to cut, in the order of computation; the last one is the whole graph.
-
-    A cut never separates a node from the Q and DQ after it, because the node would then compute in float.
-    """
-    nodes = _order_groups(graph)
-    last_read = {name: place for place, node in enumerate(nodes) for name in node.reads}
-    given = graph.outputs
-    rounded = {name for node in nodes if node.op_type == QUANTIZE for name in (node.input[0], node.output[0])}
-    cuts: list[Cut] = []
+    stops = {probe.tensor for probe in probes}
+    last_read: dict[str, int] = {}
+    for place, probe in enumerate(probes):
+        last_read |= dict.fromkeys(_walk_back(graph, [probe.tensor], stops)[1], place)
+    last_read |= dict.fromkeys(graph.outputs | _walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
+    cuts: list[tuple[str, ...]] = []
     live: list[str] = []
-    layer = ""
-    for place, node in enumerate(nodes):
-        layer = layer or node.input[0] if node.op_type in _ROUNDING else node.name or node.output[0]
-        live = [name for name in (*live, *node.output) if name in given or last_read.get(name, -1) > place]
-        if live and not any(name in rounded and last_read.get(name, -1) > place for name in live):
-            cuts.append(Cut(outputs=tuple(live), layer=layer))
-    return tuple(cuts)
+    for place, probe in enumerate(probes):
+        live = [name for name in (*live, probe.tensor) if last_read.get(name, -1) > place]
+        dequantized = {
+            name: node.output[0] for name in live for node in graph.readers(name) if node.op_type == DEQUANTIZE
+        }
+        cuts.append(tuple(dequantized.get(name, name) for name in live))
+    return [*cuts[:-1], tuple(sorted(graph.outputs))] if cuts else []
 
 
-def _order_groups(graph: Graph) -> list[Node]:
-    """Returns the computing nodes, Q and DQ right after the node they round, so that branches can be separated."""
-    nodes = list_computing(graph)
-    computed = {name for node in nodes for name in node.output}
-    rounding: dict[str, list[Node]] = {}
-    for node in nodes:
-        if node.op_type in _ROUNDING and computed.isdisjoint(node.input[1:]):
-            rounding.setdefault(node.input[0], []).append(node)
-    ordered: dict[str, Node] = {}
-    for node in nodes:
-        waiting = [node]
-        while waiting:
-            one = waiting.pop(0)
-            if one.output[0] not in ordered:
-                ordered[one.output[0]] = one
-                waiting.extend(reader for name in one.output for reader in rounding.get(name, []))
-    return list(ordered.values())
-
-
-def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
-    """Saves the part of a model before a cut as a model of its own, with the same inputs.
+def save_prefix(model: Model, outputs: Sequence[str], path: Path) -> Model:
+    """Saves the part of a model that some tensors need as a model of its own, with the same inputs.
 
     Raises:
         OutputError: the file cannot be written.
     """
     proto = read_proto(model)
-    _extract(proto, cut.outputs, {})
+    _extract(proto, outputs, {})
     return save_proto(proto, path)
 
 
@@ -446,7 +414,8 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         DeviceError: the device is not there.
     """
     model = load_model(job.model)
-    cuts = plan_cuts(view_model(read_proto(model, weights=False)))
+    probes = plan_probes(model)
+    cuts = plan_cuts(view_model(read_proto(model, weights=False)), probes)
     found = {-1: _WRONG_DB}
 
     def measure(place: int) -> None:
@@ -466,7 +435,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
     while layer is None and fall(steepest := max(spans, key=fall)) >= _CLOSER_DB:
         begin, end = steepest
         if end - begin == 1:
-            layer = cuts[end].layer
+            layer = probes[end].layer
         else:
             middle = (begin + end) // 2
             measure(middle)
