@@ -62,7 +62,7 @@ def find_device(name: str, target: Target) -> Device:
     Raises:
         UsageError: there is no such device, or it runs other providers than the target's.
     """
-    device = _known_device(name)
+    device = known_device(name)
     if better := device.replaced.get(target.provider):
         raise UsageError(
             f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself",
@@ -92,7 +92,7 @@ def serve_targets(name: str) -> tuple[Target, ...]:
 
     The first is the one that the device uses for a model if the user names none.
     """
-    device = _known_device(name)
+    device = known_device(name)
     if device.targets:
         return tuple(map(load_target, device.targets))
     # A provider that has no target gets the target `cpu` with its own name as provider.
@@ -148,7 +148,7 @@ def install_device(
         UsageError: there is no such device, or edgekit does not install it; the hint says how to get it.
         DeviceError: a step of the installation failed; no half-finished installation is left.
     """
-    device, loader = _known_device(name), _LOADERS.get(name.partition(":")[0])
+    device, loader = known_device(name), _LOADERS.get(name.partition(":")[0])
     for given, owner in ((library, ANDROID_LOADER), (framework, IOS_LOADER)):
         if given is not None and loader is not owner:
             hint = f"edgekit devices install {owner.device} {owner.option}"
@@ -169,7 +169,12 @@ def install_device(
         raise UsageError(f"'{name}' is not installed by edgekit: {missing.reason}", hint=hint)
 
 
-def _known_device(name: str) -> Device:
+def known_device(name: str) -> Device:
+    """Returns a device by its name, for whatever target.
+
+    Raises:
+        UsageError: there is no such device.
+    """
     kind, colon, address = name.partition(":")
     if kind in _REMOTE and colon:
         return _REMOTE[kind](address)

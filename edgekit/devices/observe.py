@@ -6,7 +6,7 @@ Nodes of a session are matched with nodes of the model by name, by what optimise
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -16,10 +16,9 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport, Disagreement
 from edgekit.convert.forms import find_integer_nodes
 from edgekit.data.samples import draw_samples, list_samples
-from edgekit.devices.android.android import NNAPI, XNNPACK, Android
-from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.find import find_device
-from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.android.android import NNAPI, XNNPACK
+from edgekit.devices.device import Device, DeviceRun, Job, find_present
+from edgekit.devices.find import known_device
 from edgekit.devices.local.host import COREML, QNN
 from edgekit.devices.local.provider import OPENVINO, PROVIDERS
 from edgekit.errors import DataError, DeviceError, MissingExtraError, ModelError, RuntimeRefusal
@@ -50,13 +49,10 @@ _UNFUSED = frozenset({XNNPACK, _WEBGPU})
 class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """The provider of each node that is left in a session, by the node's name in the model.
 
-    `reasons` say why the provider did not take a node, if it says so. `partitions` counts the subgraphs that it got, if
-    known. `failure` says why no session could be made.
+    `failure` says why no session could be made.
     """
 
     providers: dict[str, str]
-    reasons: dict[str, str] = {}
-    partitions: int | None = None
     notes: tuple[str, ...] = ()
     failure: str | None = None
 
@@ -101,21 +97,15 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     """
     if target.provider == CPU_PROVIDER:
         return _observe_kernels(model, target)
-    devices: list[Device] = []
-    for name in _ORACLES.get(target.provider, ()):
-        found = find_device(name, target)
-        # Here a device only places nodes: it need not compute the networks of NNAPI or Core ML.
-        if isinstance(found, IosSimulator):
-            found = IosSimulator()
-        devices.append(msgspec.structs.replace(found, computes=False) if isinstance(found, Android) else found)
-    if not devices:
+    # Here a device only places nodes: it need not compute the networks of NNAPI or Core ML, as those for a target do.
+    present, skipped = find_present(map(known_device, _ORACLES.get(target.provider, ())))
+    if not present and not skipped:
         return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
-    lacking = {device.name: device.find_missing() for device in devices}
-    device = next((device for device in devices if lacking[device.name] is None), None)
-    if device is None:
-        missing = lacking[devices[0].name]
-        command = f"; to observe: {missing.command}" if missing and missing.command else ""
-        return NotObserved(reason=f"'{devices[0].name}' cannot run here: {missing and missing.reason}{command}")
+    if not present:
+        best = skipped[0]
+        command = f"; to observe: {best.command}" if best.command else ""
+        return NotObserved(reason=f"'{best.device}' cannot run here: {best.reason}{command}")
+    device = present[0]
     try:
         placement = observe_placement(model, target, device)
     except (DeviceError, MissingExtraError, ModelError) as error:
@@ -131,39 +121,42 @@ def _observe_kernels(model: Model, target: Target) -> Observed:
     except RuntimeRefusal as error:
         failure = error.message
     nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
-    quantized = any(node.is_quantizer for node in report.node_list)
-    return Observed(
-        device="host",
-        evidence=Evidence.SAME_EP,
-        nodes=len(nodes),
-        taken=sum(seen[node.name] or not quantized for node in nodes),
-        not_taken=tuple(node.name for node in nodes if quantized and not seen[node.name]),
-        disagreements=tuple(
-            Disagreement(name=node.name, op=node.op, predicted=node.integers, observed=seen[node.name])
-            for node in nodes
-            if quantized and (node.integers or node.remarks) and node.integers != seen[node.name]
-        ),
-        failure=failure,
-        notes=("of a quantized model the nodes that compute in integers are counted",) if quantized else (),
-    )
+    if not any(node.is_quantizer for node in report.node_list):
+        return _judge("host", Evidence.SAME_EP, [(node, True, True) for node in nodes], failure)
+    # Nothing is predicted of a node that is not in integers for no reason that the rules know.
+    judged = [(node, node.integers if node.integers or node.remarks else seen[node.name]) for node in nodes]
+    pairs = [(node, predicted, seen[node.name]) for node, predicted in judged]
+    notes = ("of a quantized model the nodes that compute in integers are counted",)
+    return _judge("host", Evidence.SAME_EP, pairs, failure, notes)
 
 
 def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:
     """Compares a prediction, node by node, with the placement that a device observed."""
-    matched = match_nodes(report, placement.providers)
+    pairs = [(node, node.taken, taken) for node, taken in match_nodes(report, placement.providers)]
+    return _judge(device.name, device.evidence, pairs, placement.failure, placement.notes)
+
+
+def _judge(
+    device: str,
+    evidence: Evidence,
+    pairs: Sequence[tuple[CheckedNode, bool, bool]],
+    failure: str | None,
+    notes: tuple[str, ...] = (),
+) -> Observed:
+    """Returns what a device did; of each node it is given whether it was predicted taken, and whether it was."""
     return Observed(
-        device=device.name,
-        evidence=device.evidence,
-        nodes=len(matched),
-        taken=sum(taken for _, taken in matched),
-        not_taken=tuple(node.name for node, taken in matched if not taken),
+        device=device,
+        evidence=evidence,
+        nodes=len(pairs),
+        taken=sum(taken for _, _, taken in pairs),
+        not_taken=tuple(node.name for node, _, taken in pairs if not taken),
         disagreements=tuple(
-            Disagreement(name=node.name, op=node.op, predicted=node.taken, observed=taken)
-            for node, taken in matched
-            if node.taken != taken
+            Disagreement(name=node.name, op=node.op, predicted=predicted, observed=taken)
+            for node, predicted, taken in pairs
+            if predicted != taken
         ),
-        failure=placement.failure,
-        notes=placement.notes,
+        failure=failure,
+        notes=notes,
     )
 
 
