@@ -15,6 +15,8 @@ from edgekit.model.external import read_place
 from edgekit.model.tensors import Array
 
 MAIN_DOMAINS = ("", "ai.onnx")
+ML_DOMAIN = "ai.onnx.ml"
+"""The domain of trees, scalers and encoders, such as scikit-learn's."""
 # Shapes, axes, pads and bounds, which rules and rewrites look at, are far smaller.
 _SMALL_ELEMENTS = 1 << 14
 # Sparse constants of more elements are not made dense.

@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, is_small, list_constants
 from edgekit.graph.contrib import restore_contrib, substitute_contrib
 from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
 
 # The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
 # is not known, the process crashes. Found by trying random nodes of every schema.
 _UNTYPED = frozenset({("", "EyeLike"), ("", "RegexFullMatch")}) | {
-    ("ai.onnx.ml", name) for name in ("DictVectorizer", "LabelEncoder", "TreeEnsemble")
+    (ML_DOMAIN, name) for name in ("DictVectorizer", "LabelEncoder", "TreeEnsemble")
 }
 _HIDDEN = "edgekit.hidden"
 # Data propagation keeps an entry for each element of a vector, at 0.4 us each: this bound is a tenth of a second a

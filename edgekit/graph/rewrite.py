@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.model import refill
@@ -103,12 +104,12 @@ def _is_valid(node: Node, opset: int) -> bool:
     # The checker of one node; `check_model` would want a whole model that is valid.
     context = onnx.checker.C.CheckerContext()
     context.ir_version = onnx.IR_VERSION
-    context.opset_imports = {"": opset}
+    context.opset_imports = {"": opset, ML_DOMAIN: 1}
     try:
         onnx.checker.check_node(node.proto, context)
     except onnx.checker.ValidationError:
         return False
-    return not node.domain
+    return node.domain in {"", ML_DOMAIN}
 
 
 def reshape_tensor(tensor: onnx.TensorProto, name: str, shape: Sequence[int]) -> onnx.TensorProto:

@@ -16,10 +16,14 @@ from edgekit._ort import CpuSession, Level, SessionSettings, external_config, op
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
+from edgekit.graph.rewrite import Writer, replace_nodes
 from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data
+from edgekit.prepare.opset import read_opset
 from edgekit.prepare.stripped import replace_unsupported, restore_nodes
+
+_BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axes
 
 # Small changes that keep what a model computes: names, domains, order, metadata.
 
@@ -37,6 +41,25 @@ def import_contrib(proto: onnx.ModelProto) -> None:
     used = any(node.domain == ORT_DOMAIN for node in iterate_nodes(proto.graph))
     if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
+
+
+def write_scalers(proto: onnx.ModelProto) -> None:
+    """Writes each Scaler of scikit-learn, (x - offset) * scale in float32, as Sub and Mul, in place.
+
+    ONNX Runtime computes the same, but does not infer the shape of a Scaler: its optimizer and the providers would
+    leave what follows alone.
+    """
+    replace_nodes(proto.graph, read_opset(proto), {"Scaler"}, _write_scaler)
+
+
+def _write_scaler(writer: Writer) -> None:
+    name, attributes = writer.node.input[0], writer.node.attributes
+    if writer.opset < _BROADCASTING or not {"offset", "scale"} <= attributes.keys():
+        return
+    if writer.dtype != "float32":
+        name = writer.add("Cast", [name], "float", to=TensorProto.FLOAT)
+    offset, scale = (writer.constant(part, attributes[part], "float32") for part in ("offset", "scale"))
+    writer.add("Mul", [writer.add("Sub", [name, offset], "centred"), scale])
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:

@@ -28,6 +28,7 @@ from edgekit.prepare.basic import (
     restore_metadata,
     sort_values,
     works_outside,
+    write_scalers,
 )
 from edgekit.prepare.external import write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
@@ -209,6 +210,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto.graph, outputs)
     freeze_inputs(proto.graph, constants)
+    write_scalers(proto)
     drop_idle_nodes(proto.graph)
 
 

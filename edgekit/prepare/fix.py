@@ -40,6 +40,7 @@ FIXES = _by_id(
     idle.drop_idle_add,
     idle.drop_copies,
     products.sum_to_add,
+    products.flat_bias,
     idle.leave_out_empty_inputs,
     idle.drop_trailing_inputs,
     idle.drop_default_activations,

@@ -8,6 +8,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize._ort_model import GENERAL_OPS, QNN_EXCLUDED_OPS
@@ -136,7 +137,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
     rules = target.quantization.at(precision)
     # Trees, scalers and maps of ai.onnx.ml are looked up or computed in float by every provider.
-    present = {node.op_type for node in graph.nodes if node.domain != "ai.onnx.ml"} - set(rules.float_ops)
+    present = {node.op_type for node in graph.nodes if node.domain != ML_DOMAIN} - set(rules.float_ops)
     allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
     op_types = tuple(sorted(present & set(rules.op_types) if rules.op_types else allowed))
     # Tensors that need more than 8 bits get 16 if the target supports them, and stay float otherwise.

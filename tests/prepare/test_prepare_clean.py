@@ -91,6 +91,21 @@ def test_the_graph_holds_these_operators_and_computes_the_same(tmp_path: Path, t
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
+def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> None:
+    model = make_model(
+        """g (float[2,3] x, int64[2,3] i) => (float[2,1] y, float[2,3] z) <float[3,1] w = {1,2,3}, float[1,1] b = {7}>
+        { s = ai.onnx.ml.Scaler<offset = [1.5, -2.0, 40.0], scale = [0.3, 7.0, 0.01]>(x) m = MatMul(s, w) y = Add(m, b)
+        z = ai.onnx.ml.Scaler<offset = [2.5], scale = [0.7]>(i) }""",
+        tmp_path / "m.onnx",
+        imports=', "ai.onnx.ml" : 1',
+    )
+    prepared = prepare_model(model, tmp_path / "out.onnx")
+    assert op_names(prepared.path) == ["Sub", "Mul", "Gemm", "Cast", "Sub", "Mul"]
+    inputs = make_inputs(model)
+    expected, got = run_model(model.path, inputs), run_model(prepared.path, inputs)
+    assert all(np.array_equal(expected[name], got[name]) for name in expected)
+
+
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     nodes = [

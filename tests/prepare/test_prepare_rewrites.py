@@ -37,6 +37,8 @@ WITH = {
         t = Mul(q, k) z = Cast<to=1>(t) y = If(c)
         <then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) },
         else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }""",
+    "flat-bias": """g (float[2,3] x) => (float[2,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}>
+        { y = Gemm(x, w, b) }""",
     "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",

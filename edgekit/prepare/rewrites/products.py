@@ -75,6 +75,17 @@ def plain_gemm(writer: Writer) -> None:
     writer.add("Gemm", [left, node.input[1], *bias], **kept)
 
 
+@node_rewrite("flat-bias", {"Gemm"}, "give the bias of {count} of Gemm one axis, which is the same", since=7)
+def flat_bias(writer: Writer) -> None:
+    """Rewrites Gemm with a constant bias [1, N], as scikit-learn's layers have, to Gemm with a bias [N].
+
+    XNNPACK takes no other, and ONNX Runtime's quantizer gives the weight a scale for each column only then.
+    """
+    node, bias = writer.node, writer.graph.constants.get(writer.node.input[2]) if writer.node.has_input(2) else None
+    if bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
+        writer.copy(node).input[2] = writer.reshaped("bias", node.input[2], [bias.dims[1]])
+
+
 @node_rewrite(
     "matmul-to-2d",
     {"MatMul"},
