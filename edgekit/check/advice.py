@@ -72,7 +72,8 @@ _NAMED = 3
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A checked graph, the protobuf it was read from, and a way to check it again after a change.
 
-    `splits` is True if a refused node cuts the graph into pieces.
+    `splits` is True if a refused node cuts the graph into pieces, `takes_integers` if the provider takes quantized
+    models at all.
     """
 
     proto: onnx.ModelProto
@@ -80,6 +81,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Sequence[CheckedNode]
     recheck: Recheck
     splits: bool
+    takes_integers: bool
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
         """Returns the refused nodes that have a reason with this text; with `op`, only nodes of that operator."""
@@ -118,16 +120,22 @@ class Adviser(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def give_advice(
-    proto: onnx.ModelProto, graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck, *, splits: bool = True
+    proto: onnx.ModelProto,
+    graph: Graph,
+    nodes: Sequence[CheckedNode],
+    recheck: Recheck,
+    *,
+    splits: bool = True,
+    takes_integers: bool = True,
 ) -> tuple[Advice, ...]:
     """Returns what to change, the largest gain first; nothing if the provider takes every node.
 
     `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
-    little.
+    little. Without `takes_integers` the provider takes no quantized model.
     """
     if all(node.taken for node in nodes):
         return ()
-    case = Case(proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits)
+    case = Case(proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits, takes_integers=takes_integers)
     found = [
         advice
         for adviser in ADVISERS
@@ -199,8 +207,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    # A provider that forms QDQ units supports quantization, so it refuses these nodes for another reason.
-    if quantizers and not any(node.unit for node in case.nodes if node.is_quantizer):
+    if quantizers and not case.takes_integers:
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
 
@@ -246,6 +253,9 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
     ("GRU", "LSTM", "RNN"),
     "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
     " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
+) | dict.fromkeys(
+    ("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger"),
+    "dynamic quantization wrote it, which is for the CPU. Give edgekit build the float model and samples",
 )
 
 

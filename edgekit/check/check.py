@@ -55,6 +55,8 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
 
     nodes = recheck(graph, opset)
     crossings, crossing_bytes = count_crossings(graph, nodes)
+    splits, takes_integers = book.placing.style == "wave", book.units.qdq
+    advice = give_advice(proto, graph, nodes, recheck, splits=splits, takes_integers=takes_integers) if advises else ()
     return CheckReport(
         target=target.name,
         model=model.path.name,
@@ -62,7 +64,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
         evidence=Evidence.PREDICTED.value,
         settings=dict(target.settings),
         node_list=nodes,
-        advice=give_advice(proto, graph, nodes, recheck, splits=book.placing.style == "wave") if advises else (),
+        advice=advice,
         crossings=crossings,
         crossing_bytes=crossing_bytes,
         wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",

@@ -5,7 +5,7 @@ Among weights with 4 bits, those that lose most for their size keep 8 bits, as f
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -53,6 +53,7 @@ _RANKED = (_FEW_RELIEVED, 80)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
 
 
 LEAST_GAIN_DB = 1.0
@@ -263,9 +264,22 @@ def relieve_tensors(
         exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: span_constant(graph, name) for name in every if graph.is_float_constant(name)}
-        wide = {**plan.wide, **exact, **tables}
+        wide = {**plan.wide, **exact, **tables, **_span_operands(graph, every)}
         return msgspec.structs.replace(plan, wide=_widen_joined(graph, wide, seen) if plan.scheme == "qnn" else wide)
     return keep_float(graph, plan, tuple(every))
+
+
+def _span_operands(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
+    """Returns the ranges of the constants that are added to these tensors or scale them.
+
+    Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
+    steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend.
+    """
+    readers = {node.name: node for name in names for node in graph.readers(name) if node.op_type in _ARITHMETIC}
+    constants = dict.fromkeys(name for node in readers.values() for name in node.input if graph.is_float_constant(name))
+    # A constant has one grid for all its readers, and a node that computes in 8 bits would not be taken with one in 16.
+    shared = {name for name in constants if any(node.name not in readers for node in graph.readers(name))}
+    return {name: span_constant(graph, name) for name in constants if name not in shared}
 
 
 def _widen_joined(
