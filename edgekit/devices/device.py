@@ -212,12 +212,14 @@ class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Something that can run a job.
 
-    A bare model is opened as one of its `targets`, by default the first; without any, as the target `cpu`. It never
-    runs targets of the providers in `replaced`, for each of which another device proves more.
+    It runs the targets of its `providers`, of all where it names none, and never those of the providers in `replaced`,
+    for each of which another device proves more. A bare model is opened as one of its `targets`, by default the first;
+    without any, as the target `cpu`.
     """
 
     targets: ClassVar[tuple[str, ...]] = ()
     replaced: ClassVar[Mapping[str, str]] = {}
+    providers: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -228,11 +230,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     def evidence(self) -> Evidence:
         """How much a run on it proves."""
         raise NotImplementedError
-
-    @property
-    def providers(self) -> frozenset[str]:
-        """The providers whose targets it runs; an empty set means all."""
-        return frozenset()
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine, or None if the device can run."""

@@ -137,6 +137,7 @@ class Android(Device, frozen=True, kw_only=True):
     """
 
     targets = ("xnnpack", "nnapi")
+    providers: frozenset[str] = PROVIDERS
     cpu: str = DEFAULT_CORE
     phone: str = ""
     driver: Driver | None = None
@@ -149,11 +150,6 @@ class Android(Device, frozen=True, kw_only=True):
         if self.phone:
             return f"android:{self.phone}:{self.cpu}"
         return "android" if self.cpu == DEFAULT_CORE else f"android:{self.cpu}"
-
-    @property
-    def providers(self) -> frozenset[str]:
-        """Those of the archive that edgekit knows."""
-        return PROVIDERS
 
     @property
     def abi(self) -> str:

@@ -208,7 +208,6 @@ LOADER = Loader(
 )
 
 NAME = "ios-sim"
-PROVIDERS = frozenset({COREML})
 
 ML_PROGRAM = "MLProgram"
 
@@ -225,19 +224,11 @@ class IosSimulator(Device, frozen=True, kw_only=True):
     """
 
     targets = ("coreml",)
+    name: str = NAME
+    providers: frozenset[str] = frozenset({COREML})
     cache: Path | None = None
     model_format: str = ML_PROGRAM
     evidence: Evidence = Evidence.SAME_EP
-
-    @property
-    def name(self) -> str:
-        """The device as the user names it."""
-        return NAME
-
-    @property
-    def providers(self) -> frozenset[str]:
-        """Core ML's alone."""
-        return PROVIDERS
 
     def find_versions(self) -> dict[str, str]:
         """Returns the version of the library, and the name of its framework."""

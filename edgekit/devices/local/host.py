@@ -109,13 +109,9 @@ class CoreMl(Device, frozen=True, kw_only=True):
     """The real Core ML provider on Apple hardware, in a child process; `units` overrides the target's compute units."""
 
     targets = ("coreml",)
+    providers: frozenset[str] = frozenset({COREML})
     units: str = ""
     evidence: Evidence = Evidence.DEVICE
-
-    @property
-    def providers(self) -> frozenset[str]:
-        """Core ML's alone."""
-        return frozenset({COREML})
 
     @property
     def name(self) -> str:
@@ -194,13 +190,9 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
     """The HTP simulator; `arch` overrides the target's SoC, "" keeps it."""
 
     targets = ("qnn",)
+    providers: frozenset[str] = frozenset({QNN})
     arch: str = ""
     evidence: Evidence = Evidence.SIMULATOR
-
-    @property
-    def providers(self) -> frozenset[str]:
-        """QNN's alone."""
-        return frozenset({QNN})
 
     def find_versions(self) -> dict[str, str]:
         """Returns the versions of ONNX Runtime and of the provider's wheel, which contains Qualcomm's libraries."""

@@ -310,11 +310,6 @@ class LocalProvider(Device, frozen=True, kw_only=True):
         """The device as the user names it, for example `openvino:gpu` or `host:cuda`."""
         return f"{self.kind}:{self.hardware}" if self.hardware else self.kind
 
-    @property
-    def providers(self) -> frozenset[str]:
-        """ONNX Runtime's name of the provider."""
-        return frozenset({PROVIDERS[self.kind].name})
-
     def find_versions(self) -> dict[str, str]:
         """Returns the versions of ONNX Runtime and of the package that brings the provider."""
         name = PROVIDERS[self.kind].distribution
@@ -363,6 +358,7 @@ def provider_devices() -> dict[str, LocalProvider]:
         LocalProvider(
             kind=kind,
             hardware=hardware,
+            providers=frozenset({row.name}),
             # A GPU or NPU that the user names is the device itself.
             evidence=Evidence.DEVICE if hardware in {"gpu", "npu"} else row.evidence,
         )
