@@ -5,6 +5,7 @@ change about the nodes that cost the most.
 """
 
 import csv
+import itertools
 import math
 import re
 import time
@@ -185,19 +186,19 @@ class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the rounds on a device: median times without and with the profiler, the traces, and the last run.
+    """The runs on a device: a first one, then pairs without and with the profiler, and one without an arena.
 
-    `npu` holds the cycles that an NPU reported. If there was time for them, `unprofiled` is a run without the profiler
-    and `without_arena` one without an arena.
+    There are as many pairs as the time allowed, perhaps none. The runs' files lie in the work folder of the profile.
     """
 
-    rounds: tuple[tuple[float, float], ...]
-    traces: tuple[Trace, ...]
-    last: DeviceRun
-    npu: tuple[Cycles, ...] = ()
-    unprofiled: DeviceRun | None = None
-    without_arena: DeviceRun | None = None
-    raw: bytes = b""
+    first: DeviceRun
+    pairs: tuple[tuple[DeviceRun, DeviceRun], ...]
+    without_arena: DeviceRun | None
+
+    @property
+    def traced(self) -> tuple[DeviceRun, ...]:
+        """The runs with the profiler that count. Those of the first session are hardly ever steady."""
+        return tuple(traced for _, traced in self.pairs) or (self.first,)
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,9 +226,11 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
     try:
         job = msgspec.structs.replace(subject.job_for(device), threads=options.threads)
         end_s = time.monotonic() + options.limit_s
-        measured = _take_rounds(device, job, options, end_s)
-        roof, lack = _find_roof(device, options, end_s, progress) if options.roofline else (None, "")
-        return _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, measured, roof, lack)
+        with work_folder() as work:
+            measured = _take_rounds(device, job, options, end_s, work)
+            roof, lack = _find_roof(device, options, end_s, progress) if options.roofline else (None, "")
+            empty = msgspec.structs.replace(empty, provider=job.target.provider, roof=roof)
+            return _describe(empty, job, measured, lack, keep_raw=options.raw)
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
     except ValueError as error:
@@ -235,12 +238,12 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
         return Profiled(profile=msgspec.structs.replace(empty, failure=failure))
 
 
-def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float) -> _Rounds:
-    """Returns what was measured until `end_s` on the clock of `time.monotonic`."""
+def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float, work: Path) -> _Rounds:
+    """Returns the runs that fit until `end_s` on the clock of `time.monotonic`."""
     began = time.monotonic()
-    with work_folder() as work:
-        first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, end_s)
-        traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, options)
+    folders = (work / str(number) for number in itertools.count())
+    first = _run(device, msgspec.structs.replace(job, trace=True), 3, next(folders), end_s)
+    _read(first)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
     # A session is started for each half of a round: the time that this takes besides its runs counts, too.
     start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
@@ -249,39 +252,21 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
     each_s = min(_SECONDS, left_s / max(1, 2 * count) - start_s)
     events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
     runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
-    times: list[dict[bool, float]] = []
-    last, unprofiled = first, None
+    pairs: list[tuple[DeviceRun, DeviceRun]] = []
     for number in range(count):
-        times.append({})
         # The order alternates from round to round, so that neither half always finds the device rested.
-        for traced in (False, True) if number % 2 == 0 else (True, False):
-            with work_folder() as work:
-                last = _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, work)
-                if traced:
-                    # The first few runs are hardly ever steady: they count only if there are no others.
-                    traces = [*(traces if number else ()), _read(device, last)]
-                    npu += _read_cycles(last)
-                    raw = _read_raw(last, options)
-                else:
-                    unprofiled = unprofiled or last
-            steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
-            times[-1][traced] = median(steady)
+        halves = {
+            traced: _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, next(folders))
+            for traced in ((False, True) if number % 2 == 0 else (True, False))
+        }
+        pairs.append((halves[False], halves[True]))
     without_arena = None
-    if unprofiled is not None and unprofiled.memory and end_s - time.monotonic() > start_s:
-        with work_folder() as work:
-            without_arena = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
-    return _Rounds(
-        rounds=tuple((both[False], both[True]) for both in times),
-        traces=tuple(traces),
-        last=last,
-        npu=tuple(npu),
-        unprofiled=unprofiled,
-        without_arena=without_arena,
-        raw=raw,
-    )
+    if pairs and pairs[0][0].memory and end_s - time.monotonic() > start_s:
+        without_arena = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, next(folders))
+    return _Rounds(first=first, pairs=tuple(pairs), without_arena=without_arena)
 
 
-def _run(device: Device, job: Job, runs: int, work: Path, end_s: float | None = None) -> DeviceRun:
+def _run(device: Device, job: Job, runs: int, folder: Path, end_s: float | None = None) -> DeviceRun:
     """Runs one sample `runs` times; with an end fewer times if the time is over, but at least once."""
     asked = msgspec.structs.replace(job, repeat=runs)
     if end_s is not None:
@@ -289,30 +274,28 @@ def _run(device: Device, job: Job, runs: int, work: Path, end_s: float | None = 
         again = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
         budget_s = min(_LONGEST_S, max(0.0, end_s - time.monotonic()))
         asked = msgspec.structs.replace(job, samples=again, least_samples=1, budget_s=budget_s)
-    run = device.run_job(asked, work)
+    folder.mkdir()
+    run = device.run_job(asked, folder)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
     return run
 
 
-def _read_cycles(run: DeviceRun) -> Sequence[Cycles]:
-    return read_npu(run.npu_trace) if run.npu_trace else ()
+def _take_median(run: DeviceRun) -> float:
+    """Returns the median time of the steady runs of a session."""
+    return median(run.latency_ms[find_steady(run.latency_ms, len(run.latency_ms) // 2) :])
 
 
-def _read_raw(run: DeviceRun, options: ProfileOptions) -> bytes:
-    return run.trace.read_bytes() if options.raw and run.trace is not None else b""
-
-
-def _read(device: Device, run: DeviceRun) -> Trace:
+def _read(run: DeviceRun) -> Trace:
     if run.trace is None:
         raise DeviceError(
-            f"'{device.name}' gave no profile: its runner is older than this edgekit, or cannot profile",
+            f"'{run.device}' gave no profile: its runner is older than this edgekit, or cannot profile",
             hint="edgekit runner build, or --on host",
         )
     trace = read_trace(run.trace)
     if not any(execution.steps for execution in trace.executions):
         raise DeviceError(
-            f"the profile of '{device.name}' holds no kernel",
+            f"the profile of '{run.device}' holds no kernel",
             hint="its ONNX Runtime may be built without a profiler: --on host has one",
         )
     return trace
@@ -335,45 +318,49 @@ def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: 
             return None, f"what {device.name} reaches is not known: {error.message}"
 
 
-def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | None, lack: str) -> Profiled:
-    """Returns the profile of some rounds; `lack` says why it is not known what the device reaches."""
-    kept = tuple(run for trace in measured.traces for run in choose_runs(trace.executions))
+def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, lack: str, *, keep_raw: bool) -> Profiled:
+    """Returns the profile of some runs; `lack` says why it is not known what the device reaches."""
+    traces, last = [_read(run) for run in measured.traced], measured.traced[-1]
+    kept = tuple(run for trace in traces for run in choose_runs(trace.executions))
+    runs = (measured.first, *(traced for _, traced in measured.pairs))
+    cycles = [one for run in runs if run.npu_trace for one in read_npu(run.npu_trace)]
     # For a file in ORT format there is only ONNX Runtime's own graph.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
     sources = {} if graph is None else list_sources(graph)
     nodes = list_nodes(kept, sources)
-    if roof is not None:
-        nodes = add_roof_shares(nodes, roof)
+    if empty.roof is not None:
+        nodes = add_roof_shares(nodes, empty.roof)
+    rounds = [(_take_median(plain), _take_median(traced)) for plain, traced in measured.pairs]
     found = msgspec.structs.replace(
         empty,
-        versions=dict(sorted(measured.last.versions.items())),
+        versions=dict(sorted(last.versions.items())),
         runs=len(kept),
         run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
         nodes_ms=sum(node.self_ms for node in nodes),
         # If there was time only for runs with the profiler, their times have to do.
-        plain_ms=median([plain for plain, _ in measured.rounds] or measured.last.latency_ms),
-        overhead=compare_rounds(measured.rounds) if len(measured.rounds) > 1 else None,
-        memory=_list_memory(measured),
-        load_ms=measured.last.load_ms,
-        make_ms=measured.traces[-1].make_ms,
+        plain_ms=median([plain for plain, _ in rounds] or last.latency_ms),
+        overhead=compare_rounds(rounds) if len(rounds) > 1 else None,
+        memory=_list_memory(measured, traces[-1]),
+        load_ms=last.load_ms,
+        make_ms=traces[-1].make_ms,
         operators=list_operators(nodes),
         nodes=nodes,
         unasked=list_unasked(nodes),
-        npu=list_npu(measured.npu, sources),
-        roof=roof,
+        npu=list_npu(cycles, sources),
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
-    warnings = (*_warn(found, measured), *([lack] if lack else []))
+    warnings = (*_warn(found, len(rounds)), *last.notes, *filter(None, (lack,)))
+    raw = last.trace.read_bytes() if keep_raw and last.trace is not None else b""
     done = msgspec.structs.replace(found, warnings=warnings, advice=advice)
-    return Profiled(profile=done, executions=kept, graph=graph, raw=measured.raw)
+    return Profiled(profile=done, executions=kept, graph=graph, raw=raw)
 
 
-def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
+def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
     """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
-    held = (measured.unprofiled or measured.last).memory
+    held = (measured.pairs[0][0] if measured.pairs else measured.first).memory
     bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
-    runs = measured.traces[-1].executions
+    runs = trace.executions
     traced = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
     arenas = {phase: arena for phase, arena in traced.items() if arena is not None}
     return tuple(
@@ -390,15 +377,15 @@ def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
     )
 
 
-def _warn(found: DeviceProfile, measured: _Rounds) -> Iterator[str]:
+def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:
     """Yields what makes the figures less reliable, the worst first."""
     if found.evidence is not Evidence.DEVICE:
         yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
         yield f"silent fallback: {found.provider} took no node"
-    if len(measured.rounds) < ROUNDS:
+    if rounds < ROUNDS:
         yield (
-            f"{len(measured.rounds)} of {ROUNDS} rounds fitted into the time, because a session takes long to start and"
+            f"{rounds} of {ROUNDS} rounds fitted into the time, because a session takes long to start and"
             " run here; give more time: --seconds"
         )
     if found.overhead is not None and found.overhead.value > DISTURBED and found.overhead.interval[0] > 1:
@@ -424,4 +411,3 @@ def _warn(found: DeviceProfile, measured: _Rounds) -> Iterator[str]:
             "cycles inside the NPU's graph are this PC's: QNN counts what its simulator took, which differs from run to"
             " run and says nothing of a phone; which operations there are, does"
         )
-    yield from measured.last.notes
