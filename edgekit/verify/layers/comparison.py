@@ -124,8 +124,8 @@ class _Comparison:
         self._grids, self._scaling = grids.find_grids(b), read_scaling(protos[1])
         self._moved_grids = grids.follow_moves(self._grids, self._graphs[1])
         self._matched = matching.match_tensors(*self._graphs)
-        self._traced_a = matching.open_traced(a, [tensor.in_a for tensor in self._matched])
-        self._traced_b = matching.open_traced(b, [tensor.in_b for tensor in self._matched])
+        self._traced_a = matching.open_part(a, [tensor.in_a for tensor in self._matched])
+        self._traced_b = matching.open_part(b, [tensor.in_b for tensor in self._matched])
         self._isolated: tuple[CpuSession | None, CpuSession] | None = None
         self._regions: dict[str, grids.Region] = {}
         self._errors: dict[str, list[LayerErrors]] = {}
@@ -185,16 +185,13 @@ class _Comparison:
             and wanted[item.in_a].shape == found[item.in_b].shape
             and wanted[item.in_a].size
         )
-        self._regions, (a, b), of_a = grids.find_regions(*self._graphs, self._matched), self._models, None
+        kept, (a, b), of_a = self._matched, self._models, None
+        self._regions = grids.find_regions(*self._graphs, kept)
         if any(region.roundings for region in self._regions.values()):
-            mirrored = [
-                msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
-                for item in self._matched
-            ]
-            of_a = matching.open_isolated(a, mirrored, {item.tensor: wanted[item.in_a].dtype for item in self._matched})
-        return of_a, matching.open_isolated(
-            b, self._matched, {item.tensor: found[item.in_b].dtype for item in self._matched}
-        )
+            in_a = {item.in_a: (item.tensor, wanted[item.in_a].dtype) for item in kept}
+            of_a = matching.open_part(a, in_a, in_a, {item.tensor for item in kept if item.in_a != item.tensor})
+        in_b = {name: (item.tensor, found[item.in_b].dtype) for item in kept for name in item.copies_in_b}
+        return of_a, matching.open_part(b, in_b, in_b, {item.raw_b for item in kept if item.in_b != item.raw_b})
 
     def _run_isolated(
         self, sample: Tensors, wanted: Tensors, found: Tensors, of_a: CpuSession | None, of_b: CpuSession

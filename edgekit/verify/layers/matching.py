@@ -1,7 +1,8 @@
 """Matches the tensors of one model to those of another, and makes models that output their inner tensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -10,8 +11,10 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.errors import UsageError
-from edgekit.graph.graph import Graph, Node
-from edgekit.model.model import Model, order_nodes, read_outside
+from edgekit.graph.constants import lift_constants
+from edgekit.graph.graph import Graph, Node, view_model
+from edgekit.model.model import Model, order_nodes, read_outside, refill
+from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.quantize.equalization.pairs import SUFFIX
 
@@ -204,35 +207,65 @@ def _real_node(node: Node, graph: Graph) -> Node:
 
 
 ISOLATED_PREFIX = "edgekit.isolated:"
+"""Begins the names of inputs that take the place of computed tensors, so that a layer runs alone."""
 
 # Several sessions take turns: the threads of those that wait must not keep the cores busy.
 _QUIET = {"session.intra_op.allow_spinning": "0"}
 
 
-def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
-    """Returns a session, with every optimisation off, that has the tensors `names` as outputs."""
-    proto = read_outside(model)
-    _add_outputs(proto, names)
-    return open_proto(proto, model)
+Given = Mapping[str, tuple[str, np.dtype[Any]]]
+"""For tensors that are given, not computed: the name of the value that each gets, and its type."""
 
 
-def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str, np.dtype[Any]]) -> CpuSession:
-    """Returns a session that runs each layer in isolation, on given values instead of the results of the layer before.
+def open_part(
+    model: Model, wanted: Iterable[str], given: Given = MappingProxyType({}), rounded: Collection[str] = ()
+) -> CpuSession:
+    """Returns a session, with every optimisation off, that computes the tensors `wanted`, from `given` ones if any.
 
-    Each matched tensor becomes an input `ISOLATED_PREFIX` + name, of the type in `dtypes`, which the nodes after it
-    read; the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are
-    the matched tensors as each layer computes them, with all their copies.
+    The given values are inputs with `ISOLATED_PREFIX` before their names. The Q nodes that round a tensor in `rounded`
+    still read the computed one: they belong to the layer that computes it.
     """
     proto = read_outside(model)
-    given = {copy: tensor.tensor for tensor in matched for copy in tensor.copies_in_b if tensor.tensor in dtypes}
-    rounding = {tensor.raw_b for tensor in matched if tensor.in_b != tensor.raw_b}
     for node in proto.graph.node:
         for place, name in enumerate(node.input):
-            if name in given and not (node.op_type == QUANTIZE and name in rounding):
-                node.input[place] = ISOLATED_PREFIX + given[name]
-    proto.graph.input.extend(declare(ISOLATED_PREFIX + name, dtypes[name]) for name in sorted(set(given.values())))
-    _add_outputs(proto, [copy for tensor in matched for copy in sorted(tensor.copies_in_b)])
-    return open_proto(proto, model)
+            if name in given and not (node.op_type == QUANTIZE and name in rounded):
+                node.input[place] = ISOLATED_PREFIX + given[name][0]
+    proto.graph.input.extend(declare(ISOLATED_PREFIX + name, dtype) for name, dtype in dict(given.values()).items())
+    extract_part(proto, wanted)
+    config = {**_QUIET, **external_config(model.path.parent)}
+    settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
+    return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
+
+
+def walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str] = ()) -> tuple[set[str], set[str]]:
+    """Returns the tensors that `wanted` need, `wanted` included, and the `stops` at which the search ended."""
+    kept, met = set[str](), set[str]()
+    waiting = list(wanted)
+    while waiting:
+        name = waiting.pop()
+        if name in kept or name not in graph.producers:
+            continue
+        kept.add(name)
+        reads = set(graph.producers[name].reads)
+        met |= reads.intersection(stops)
+        waiting.extend(reads.difference(stops))
+    return kept, met
+
+
+def extract_part(proto: onnx.ModelProto, wanted: Iterable[str]) -> None:
+    """Removes the nodes of a model that the tensors `wanted` do not need; these, if any, become its only outputs."""
+    graph, known = proto.graph, {value.name: value for value in proto.graph.output}
+    names = tuple(dict.fromkeys(wanted)) or tuple(known)
+    lift_constants(graph)
+    kept, _ = walk_back(view_model(proto), names)
+    nodes = [node for node in order_nodes(graph) if not kept.isdisjoint(node.output)]
+    read = {name for node in nodes for name in iterate_reads(node)}.union(names)
+    unread = {tensor.name for tensor in graph.initializer} - read
+    refill(graph.node, nodes)
+    refill(graph.input, [value for value in graph.input if value.name not in unread])
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+    refill(graph.output, [known.get(name, onnx.ValueInfoProto(name=name)) for name in names])
+    del graph.value_info[:]
 
 
 def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
@@ -252,22 +285,8 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
     return adapted
 
 
-def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
-    """Returns a session, with every optimisation off, of a graph that shares the weights of its model."""
-    config = {**_QUIET, **external_config(model.path.parent)}
-    settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
-    return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
-
-
 def declare(
     name: str, dtype: np.dtype[Any] | str, shape: Sequence[int | str | None] | None = None
 ) -> onnx.ValueInfoProto:
     """Returns the declaration of a tensor, for the inputs or outputs of a graph."""
     return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
-
-
-def _add_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:
-    given = {value.name for value in proto.graph.output}
-    for name in dict.fromkeys(names):
-        if name not in given:
-            proto.graph.output.append(onnx.ValueInfoProto(name=name))

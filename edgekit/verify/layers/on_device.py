@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, limit_samples, map_samples
@@ -23,14 +22,21 @@ from edgekit.devices.ios.mil.compute import Operation
 from edgekit.devices.packages import match_operations
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
-from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.model.model import Model, load_model, order_nodes, read_outside, read_proto, save_proto
-from edgekit.model.soundness import iterate_reads
+from edgekit.model.model import Model, load_model, read_outside, read_proto, save_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, report_layer
 from edgekit.verify.layers.grids import Grid, measure_steps, read_grid
-from edgekit.verify.layers.matching import DEQUANTIZE, ISOLATED_PREFIX, QUANTIZE, declare, list_computing, open_proto
+from edgekit.verify.layers.matching import (
+    DEQUANTIZE,
+    ISOLATED_PREFIX,
+    QUANTIZE,
+    declare,
+    extract_part,
+    list_computing,
+    open_part,
+    walk_back,
+)
 from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -115,57 +121,6 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
 
 
-def _walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str]) -> tuple[set[str], set[str]]:
-    """Returns the tensors that `wanted` need, `wanted` included, and the `stops` at which the search ended."""
-    kept, met = set[str](), set[str]()
-    waiting = list(wanted)
-    while waiting:
-        name = waiting.pop()
-        if name in kept or name not in graph.producers:
-            continue
-        kept.add(name)
-        reads = set(graph.producers[name].reads)
-        met |= reads.intersection(stops)
-        waiting.extend(reads.difference(stops))
-    return kept, met
-
-
-def _extract(proto: onnx.ModelProto, wanted: Sequence[str], given: Mapping[str, str]) -> None:
-    """Removes from a model all nodes except those that the tensors `wanted` need; `wanted` become its outputs.
-
-    Each tensor in `given` becomes an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
-    """
-    graph = proto.graph
-    lift_constants(graph)
-    kept, _ = _walk_back(view_model(proto), wanted, given)
-    nodes = [node for node in order_nodes(graph) if not kept.isdisjoint(node.output)]
-    for node in nodes:
-        for place, name in enumerate(node.input):
-            if name in given:
-                node.input[place] = ISOLATED_PREFIX + name
-    needed = {name for node in nodes for name in iterate_reads(node)}
-    unused = {tensor.name for tensor in graph.initializer} - needed
-    known = {value.name: value for value in graph.output}
-    part = onnx.GraphProto(
-        name=graph.name,
-        node=nodes,
-        initializer=[tensor for tensor in graph.initializer if tensor.name in needed],
-        input=[
-            *(value for value in graph.input if value.name not in unused),
-            *(declare(ISOLATED_PREFIX + name, dtype) for name, dtype in sorted(given.items())),
-        ],
-        output=[known.get(name, onnx.ValueInfoProto(name=name)) for name in wanted],
-    )
-    graph.CopyFrom(part)
-
-
-def _open_layers(model: Model, wanted: Sequence[Probe], given: Mapping[str, str] | None = None) -> CpuSession:
-    """Returns a session, with every optimisation off, of the nodes that some probes need; `given` as in `_extract`."""
-    proto = read_outside(model)
-    _extract(proto, [probe.tensor for probe in wanted], given or {})
-    return open_proto(proto, model)
-
-
 def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
     """Returns the result of `find_device_layer`, with each layer's operations in Core ML's program, if there is one.
 
@@ -212,13 +167,13 @@ def find_device_layer(
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
     outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
     planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
-    specs = _describe_tensors(_open_layers(model, planned), job.samples)
+    specs = _describe_tensors(open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
     graph, tensors = view_model(read_outside(model)), {probe.tensor for probe in probes}
 
     def run_slice(wanted: Sequence[Probe], place: Path) -> str:
         """Runs the model once with these tensors, and those that their layers read, as outputs; returns a refusal."""
-        met = _walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
+        met = walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
         sources = [probe for probe in probes if probe.tensor in met]
         names = {probe.tensor for probe in (*sources, *wanted)}
         added = [specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
@@ -313,10 +268,11 @@ def _measure_slice(
     model: Model, wanted: Sequence[Probe], sources: Sequence[Probe], samples: Samples, outputs: Samples
 ) -> Iterator[tuple[Probe, LayerErrors]]:
     """Yields the errors of each layer in each sample; `outputs` are the device's, with the tensors of all probes."""
-    here, isolated = _open_layers(model, wanted), None
+    tensors = [probe.tensor for probe in wanted]
+    here, isolated = open_part(model, tensors), None
     for sample, got in zip(samples, outputs, strict=False):
-        if isolated is None:
-            isolated = _open_layers(model, wanted, {probe.tensor: got[probe.tensor].dtype.name for probe in sources})
+        given = {probe.tensor: (probe.tensor, got[probe.tensor].dtype) for probe in sources}
+        isolated = isolated or open_part(model, tensors, given)
         exact = here.run(sample)
         own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
         for probe in wanted:
@@ -376,8 +332,8 @@ def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, ...]]:
     stops = {probe.tensor for probe in probes}
     last_read: dict[str, int] = {}
     for place, probe in enumerate(probes):
-        last_read |= dict.fromkeys(_walk_back(graph, [probe.tensor], stops)[1], place)
-    last_read |= dict.fromkeys(graph.outputs | _walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
+        last_read |= dict.fromkeys(walk_back(graph, [probe.tensor], stops)[1], place)
+    last_read |= dict.fromkeys(graph.outputs | walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
     cuts: list[tuple[str, ...]] = []
     live: list[str] = []
     for place, probe in enumerate(probes):
@@ -396,7 +352,7 @@ def save_prefix(model: Model, outputs: Sequence[str], path: Path) -> Model:
         OutputError: the file cannot be written.
     """
     proto = read_proto(model)
-    _extract(proto, outputs, {})
+    extract_part(proto, outputs)
     return save_proto(proto, path)
 
 

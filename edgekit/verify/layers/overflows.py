@@ -15,7 +15,7 @@ from edgekit.devices.local.emulated import UNOPTIMIZED, find_float_types, round_
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, read_proto
 from edgekit.model.tensors import Array
-from edgekit.verify.layers.matching import adapt_sample, open_traced
+from edgekit.verify.layers.matching import adapt_sample, open_part
 from edgekit.verify.metrics.tensor_metrics import SampleErrors, measure_errors, sqnr_db
 
 HALF_MAX = 65504.0
@@ -44,7 +44,7 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
         largest = 0.0 if constant is None else measure_size(constant)[0]
         # The margin for unseen samples does not apply, because constants do not vary.
         reach[name] = largest if largest > HALF_MAX else 0.0
-    traced = open_traced(model, computed)
+    traced = open_part(model, computed)
     for sample in samples:
         given = adapt_sample(sample, model)
         for name, value in {**given, **traced.run(given)}.items():
@@ -185,7 +185,7 @@ def find_half_loss(model: Model, halved: Collection[str], samples: Samples, leas
     graph = read_graph(model)
     nodes = [node for node in graph.nodes if node.name in lossy.nodes]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input, *node.output) if graph.is_float(name)))
-    traced = open_traced(model, [name for name in names if name in graph.producers])
+    traced = open_part(model, [name for name in names if name in graph.producers])
     found = {name: HalfLoss(name=name, share=0, low=math.inf, high=0, sqnr_db=lossy.sqnr_db) for name in names}
     for sample in samples:
         given = adapt_sample(sample, model)
