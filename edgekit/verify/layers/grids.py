@@ -16,7 +16,7 @@ from onnx import TensorProto
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
-from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes
+from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes, walk_back
 
 # The steps of an 8-bit grid. 16-bit grids are measured in 8-bit steps too, because 8-bit weights cost more than the
 # steps of a 16-bit grid.
@@ -222,9 +222,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
     """Returns the region in `b` of each matched tensor, by its name in `a`, in the coarser arithmetic of both."""
-    ends_a = {item.tensor: (item.in_a,) for item in matched}
-    ends_b = {item.tensor: tuple(sorted(item.copies_in_b)) for item in matched}
-    first, second = _walk_all(a, ends_a), _walk_all(b, ends_b)
+    first = _find_regions(a, {item.tensor: frozenset({item.in_a}) for item in matched})
+    second = _find_regions(b, {item.tensor: item.copies_in_b for item in matched})
     return {
         name: msgspec.structs.replace(
             region,
@@ -235,64 +234,41 @@ def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[s
     }
 
 
-def _walk_all(graph: Graph, ends: Mapping[str, tuple[str, ...]]) -> dict[str, Region]:
+def _find_regions(graph: Graph, ends: Mapping[str, frozenset[str]]) -> dict[str, Region]:
     types = {name: tensor.data_type for name, tensor in graph.constants.items()}
-    given = {name: key for key, names in ends.items() for name in names}
+    given = {copy: name for name, copies in ends.items() for copy in copies}
     is_half = (
         not _HALF.isdisjoint(types.values())
         or any(graph.values[name].dtype in {"float16", "bfloat16"} for name in graph.inputs)
         or any(node.integer("to", 0) in _HALF for node in graph.nodes if node.op_type == "Cast")
     )
-    return {key: _walk(names, graph.producers, given, types, is_half=is_half) for key, names in ends.items()}
+    regions, stops = dict[str, Region](), frozenset(given)
+    for tensor, copies in ends.items():
+        made, met = walk_back(graph, copies, stops)
+        nodes = list({node.output[0]: node for node in (graph.producers[name] for name in sorted(made))}.values())
+        ops = [node.op_type for node in nodes]
+        moved = {node.op_type for node in nodes if not any(node.input) or not (made | met).isdisjoint(node.input)}
+        stored = {types.get(name, 0) for node in nodes for name in node.input if name not in graph.producers}
+        own = {graph.producers[name].input[0] for name in made & copies if graph.producers[name].op_type == DEQUANTIZE}
+        arithmetic: Arithmetic = "half" if is_half else "float"
+        if "MatMulNBits" in ops or not stored.isdisjoint(_FOUR_BITS):
+            arithmetic = "int4"
+        elif DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not stored.isdisjoint(_BYTES):
+            arithmetic = "int8"
+        regions[tensor] = Region(
+            arithmetic=arithmetic,
+            reads=tuple(sorted({given[name] for name in met})),
+            roundings=sum(
+                node.op_type.startswith("DynamicQuantize") or (node.op_type == QUANTIZE and node.output[0] not in own)
+                for node in nodes
+            ),
+            jumps=not _JUMPING.isdisjoint(moved) or any(_reads_integers(node, graph) for node in nodes),
+            results=tuple(node.output[0] for node in nodes),
+        )
+    return regions
 
 
-def _walk(
-    names: Sequence[str],
-    producers: Mapping[str, Node],
-    given: Mapping[str, str],
-    types: Mapping[str, int],
-    *,
-    is_half: bool,
-) -> Region:
-    nodes: dict[str, Node] = {}
-    reads, constants = dict[str, None](), set[str]()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        node = producers.get(name)
-        if name in given and name not in names:
-            reads[given[name]] = None
-        elif node is None:
-            constants.add(name)
-        elif node.output[0] not in nodes:
-            nodes[node.output[0]] = node
-            waiting.extend(source for source in node.input if source)
-    ops = [node.op_type for node in nodes.values()]
-    moved = [
-        node.op_type
-        for node in nodes.values()
-        if not any(node.input) or any(source in given or source in nodes for source in node.input)
-    ]
-    own = {producers[name].input[0] for name in names if name in producers and producers[name].op_type == DEQUANTIZE}
-    stored = {types.get(name, 0) for name in constants}
-    arithmetic: Arithmetic = "half" if is_half else "float"
-    if "MatMulNBits" in ops or not stored.isdisjoint(_FOUR_BITS):
-        arithmetic = "int4"
-    elif DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not stored.isdisjoint(_BYTES):
-        arithmetic = "int8"
-    return Region(
-        arithmetic=arithmetic,
-        reads=tuple(reads),
-        roundings=sum(
-            node.op_type.startswith("DynamicQuantize") or (node.op_type == QUANTIZE and node.output[0] not in own)
-            for node in nodes.values()
-        ),
-        jumps=not _JUMPING.isdisjoint(moved) or any(_reads_integers(node, producers) for node in nodes.values()),
-        results=tuple(nodes),
-    )
-
-
-def _reads_integers(node: Node, producers: Mapping[str, Node]) -> bool:
+def _reads_integers(node: Node, graph: Graph) -> bool:
     """Returns True for an operator on integers, and for a DQ node after a node that is no Q node."""
-    before = producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+    before = graph.producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
     return node.op_type.startswith(_INTEGERS_ONLY) or (before is not None and before.op_type != QUANTIZE)

@@ -237,7 +237,9 @@ def open_part(
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
 
 
-def walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str] = ()) -> tuple[set[str], set[str]]:
+def walk_back(
+    graph: Graph, wanted: Iterable[str], stops: frozenset[str] | set[str] = frozenset()
+) -> tuple[set[str], set[str]]:
     """Returns the tensors that `wanted` need, `wanted` included, and the `stops` at which the search ended."""
     kept, met = set[str](), set[str]()
     waiting = list(wanted)
@@ -247,8 +249,8 @@ def walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str] = ()) 
             continue
         kept.add(name)
         reads = set(graph.producers[name].reads)
-        met |= reads.intersection(stops)
-        waiting.extend(reads.difference(stops))
+        met |= reads & stops
+        waiting.extend(reads - stops)
     return kept, met
 
 
