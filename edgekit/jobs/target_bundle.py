@@ -31,7 +31,7 @@ from edgekit.model.state import find_fed_back
 from edgekit.prepare.fix import fix_quantized
 from edgekit.prepare.rewrites import activations, products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
-from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
@@ -52,8 +52,6 @@ _SAID = {
     activations.flatten_softplus.id: "Softplus of 16 bits has three axes, because QNN's kernel for four is wrong",
     activations.part_silu.id: "x * Sigmoid(x) of 16 bits is not fused, because QNN's kernel for it is wrong",
 }
-# The kind of an output (classes, boxes, an embedding ...) is guessed from so many golden samples.
-_READ_FROM = 16
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,7 +414,7 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
 def _collect(inputs: BuildInputs, deployed: Deployed, job: BuildJob) -> Contents:
     target, converted, quantized = deployed.target, deployed.converted, deployed.quantized
     listed = read_list(inputs.golden)
-    rows = spread_indices(inputs.golden.samples, _READ_FROM)
+    rows = spread_indices(inputs.golden.samples, READ_FROM)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
     return Contents(
         source=inputs.source,

@@ -20,7 +20,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors, TensorSpec
-from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
 from edgekit.serialize import NotebookPage
 from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.layers.comparison import LayerReport, Located, compare_layers, name_first_bad
@@ -33,8 +33,6 @@ from edgekit.verify.task_scores import TaskReport, judge_task
 
 LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, granted_samples=1)
 """How far model `b` may be from model `a` by default: what targets ask of an 8-bit model."""
-# As in a build: this many samples show what outputs are for.
-_READ_FROM = 16
 
 
 class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +158,7 @@ def compare_on_device(
 
 def _read_outputs(model: Model, outputs: Samples) -> dict[str, Reading]:
     """Returns what the outputs of a model are for, judged by its outputs for the first samples."""
-    few = list(islice(outputs, _READ_FROM))
+    few = list(islice(outputs, READ_FROM))
     return read_output_kinds(read_graph(model), few, {}) if few else {}
 
 

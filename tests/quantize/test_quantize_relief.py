@@ -93,7 +93,8 @@ def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
 
 
 def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_path: Path) -> None:
-    text = """g (float[1,4] x) => (float[1,16] y) <float[4] mean = {75.5, 1.5, 0.5, 5}, float[4] step = {0.02, 0.9, 2, 0.3}>
+    text = """g (float[1,4] x) => (float[1,16] y)
+        <float[4] mean = {75.5, 1.5, 0.5, 5}, float[4] step = {0.02, 0.9, 2, 0.3}>
         { c = Sub(x, mean) s = Mul(c, step) y = MatMul(s, w) }"""
     model, rng = make_model(text, tmp_path / "m.onnx", {"w": (4, 16)}), np.random.default_rng(0)
     columns = [rng.integers(1, 150, 64), rng.integers(0, 4, 64), rng.integers(0, 2, 64), rng.integers(2, 9, 64)]

@@ -14,6 +14,9 @@ from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
+READ_FROM = 16
+"""The number of samples that show what outputs are for, in planning and everywhere else: a choice. A few may all show
+no object, or only scores that are positive."""
 RAW = "raw"
 """The `squash` of scores whose sigmoid the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})

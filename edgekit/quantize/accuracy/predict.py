@@ -32,7 +32,7 @@ from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, reach_without_labels
-from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
@@ -40,10 +40,6 @@ MOST_SAMPLES = 256
 """The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
-# The number of samples from which the kind of an output is guessed: a choice, to save time.
-_KIND_SAMPLES = 4
-# The number for the head of a detector: more, since not every image shows an object. A choice, to save time.
-_HEAD_SAMPLES = 16
 # Larger records, such as those of long vectors, are not remembered together: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
 # Every 16th, eighth, fourth and second sample is looked at first, if these tell a standard error: a choice.
@@ -205,8 +201,8 @@ class FloatReference:
 
         Their kinds are guessed from outputs of the float model for a few samples.
         """
-        few = self._run_few(_KIND_SAMPLES)
-        readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
+        few = self._run_few()
+        readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few)
         shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         state = find_fed_back(self._state).values()
@@ -389,13 +385,13 @@ class FloatReference:
     def _run(self, index: int, sample: Tensors) -> Tensors:
         return self._kept[index] if index in self._kept else self._open().run(sample)
 
-    def _run_few(self, count: int) -> list[Tensors]:
+    def _run_few(self) -> list[Tensors]:
         few = list[Tensors]()
-        for index, sample in self._read(spread_indices(self._samples.count, count)):
+        for index, sample in self._read(spread_indices(self._samples.count, READ_FROM)):
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
-    def _find_head(self, first: Tensors) -> tuple[Head | DetectionList | None, frozenset[str]]:
+    def _find_head(self, few: Sequence[Tensors]) -> tuple[Head | DetectionList | None, frozenset[str]]:
         """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
 
         Outputs that are stated to be something else are left out.
@@ -410,10 +406,10 @@ class FloatReference:
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
             return None, frozenset()
-        is_list = find_list([drop_stated(first)], image) is not None
-        if not is_list and not may_be_head(drop_stated(first)):
+        rows = [drop_stated(outputs) for outputs in few]
+        is_list = find_list(rows[:1], image) is not None
+        if not is_list and not may_be_head(rows[0]):
             return None, frozenset()
-        rows = [drop_stated(outputs) for outputs in self._run_few(_HEAD_SAMPLES)]
         head = find_list(rows, image) if is_list else find_head(rows, image)
         return head, frozenset() if is_list or head is not None else find_silent(rows, image)
 
