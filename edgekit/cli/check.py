@@ -61,8 +61,9 @@ def show_checks(summary: checked.CheckSummary) -> None:
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
         show_remarks(checked.describe_as_is(report, summary.as_is.get(name)))
+        show_remarks(checked.describe_built(summary, name))
         show_remarks(checked.list_check_remarks(report, summary.observed.get(name)))
-        show_remarks(map(checked.describe_advice, report.advice))
+        show_remarks(line for _, line in checked.list_advice(report.advice))
     if summary.refusal is not None:
         show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     for line in summary.fixed_axes:
@@ -73,6 +74,8 @@ def show_checks(summary: checked.CheckSummary) -> None:
     for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
         show_line(line)
     show_line(checked.describe_runtimes(summary.minimum_ort))
-    show_line(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")
+    show_line(
+        f"recommendation: {checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)}"
+    )
     if summary.forecast is not None:
         show_line(describe_forecast(summary.forecast))

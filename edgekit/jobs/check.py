@@ -12,13 +12,13 @@ import msgspec
 from edgekit._files import move_file, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
-from edgekit.check.macs import count_open
+from edgekit.check.macs import choose_sizes, count_open
 from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
-from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
@@ -32,7 +32,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.serialize import to_builtins
-from edgekit.target import Target, read_version
+from edgekit.target import INTEGERS, Target, read_version
 
 # A bound, as two rewrites could undo each other for ever; it also ends as soon as a round changes nothing.
 _FIX_ROUNDS = 4
@@ -57,6 +57,22 @@ class TargetGain(msgspec.Struct, frozen=True):
     after: TargetShare
 
 
+class TargetModel(FixedModel, frozen=True, kw_only=True):
+    """A model after the rewrites for a target, and what the target takes of it before and after."""
+
+    before: CheckReport
+    after: CheckReport
+
+    def gain(self) -> TargetGain:
+        """Returns the shares that the target takes."""
+        return TargetGain(self.before.target, read_share(self.before), read_share(self.after))
+
+
+def read_share(report: CheckReport) -> TargetShare:
+    """Returns how much of a model a target takes."""
+    return msgspec.convert(report, TargetShare, from_attributes=True)
+
+
 def check_targets(
     model: Path, recipe: Recipe, progress: Progress = say_nothing, *, observe: bool = False, compare_ort: bool = False
 ) -> CheckSummary:
@@ -70,6 +86,9 @@ def check_targets(
 
     Dimensions without a number stay open: a target whose rules demand sizes takes none of what they reach.
 
+    For a target whose verdict is not "yes" the summary also says what it would take of what `build` ships (`built`):
+    the model with numbers for all dimensions, after the automatic rewrites.
+
     A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
 
     Raises:
@@ -82,6 +101,7 @@ def check_targets(
     observed: dict[str, Observed | NotObserved] = {}
     floats: dict[str, str] = {}
     as_is: dict[str, Placed] = {}
+    built: dict[str, CheckReport] = {}
     with work_folder() as work:
         progress("prepare the model")
         shown = None
@@ -90,6 +110,10 @@ def check_targets(
             shown = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
+        assumed, sized = choose_sizes(skim_model(prepared.path).graph), prepared
+        # Assumed sizes may fit no input of the model, such as one of an image with a side of 100.
+        with suppress(ModelError, RuntimeRefusal, UsageError):
+            sized = sketch_model(source, work / "sized.onnx", {**recipe.dims, **assumed}) if assumed else prepared
         # Once for all targets: what became of the nodes does not depend on them.
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
@@ -103,6 +127,9 @@ def check_targets(
                 if isinstance(seen, Observed):
                     report = msgspec.structs.replace(report, evidence=seen.evidence.value)
             reports[target.name] = report
+            if report.verdict != "yes":
+                shipped = _check_shipped(report, sized, target, work / target.name)
+                built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
     reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION
@@ -111,9 +138,11 @@ def check_targets(
         model=source.name,
         sha256=source.sha256,
         targets=reports,
-        recommended=recommend_target(reports, {target.name: target for target in targets}, refused, floats),
+        recommended=recommend_target(reports | built, {target.name: target for target in targets}, refused, floats),
         observed=observed,
         as_is=as_is,
+        built=built,
+        assumed={} if sized is prepared else assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
         fixed_axes=find_neglected_axes(source, targets),
@@ -140,10 +169,21 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
         return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error.message
 
 
+def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
+    """Returns the check of a model with numbers for all dimensions, after the rewrites that the target gains by."""
+    before = report if sized.sha256 == report.sha256 else check_model(sized, target)
+    if SPELLINGS.keys().isdisjoint(advice.id for advice in before.advice):
+        return before
+    out, stays_float = work / sized.path.name, target.precision not in INTEGERS
+    return fix_for_target(sized, out, target, stays_float=stays_float, before=before).after
+
+
 def fix_for_target(
-    prepared: Model, out: Path, target: Target, *, stays_float: bool = False
-) -> tuple[FixedModel, TargetGain]:
+    prepared: Model, out: Path, target: Target, *, stays_float: bool = False, before: CheckReport | None = None
+) -> TargetModel:
     """Writes a prepared model to `out` with all rewrites that are useful for a target.
+
+    `before` is the check of the prepared model, if it is known.
 
     These are the rewrites for every provider, those that the target asks for (some only if the model `stays_float`),
     and those that the check of the model advises. After each round the model is checked again, since one rewrite can
@@ -153,7 +193,7 @@ def fix_for_target(
         OutputError: `out` cannot be written.
         TargetError: the target's rules are missing or malformed.
     """
-    before = after = check_model(prepared, target)
+    after = before = before or check_model(prepared, target)
     fixes: list[Fix] = []
     asked = list_asked(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
@@ -164,9 +204,7 @@ def fix_for_target(
         fixes += fixed.fixes
         if not fixed.fixes:
             break
-    shares = (msgspec.convert(report, TargetShare, from_attributes=True) for report in (before, after))
-    gain = TargetGain(target.name, *shares)
-    return FixedModel(model=prepared, fixes=tuple(fixes)), gain
+    return TargetModel(model=prepared, fixes=tuple(fixes), before=before, after=after)
 
 
 def gain_on_target(
@@ -183,15 +221,16 @@ def gain_on_target(
     # Asked before gigabytes are written: most models have nothing to gain.
     asked = list_asked(target, stays_float=stays_float)
     finds = asked and apply_rewrites(skim_model(prepared.path), asked)
-    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
+    before = check_model(prepared, target)
+    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in before.advice):
         return None
-    better, gain = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float)
-    fixes = tuple(fix for fix in better.fixes if fix.id not in known)
+    better = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float, before=before)
+    gain, fixes = better.gain(), tuple(fix for fix in better.fixes if fix.id not in known)
     if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
         return None
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
     told = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
-    return msgspec.structs.replace(better, fixes=fixes), told
+    return FixedModel(model=better.model, fixes=fixes), told
 
 
 def describe_share(share: TargetShare | CheckReport) -> str:
@@ -206,6 +245,8 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         targets[name]["minimum_ort"] = version
     for name, placed in summary.as_is.items():
         targets[name]["as_is"] = to_builtins(placed)
+    for name, report in summary.built.items():
+        targets[name]["built"] = to_builtins(read_share(report))
     for name, seen in summary.observed.items():
         targets[name]["observed"] = to_builtins(seen) if isinstance(seen, Observed) else None
         if isinstance(seen, NotObserved):
@@ -214,10 +255,11 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "model": summary.model,
         "sha256": summary.sha256,
         "targets": targets,
-        "recommendation": describe_recommendation(summary.recommended, summary.targets),
+        "recommendation": describe_recommendation(summary.recommended, summary.shipped, summary.assumed),
         "recommended": to_builtins(summary.recommended),
         "refusal": summary.refusal,
         "fixed_axes": list(summary.fixed_axes),
+        "assumed": summary.assumed,
         "forecast": to_builtins(summary.forecast),
     }
     return document if summary.ort is None else {**document, "ort_checker": to_builtins(summary.ort)}
@@ -273,8 +315,8 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
         fixes: tuple[Fix, ...] = ()
         gain: TargetGain | None = None
         if options.fix and options.target is not None:
-            better, gain = fix_for_target(prepared, staged, options.target)
-            prepared, fixes = better.model, better.fixes
+            better = fix_for_target(prepared, staged, options.target)
+            prepared, fixes, gain = better.model, better.fixes, better.gain()
         elif options.fix:
             fixed = fix_model(prepared, staged)
             prepared, fixes = fixed.model, fixed.fixes

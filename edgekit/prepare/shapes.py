@@ -351,14 +351,14 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
     A declared shape may be wrong: an exporter may call the sides of an enlarged image `height` and `width`, as the
     input's, and ONNX Runtime only warns.
     """
-    outputs = [value.type.tensor_type for value in proto.graph.output if value.type.HasField("tensor_type")]
-    declared = [onnx.TypeProto.Tensor.FromString(each.SerializeToString()) for each in outputs]
-    for output in outputs:
-        output.ClearField("shape")
-    inferred = [
-        value.type.tensor_type for value in infer_model(proto).graph.output if value.type.HasField("tensor_type")
-    ]
-    for output, stated, found in zip(outputs, declared, inferred, strict=True):
+    # An output may have no type at all, and inference gives it one: outputs are found by name, not by place.
+    outputs = [value for value in proto.graph.output if value.type.HasField("tensor_type")]
+    declared = [onnx.TypeProto.Tensor.FromString(value.type.tensor_type.SerializeToString()) for value in outputs]
+    for value in outputs:
+        value.type.tensor_type.ClearField("shape")
+    inferred = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output}
+    for value, stated in zip(outputs, declared, strict=True):
+        output, found = value.type.tensor_type, inferred[value.name]
         output.CopyFrom(stated)
         if found.HasField("shape"):
             output.shape.CopyFrom(found.shape)

@@ -1,9 +1,11 @@
 """The check of a model against several targets: its report, its text, and its page with the nodes as blocks."""
 
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -26,11 +28,12 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A model checked against several targets, with the target to use.
 
     `targets` is by target the check of the prepared model; `as_is` is that of the unchanged file, for targets on which
-    a session of it can be made. `observed` is what real providers did with it, `ort` what ONNX Runtime's own checker
-    says of it; both only if asked for. `refusal` is why ONNX Runtime cannot load it on any target. `fixed_axes` lists
-    the axes that the export fixed and how to open them, unless a target wants fixed sizes. `minimum_ort` is by target
-    the oldest ONNX Runtime on the device that reads the shipped model and has the provider, where that is known.
-    `forecast` is for the phones that the recipe names.
+    a session of it can be made. `built` is that of what `build` ships, where that differs: the model after automatic
+    rewrites, with the `assumed` sizes of open dimensions. `observed` is what real providers did with it, `ort` what
+    ONNX Runtime's own checker says of it; both only if asked for. `refusal` is why ONNX Runtime cannot load it on any
+    target. `fixed_axes` lists the axes that the export fixed and how to open them, unless a target wants fixed sizes.
+    `minimum_ort` is by target the oldest ONNX Runtime on the device that reads the shipped model and has the provider,
+    where that is known. `forecast` is for the phones that the recipe names.
     """
 
     model: str
@@ -39,6 +42,8 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     recommended: Recommendation
     observed: dict[str, Observed | NotObserved] = {}
     as_is: dict[str, Placed] = {}
+    built: dict[str, CheckReport] = {}
+    assumed: dict[str, int] = {}
     ort: OrtOpinions | None = None
     refusal: str | None = None
     fixed_axes: tuple[str, ...] = ()
@@ -46,11 +51,20 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     forecast: ForecastReport | None = None
 
     @property
+    def shipped(self) -> dict[str, CheckReport]:
+        """By target the check of what `build` ships."""
+        return self.targets | self.built
+
+    @property
     def is_refused(self) -> bool:
-        """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session."""
+        """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session.
+
+        Where nothing is assumed of its dimensions, the verdict is that on what `build` ships.
+        """
+        judged = self.targets if self.assumed else self.shipped
         # What the vendor's own code did outweighs the prediction of the rules.
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
-        return self.refusal is not None or refused or any(report.verdict == "no" for report in self.targets.values())
+        return self.refusal is not None or refused or any(report.verdict == "no" for report in judged.values())
 
 
 def describe_runtimes(minimum_ort: Mapping[str, str]) -> str:
@@ -83,6 +97,19 @@ def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
             f"the file as it is: {describe_taken(placed)} in {placed.partitions} partitions; what stands here it has"
             " once edgekit prepare or build made it ready"
         )
+
+
+def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
+    """Yields what a provider takes of what `build` ships, if that differs from what it takes of the prepared model."""
+    if (report := summary.built.get(name)) is not None:
+        changes = f"the automatic changes below{_say_sizes(summary.assumed)}"
+        taken = f"{describe_taken(report.placed)} in {report.partitions} partitions"
+        yield f"as build makes it, by {changes}: {report.verdict}; {taken}"
+
+
+def _say_sizes(assumed: Mapping[str, int]) -> str:
+    sizes = "".join(f" --dim {shlex.quote(f'{dim}={size}')}" for dim, size in assumed.items())
+    return f", for example with{sizes}" if sizes else ""
 
 
 def table_check(report: CheckReport) -> Table:
@@ -143,10 +170,18 @@ def list_remarks(report: CheckReport) -> Iterator[str]:
     yield from (f"{count} {op}: {remark}" for (op, remark), count in found.items())
 
 
-def describe_advice(advice: Advice) -> str:
-    """Returns what to change and what that gains, in one line."""
-    work = f", {advice.gain_macs:+,} MACs" if advice.gain_macs else ""
-    return f"{advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes{work})"
+def list_advice(advice: Iterable[Advice]) -> Iterator[tuple[str, str]]:
+    """Yields the id of each advice and, in one line, what to change and what that gains.
+
+    Advice that differs only in its subject, such as a missing operator, is one line.
+    """
+    alike: dict[tuple[str, ...], list[Advice]] = {}
+    for each in advice:
+        alike.setdefault((each.id, each.fix, *each.message.split(each.subject)), []).append(each)
+    for (id_, fix, *parts), group in alike.items():
+        message = ", ".join(each.subject for each in group).join(parts)
+        nodes, macs = sum(each.gain_nodes for each in group), sum(each.gain_macs for each in group)
+        yield id_, f"{message} ({fix}, {nodes:+d} nodes{f', {macs:+,} MACs' if macs else ''})"
 
 
 def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
@@ -169,13 +204,21 @@ def describe_disagreement(found: Disagreement) -> str:
     return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
 
 
-def describe_recommendation(recommendation: Recommendation, reports: Mapping[str, CheckReport]) -> str:
-    """Returns which of the checked targets to use, how to build for it, and why, in one line."""
+def describe_recommendation(
+    recommendation: Recommendation,
+    reports: Mapping[str, CheckReport],
+    assumed: Mapping[str, int] = MappingProxyType({}),
+) -> str:
+    """Returns which of the checked targets to use, how to build for it, and why, in one line.
+
+    `assumed` are sizes of open dimensions with which the reports were made.
+    """
     if recommendation.target is None:
         return f"none of these targets: {recommendation.reasons[0]}"
     best = reports[recommendation.target]
     crossings = f"{best.crossings} crossings ({format_bytes(best.crossing_bytes)})"
     how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
+    how += _say_sizes(assumed)
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
     work = f"{describe_work(best)} in {best.partitions} partitions with {crossings}"
@@ -369,6 +412,6 @@ def render_check(summary: CheckSummary) -> str:
         summary=summary,
         reports=summary.targets,
         observed=summary.observed,
-        recommendation=describe_recommendation(summary.recommended, summary.targets),
+        recommendation=describe_recommendation(summary.recommended, summary.shipped, summary.assumed),
         opinions=[] if summary.ort is None else list(list_ort_opinions(summary.ort, summary.targets)),
     )

@@ -220,3 +220,38 @@ def test_an_input_can_be_frozen(tmp_path: Path, answer: Answer) -> None:
     model = str(parse_model(text, tmp_path / "m.onnx"))
     found = answer(["check", model, "--target", "xnnpack", "--freeze", "w=1"])["targets"]["xnnpack"]
     assert (found["taken"], found["as_is"]["taken"]) == (1, 0)
+
+
+def test_what_build_makes_of_a_model_is_told_beside_what_a_target_takes_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+) -> None:
+    # NNAPI takes a float MatMul whose matrices have two dimensions, or all as many.
+    text = "g (float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }"
+    command = ["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "nnapi"]
+    found = answer(command)["targets"]["nnapi"]
+    assert (found["verdict"], found["built"]["verdict"], found["built"]["taken_macs"]) == ("no", "yes", 1.0)
+    assert run_command(command) == 0
+    told = capsys.readouterr().out
+    assert "as build makes it, by the automatic changes below: yes; 3/3 (100% of MACs)" in told
+    assert "recommendation: nnapi: yes" in told
+
+
+def test_open_dimensions_are_given_sizes_to_say_what_build_would_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+) -> None:
+    text = "g (float[N,2,8,8] x) => (float[N,2,8,8] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { y = Conv(x, w) }"
+    command = ["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn"]
+    document = answer(command, 1)
+    found = document["targets"]["qnn"]
+    assert (found["verdict"], found["built"]["verdict"], document["assumed"]) == ("no", "yes", {"N": 1})
+    # Nobody gave this size, so the verdict of the command is that on the model as it is.
+    assert run_command(command) == 1
+    assert capsys.readouterr().out.count("for example with --dim N=1") == 2
+
+
+def test_sizes_that_do_not_fit_the_model_are_not_assumed(tmp_path: Path, answer: Answer) -> None:
+    text = """g (float[1,2,H,W] x) => (float[1,3] y) <float[2,2,1,1] w = {1, 2, 3, 4}, float[8,3] v = {1,2,3,4,5,6,7,8,
+        1,2,3,4,5,6,7,8,1,2,3,4,5,6,7,8}> { c = Conv(x, w) f = Flatten(c) y = MatMul(f, v) }"""
+    document = answer(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn"], 1)
+    assert "built" not in document["targets"]["qnn"]
+    assert document["assumed"] == {}

@@ -220,9 +220,9 @@ def test_qnn_takes_an_optimized_bert_whole_and_the_cpu_keeps_it_fused(tmp_path: 
     assert {"EmbedLayerNormalization", "Attention", "SkipLayerNormalization", "BiasGelu"} <= set(op_names(ready.path))
     left = [advice.id for advice in check_model(ready, load_target("cpu")).advice]
     assert left == []
-    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    fixed = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     # The simulator takes all of them (onnxruntime-qnn 2.7.0, SoC 69).
-    assert gain.after.taken == gain.after.nodes
+    assert fixed.after.taken == fixed.after.nodes
     mask = np.ones((1, 8), np.int32)
     mask[:, 6:] = 0
     rng = np.random.default_rng(0)
@@ -236,9 +236,9 @@ def test_qnn_takes_an_optimized_bert_whole_and_the_cpu_keeps_it_fused(tmp_path: 
 def test_qnn_takes_a_generated_model_whole(tmp_path: Path) -> None:
     # 117 of 117 nodes in the simulator, after fusions of its own.
     ready = ready_model(export_genai(tmp_path / "m.onnx"), tmp_path, {}).model
-    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    fixed = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     assert {fix.id for fix in fixed.fixes} == {"split-grouped-attention", "split-skip-norm"}
-    assert (gain.after.taken, gain.after.verdict) == (gain.after.nodes, "yes")
+    assert (fixed.after.taken, fixed.after.verdict) == (fixed.after.nodes, "yes")
     rng = np.random.default_rng(0)
     shapes = {f"past_key_values.{layer}.{part}": (1, 1, 4, 16) for layer in range(2) for part in ("key", "value")}
     inputs = {**draw(**shapes), "input_ids": rng.integers(0, 50, (1, 1)), "attention_mask": np.ones((1, 5), np.int64)}

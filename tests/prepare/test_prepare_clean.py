@@ -163,6 +163,15 @@ def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
     assert not strip_casts(proto.graph)
 
 
+def test_an_output_without_a_type_stays_one(tmp_path: Path) -> None:
+    text = "g (float[2,3] x) => (float[2,3] y, float[2,3] z) { y = Relu(x) z = Neg(x) }"
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
+    proto.graph.output[0].ClearField("type")
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert [(spec.name, spec.shape) for spec in prepared.outputs][1] == ("z", (2, 3))
+
+
 def test_what_no_output_needs_is_gone_but_not_what_a_body_reads(tmp_path: Path) -> None:
     text = (
         "g (bool c, float[2] x) => (float[2] y) <float[2] k = {1, 2}, float[2] idle = {3, 4}>"

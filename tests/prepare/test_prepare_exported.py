@@ -59,7 +59,7 @@ def test_norms_and_gelu_become_whole_and_qnn_takes_every_node(
     inputs = draw_inputs(model)
     expected, got = (next(iter(run_model(path, inputs).values())) for path in (model.path, ready.path))
     assert np.allclose(expected, got, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
-    fixed, _ = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    fixed = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     report = check_model(fixed.model, load_target("qnn"))
     assert [node.name for node in report.node_list if not node.taken] == []
 
@@ -69,7 +69,7 @@ def test_coreml_and_nnapi_take_a_decoder_in_one_part(exported: Loader, tmp_path:
     _, ready = exported("llama", style)
     for name, left in (("coreml", set[str]()), ("nnapi", {"Gather"})):
         target = load_target(name)
-        fixed, _ = fix_for_target(ready, tmp_path / f"{name}.onnx", target)
+        fixed = fix_for_target(ready, tmp_path / f"{name}.onnx", target)
         report = check_model(fixed.model, target)
         # NNAPI wants constant indices: embeddings stay with the CPU.
         assert {node.op for node in report.node_list if not node.taken} == left

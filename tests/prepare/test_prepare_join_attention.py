@@ -92,13 +92,13 @@ def test_the_cpu_gets_the_attention_of_exporters_whole_where_it_stays_float(
     exported: Callable[[str, str], tuple[Model, Model]], tmp_path: Path, name: str, style: str
 ) -> None:
     (model, ready), target = exported(name, style), load_target("cpu")
-    fixed, _ = fix_for_target(ready, tmp_path / "float.onnx", target, stays_float=True)
+    fixed = fix_for_target(ready, tmp_path / "float.onnx", target, stays_float=True)
     assert op_names(fixed.model.path).count("MultiHeadAttention") == 1
     assert "Softmax" not in op_names(fixed.model.path)
     assert op_names(fixed.model.path).count("RotaryEmbedding") == (2 if name == "llama" else 0)
     # BERT's mask could be fed as minus infinity: its guard goes behind the attention.
     assert ("IsNaN" in op_names(fixed.model.path)) == (name == "bert" and style.startswith("dynamo"))
-    quantized, _ = fix_for_target(ready, tmp_path / "int8.onnx", target)
+    quantized = fix_for_target(ready, tmp_path / "int8.onnx", target)
     assert "Softmax" in op_names(quantized.model.path)
     inputs = draw_inputs(model)
     expected, got = (next(iter(run_model(path, inputs).values())) for path in (model.path, fixed.model.path))
