@@ -12,11 +12,13 @@ folder and reads from `answer`. A program that cannot be computed can still be l
 reason.
 """
 
+import functools
 import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,85 +171,80 @@ def read_program(data: bytes, folder: Path) -> Program:
     block = {entry.key: entry.value for entry in function.blocks}.get(function.opset)
     if block is None:
         raise ValueError(f"it has no block for {function.opset!r}")
-    blobs = _Blobs(folder)
+    # Many constants lie in one file of weights.
+    read_file = functools.cache(partial(_read_inside, folder))
     return Program(
         opset=function.opset,
         inputs=tuple(map(_read_result, function.inputs)),
         outputs=tuple(block.outputs),
-        operations=tuple(_read_operation(entry, blobs) for entry in block.operations),
+        operations=tuple(_read_operation(entry, read_file) for entry in block.operations),
     )
 
 
-class _Blobs:
-    """The blob files of a package, each read once."""
+_ReadFile = Callable[[str], bytes]
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, bytes] = {}
 
-    def read(self, name: str, offset: int, count: int) -> Array:
-        """Returns the elements that the blob record at an offset of a file points to."""
-        if name not in self._files:
-            # Names of blob files start with this placeholder for the package's folder.
-            path = self._folder / name.removeprefix("@model_path/")
-            if not path.resolve().is_relative_to(self._folder.resolve()):
-                raise ValueError(f"its blob file {name!r} lies outside")
-            self._files[name] = path.read_bytes()
-        data = self._files[name]
-        if not 0 <= offset <= len(data) - _BLOB_HEAD.size:
-            raise ValueError("it is cut off")
-        sentinel, kind, size, start = _BLOB_HEAD.unpack_from(data, offset)
-        if sentinel != _SENTINEL or kind not in _BLOB_KINDS:
-            raise ValueError(f"there is no blob at {offset}")
-        dtype = np.dtype(_BLOB_KINDS[kind])
-        if size != count * dtype.itemsize or start + size > len(data):
-            raise ValueError(f"the blob at {offset} is cut off")
-        return np.frombuffer(data, dtype, count, start)
+def _read_inside(folder: Path, name: str) -> bytes:
+    # Names of blob files start with this placeholder for the package's folder.
+    path = folder / name.removeprefix("@model_path/")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"its blob file {name!r} lies outside")
+    return path.read_bytes()
+
+
+def _read_blob(data: bytes, offset: int, count: int) -> Array:
+    """Returns the elements that the blob record at an offset of a file points to."""
+    if not 0 <= offset <= len(data) - _BLOB_HEAD.size:
+        raise ValueError("it is cut off")
+    sentinel, kind, size, start = _BLOB_HEAD.unpack_from(data, offset)
+    if sentinel != _SENTINEL or kind not in _BLOB_KINDS:
+        raise ValueError(f"there is no blob at {offset}")
+    dtype = np.dtype(_BLOB_KINDS[kind])
+    if size != count * dtype.itemsize or start + size > len(data):
+        raise ValueError(f"the blob at {offset} is cut off")
+    return np.frombuffer(data, dtype, count, start)
 
 
 def _read_result(entry: Any) -> Result:
     tensor = entry.type.tensor
-    return Result(name=entry.name, dtype=DTYPES.get(tensor.dtype), shape=tuple(_list_dimensions(tensor)))
+    return Result(name=entry.name, dtype=DTYPES.get(tensor.dtype), shape=_read_shape(tensor))
 
 
-def _list_dimensions(tensor: Any) -> Iterator[int]:
-    for dimension in tensor.dimensions:
-        yield dimension.constant.size if dimension.HasField("constant") else -1
+def _read_shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(each.constant.size if each.HasField("constant") else -1 for each in tensor.dimensions)
 
 
-def _read_operation(entry: Any, blobs: _Blobs) -> Operation:
+def _read_operation(entry: Any, read_file: _ReadFile) -> Operation:
     if entry.bodies:
         raise ValueError(f"its operation {entry.kind!r} has a body")
-    inputs: dict[str, tuple[str, ...]] = {}
-    constants: dict[str, Value] = {}
+    constants = {attribute.key: _read_value(attribute.value, read_file) for attribute in entry.attributes}
+    name, inputs = constants.pop("name", ""), dict[str, tuple[str, ...]]()
     for argument in entry.inputs:
         bindings = argument.value.bindings
         values = [binding.value for binding in bindings if binding.HasField("value")]
         if values:
-            constants[argument.key] = _read_value(values[0], blobs)
+            constants[argument.key] = _read_value(values[0], read_file)
         else:
             inputs[argument.key] = tuple(binding.name for binding in bindings)
-    attributes = {attribute.key: _read_value(attribute.value, blobs) for attribute in entry.attributes}
-    name = attributes.pop("name", "")
     return Operation(
         kind=entry.kind,
         name=name if isinstance(name, str) else "",
         inputs=inputs,
-        constants={**attributes, **constants},
+        constants=constants,
         results=tuple(map(_read_result, entry.outputs)),
     )
 
 
-def _read_value(value: Any, blobs: _Blobs) -> Value:
+def _read_value(value: Any, read_file: _ReadFile) -> Value:
     if not value.type.HasField("tensor"):
         raise ValueError("it has a constant that is no tensor")
     kind: int = value.type.tensor.dtype
-    shape = tuple(_list_dimensions(value.type.tensor))
+    shape = _read_shape(value.type.tensor)
     count = math.prod(shape)
     if not 0 <= count <= _MOST_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError("it has a constant of no size")
     if value.HasField("blob"):
-        return blobs.read(value.blob.file, value.blob.offset, count).reshape(shape)
+        return _read_blob(read_file(value.blob.file), value.blob.offset, count).reshape(shape)
     tensor = value.immediate.tensor
     if kind == _TEXT:
         return "".join(tensor.texts.values)
@@ -263,13 +260,8 @@ def _read_value(value: Any, blobs: _Blobs) -> Value:
     return found.astype(DTYPES[kind]).reshape(shape)
 
 
-OPERATIONS: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
-    **ELEMENTWISE,
-    **LAYOUT,
-    **REDUCTIONS,
-    **RESIZING,
-    **WINDOWS,
-}
+_Formula = Callable[[Arguments], Array | tuple[Array, ...]]
+OPERATIONS: Mapping[str, _Formula] = {**ELEMENTWISE, **LAYOUT, **REDUCTIONS, **RESIZING, **WINDOWS}
 """The supported operations by their names in MIL."""
 
 
@@ -319,17 +311,15 @@ def _compute(operation: Operation, values: Mapping[str, Value]) -> dict[str, Val
         return {operation.results[0].name: operation.constants["val"]}
     given: dict[str, tuple[Value, ...]] = {name: (value,) for name, value in operation.constants.items()}
     given |= {name: tuple(values[source] for source in sources) for name, sources in operation.inputs.items()}
-    # Halves are computed in float32.
-    wide = {
-        name: tuple(
-            value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype == np.float16 else value
-            for value in parts
-        )
-        for name, parts in given.items()
-    }
+    wide = {name: tuple(map(_widen, parts)) for name, parts in given.items()}
     found = OPERATIONS[operation.kind](Arguments(wide))
     parts = found if isinstance(found, tuple) else (found,)
     return {result.name: _store(part, result) for result, part in zip(operation.results, parts, strict=True)}
+
+
+def _widen(value: Value) -> Value:
+    """Returns a value as it is computed: halves in float32."""
+    return value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype == np.float16 else value
 
 
 def _store(value: Array, result: Result) -> Array:
