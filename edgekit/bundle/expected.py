@@ -19,7 +19,7 @@ from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, read_inputs, read_out
 from edgekit.bundle.manifest import ChosenSample, GoldenFacts, Manifest
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError, RuntimeRefusal, UsageError
-from edgekit.model.model import load_model, read_proto
+from edgekit.model.model import load_model, read_proto, refill
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Form, Precision
 
@@ -76,8 +76,12 @@ def write_expected(
         OutputError: the file cannot be written.
     """
     form: Form | None = next((form for form in _RUNNABLE if files.get(form)), None)
+    untested = GoldenFacts(
+        samples=golden.samples, has_labels=golden.has_labels, chosen=(), tolerance={}, expected_from=""
+    )
     if form is None:
-        return _untested(golden, "nothing: the bundle has no file that runs on a CPU")
+        words = "nothing: the bundle has no file that runs on a CPU"
+        return msgspec.structs.replace(untested, expected_from=words)
     try:
         # Not optimised: fusions differ between versions and machines of ONNX Runtime, and would be in the expected
         # numbers.
@@ -94,26 +98,20 @@ def write_expected(
             if (is_open or spec.is_static) and len({item.shapes[spec.name] for item in seen}) == 1
         }
         if not fixed:
-            return _untested(golden, "nothing: the shape of each output depends on the data")
+            words = "nothing: the shape of each output depends on the data"
+            return msgspec.structs.replace(untested, expected_from=words)
         inputs = select_samples(read_inputs(golden), [item.row for item in chosen])
         given = map(session.run, inputs)
         rows = [{name: value for name, value in outputs.items() if name in fixed} for outputs in given]
         write_rows(out / EXPECTED, rows)
         moved = _measure_shift(files[form][0], inputs, rows)
     except RuntimeRefusal as error:
-        return _untested(golden, f"nothing: {error.message}")
-    return GoldenFacts(
-        samples=golden.samples,
-        has_labels=golden.has_labels,
+        return msgspec.structs.replace(untested, expected_from=f"nothing: {error.message}")
+    return msgspec.structs.replace(
+        untested,
         chosen=chosen,
         tolerance=_set_tolerance(seen, fixed, _LEAST_TOLERANCE[precision], moved),
         expected_from=f"'{form}' on CPUExecutionProvider, not optimised",
-    )
-
-
-def _untested(golden: Golden, reason: str) -> GoldenFacts:
-    return GoldenFacts(
-        samples=golden.samples, has_labels=golden.has_labels, chosen=(), tolerance={}, expected_from=reason
     )
 
 
@@ -197,37 +195,24 @@ def _shift_grids(path: Path, steps: float) -> bytes | None:
         nodes.append(node)
     if len(nodes) == len(graph.node):
         return None
-    # A copy, before what the nodes belong to is emptied.
-    graph.CopyFrom(
-        onnx.GraphProto(
-            node=nodes,
-            name=graph.name,
-            input=graph.input,
-            output=graph.output,
-            initializer=graph.initializer,
-            sparse_initializer=graph.sparse_initializer,
-        )
-    )
+    refill(graph.node, nodes)
     return proto.SerializeToString()
 
 
 def _set_tolerance(
     seen: Sequence[_Seen], fixed: Collection[str], share: float, moved: Mapping[str, float]
 ) -> dict[str, float]:
-    names = sorted({name for item in seen for name in item.errors if name in fixed})
-    worst = {name: max(item.errors.get(name, 0.0) for item in seen) for name in names}
-    size = {name: max(item.sizes.get(name, 0.0) for item in seen) for name in names}
-    wanted = {
-        name: max(
-            _ERROR_FACTOR * worst[name],
-            share * (size[name] or 1.0),
-            # Half of the largest number at most: beyond, a device that gives zeros would pass.
-            min(_ERROR_FACTOR * moved.get(name, 0.0), _MOST_OFF * size[name]),
-        )
-        for name in names
-    }
-    # Two digits: more would differ between machines without meaning anything.
-    return {name: float(f"{value:.1e}") for name, value in wanted.items() if math.isfinite(value)}
+    tolerance: dict[str, float] = {}
+    for name in sorted({name for item in seen for name in item.errors if name in fixed}):
+        worst = max(item.errors.get(name, 0.0) for item in seen)
+        size = max(item.sizes.get(name, 0.0) for item in seen)
+        # Half of the largest number at most: beyond, a device that gives zeros would pass.
+        shift = min(_ERROR_FACTOR * moved.get(name, 0.0), _MOST_OFF * size)
+        wanted = max(_ERROR_FACTOR * worst, share * (size or 1.0), shift)
+        if math.isfinite(wanted):
+            # Two digits: more would differ between machines without meaning anything.
+            tolerance[name] = float(f"{wanted:.1e}")
+    return tolerance
 
 
 def _is_real(value: Array) -> bool:
