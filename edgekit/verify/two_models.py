@@ -18,7 +18,6 @@ from edgekit.devices.device import Device, Job
 from edgekit.evidence import Judgement, Verdict, join_judgements
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
-from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
 from edgekit.serialize import NotebookPage
@@ -112,7 +111,7 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         a=a.name,
         b=b.name,
         samples=samples.count,
-        outputs=_compare_places(a, b, outputs, compare_outputs(wanted, found, _read_outputs(a, wanted))),
+        outputs=_compare_outputs(a, b, wanted, found, outputs),
         layers=compare_layers(a, b, both) if layers else (),
         renamed={**inputs, **outputs},
     )
@@ -142,44 +141,35 @@ def compare_on_device(
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = keep_small(_run_model(a, samples, {}))
-        outputs = _compare_places(a, b, {}, compare_outputs(wanted, run.outputs, _read_outputs(a, wanted)))
         located = find_device_layer(device, job, work / "layers") if layers else None
-    return ModelComparison(
-        a=a.name,
-        b=b.name,
-        samples=samples.count,
-        outputs=outputs,
-        layers=(),
-        device=device.name,
-        failure=run.failure,
-        located=located,
-    )
+        return ModelComparison(
+            a=a.name,
+            b=b.name,
+            samples=samples.count,
+            outputs=_compare_outputs(a, b, wanted, run.outputs, {}),
+            layers=(),
+            device=device.name,
+            failure=run.failure,
+            located=located,
+        )
 
 
-def _read_outputs(model: Model, outputs: Samples) -> dict[str, Reading]:
-    """Returns what the outputs of a model are for, judged by its outputs for the first samples."""
-    few = list(islice(outputs, READ_FROM))
-    return read_output_kinds(read_graph(model), few, {}) if few else {}
-
-
-def _compare_places(
-    a: Model, b: Model, renamed: Mapping[str, str], outputs: Sequence[OutputReport]
+def _compare_outputs(
+    a: Model, b: Model, wanted: Samples, found: Samples, renamed: Mapping[str, str]
 ) -> tuple[OutputReport, ...]:
-    """Returns the reports, with a mismatch for each output whose position differs between the models.
+    """Returns how far the outputs are apart, with a mismatch for each whose position differs between the models.
 
     Lookup by name still works, but apps may read outputs by position. If not all names agree, positions are not
-    compared.
+    compared. What the outputs are for is judged by those of `a` for the first samples.
     """
-    wanted, names = [spec.name for spec in a.outputs], [renamed.get(spec.name, spec.name) for spec in b.outputs]
-    if sorted(wanted) != sorted(names):
-        return tuple(outputs)
-    moved = {name: (names.index(name), place) for place, name in enumerate(wanted) if names[place] != name}
-    return tuple(
-        msgspec.structs.replace(output, mismatch="is output {}, in the reference {}".format(*moved[output.name]))
-        if output.name in moved and output.mismatch is None
-        else output
-        for output in outputs
-    )
+    few = list(islice(wanted, READ_FROM))
+    outputs = compare_outputs(wanted, found, read_output_kinds(read_graph(a), few, {}) if few else {})
+    names, others = [spec.name for spec in a.outputs], [renamed.get(spec.name, spec.name) for spec in b.outputs]
+    moved: dict[str, str] = {}
+    if sorted(names) == sorted(others):
+        pairs = ((name, others.index(name), place) for place, name in enumerate(names))
+        moved = {name: f"is output {at}, in the reference {place}" for name, at, place in pairs if at != place}
+    return tuple(msgspec.structs.replace(each, mismatch=each.mismatch or moved.get(each.name)) for each in outputs)
 
 
 def add_task(
