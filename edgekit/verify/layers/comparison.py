@@ -6,7 +6,7 @@ model.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -95,6 +95,26 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0
 
 
+_Pair = tuple[Array, Array]
+"""What is expected, and what came instead."""
+
+
+def measure_layer(
+    grid: grids.Grid | None, found: _Pair, own: Iterable[_Pair], *, reach: float = 0.0, size: float = 0.0
+) -> LayerErrors:
+    """Returns the errors of a layer in one sample; of several of its `own`, if several nodes round it, the worst."""
+    measured = [(metrics.measure_errors(*pair), pair) for pair in map(_align, own)]
+    worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
+    steps = None if worst.non_finite or not pair[0].size else grids.measure_steps(grid, *pair)
+    return LayerErrors(found=metrics.measure_errors(*_align(found)), own=worst, steps=steps, reach=reach, size=size)
+
+
+def _align(pair: _Pair) -> _Pair:
+    # Converted once, because each of the sums is computed in float64.
+    wanted, got = (side.astype(np.float64, copy=False) for side in pair)
+    return align_infinities(wanted, got) if wanted.shape == got.shape else (wanted, got)
+
+
 def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors], step: float) -> LayerReport:
     """Returns the figures of a layer over all samples; without a step above zero none of them is in steps."""
     found, own = [each.found for each in errors], [each.own for each in errors]
@@ -140,23 +160,15 @@ class _Comparison:
         reference, own = self._run_isolated(sample, wanted, found, *self._isolated)
         sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in self._matched}
         for item in self._matched:
-            name = item.tensor
-            reads = [sizes[each] for each in self._regions[name].reads]
-            # Converted once, because each of the sums is computed in float64.
-            exact, given = _widen(wanted[item.in_a]), _widen(reference[item.in_a])
-            copies = (_widen(own[each]) for each in sorted(item.copies_in_b))
-            pairs = [align_infinities(given, value) for value in copies]
-            measured = [(metrics.measure_errors(*pair), pair) for pair in pairs]
-            # If several nodes round the result, the worst counts.
-            worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
-            errors = LayerErrors(
-                found=metrics.measure_errors(*align_infinities(exact, _widen(found[item.in_b]))),
-                own=worst,
-                steps=None if worst.non_finite else grids.measure_steps(self._grids.get(item.raw_b), *pair),
-                reach=max(largest for largest, _ in (sizes[name], *reads)),
+            reads = [sizes[name] for name in self._regions[item.tensor].reads]
+            errors = measure_layer(
+                self._grids.get(item.raw_b),
+                (wanted[item.in_a], found[item.in_b]),
+                ((reference[item.in_a], own[name]) for name in sorted(item.copies_in_b)),
+                reach=max(largest for largest, _ in (sizes[item.tensor], *reads)),
                 size=max((rms for _, rms in reads), default=0.0),
             )
-            self._errors.setdefault(name, []).append(errors)
+            self._errors.setdefault(item.tensor, []).append(errors)
 
     def report(self) -> tuple[LayerReport, ...]:
         """Returns every tensor that was compared, in the order of computation."""
@@ -298,10 +310,6 @@ def describe_layer(layer: LayerReport) -> str:
     if layer.offset_steps > granted * _MOST_OFFSET_STEPS[layer.arithmetic] + of_all:
         return f"given the same values, its result is {layer.offset_steps:.2f} steps off on the whole"
     return ""
-
-
-def _widen(value: Array) -> Array:
-    return value.astype(np.float64, copy=False)
 
 
 def _measure_noise(graph: Graph, region: grids.Region) -> float:

@@ -25,8 +25,8 @@ from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_outside, read_proto, save_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
-from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, report_layer
-from edgekit.verify.layers.grids import Grid, measure_steps, read_grid
+from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, measure_layer, report_layer
+from edgekit.verify.layers.grids import Grid, read_grid
 from edgekit.verify.layers.matching import (
     DEQUANTIZE,
     ISOLATED_PREFIX,
@@ -37,10 +37,8 @@ from edgekit.verify.layers.matching import (
     open_part,
     walk_back,
 )
-from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.tensor_metrics import SampleErrors, measure_errors
 
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 # Runtimes fuse these into the node before, if nothing else reads that node.
@@ -276,16 +274,8 @@ def _measure_slice(
         exact = here.run(sample)
         own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
         for probe in wanted:
-            found, expected = probe.read(got), probe.read(own)
-            is_stepped = probe.grid is not None and expected.shape == found.shape
-            yield (
-                probe,
-                LayerErrors(
-                    found=_measure(probe.read(exact), found),
-                    own=_measure(expected, found),
-                    steps=measure_steps(probe.grid, expected, found) if is_stepped else None,
-                ),
-            )
+            found = probe.read(got)
+            yield probe, measure_layer(probe.grid, (probe.read(exact), found), [(probe.read(own), found)])
 
 
 def _run(device: Device, job: Job, folder: Path) -> DeviceRun:
@@ -309,10 +299,6 @@ def _stays_same(unprobed: Sequence[OutputReport], probed: Sequence[OutputReport]
 
 def _count_left(run: DeviceRun) -> Counter[str]:
     return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
-
-
-def _measure(wanted: Array, found: Array) -> SampleErrors:
-    return measure_errors(*(align_infinities(wanted, found) if wanted.shape == found.shape else (wanted, found)))
 
 
 def _is_wrong(layer: LayerReport) -> bool:
