@@ -167,33 +167,32 @@ def decode_trace(data: bytes) -> Trace:
 def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     runs = sorted((event for event in events if (event.cat, event.name) == (_SESSION, _RUN)), key=attrgetter("ts"))
     kernels = [event for event in events if event.cat == _NODE and event.name.endswith(KERNEL)]
-    by_run: list[list[Step]] = [[] for _ in runs]
-    arenas: list[list[tuple[Arena, Arena]]] = [[] for _ in runs]
+    by_run: list[list[_Event]] = [[] for _ in runs]
     starts = [run.ts for run in runs]
     for event in sorted(kernels, key=attrgetter("ts")):
-        at, args = bisect_right(starts, event.ts) - 1, event.args
-        if at >= 0 and args.mem_in_use_peak:
-            held, used = _read_count(args.mem_arena_held), _read_count(args.mem_bytes_in_use)
-            before = Arena(
-                held_bytes=max(0, held - _read_count(args.mem_arena_held_delta)),
-                peak_bytes=max(0, used - _read_count(args.mem_in_use_delta)),
-            )
-            after = Arena(held_bytes=held, peak_bytes=_read_count(args.mem_in_use_peak))
-            arenas[at].append((before, after))
-    for step in _nest(kernels):
-        at = bisect_right(starts, step.start_us) - 1
+        at = bisect_right(starts, event.ts) - 1
         # Kernels outside all runs belong to none: constants are folded while the session is created.
-        if at >= 0 and step.start_us <= runs[at].ts + runs[at].dur:
-            by_run[at].append(step)
-    for run, steps, states in zip(runs, by_run, arenas, strict=True):
-        ordered = tuple(sorted(steps, key=lambda step: (step.start_us, step.depth)))
+        if at >= 0 and event.ts <= runs[at].ts + runs[at].dur:
+            by_run[at].append(event)
+    for run, own in zip(runs, by_run, strict=True):
+        arenas = [_read_arena(event.args) for event in own if event.args.mem_in_use_peak]
         yield Execution(
             start_us=run.ts,
             duration_us=run.dur,
-            steps=ordered,
-            arena_before=states[0][0] if states else None,
-            arena=max((after for _, after in states), key=attrgetter("held_bytes", "peak_bytes"), default=None),
+            steps=tuple(sorted(_nest(own), key=attrgetter("start_us", "depth"))),
+            arena_before=arenas[0][0] if arenas else None,
+            arena=max((after for _, after in arenas), key=attrgetter("held_bytes", "peak_bytes"), default=None),
         )
+
+
+def _read_arena(args: _Arguments) -> tuple[Arena, Arena]:
+    """Returns the state of a kernel's arena before it and after it."""
+    held, used = _read_count(args.mem_arena_held), _read_count(args.mem_bytes_in_use)
+    before = Arena(
+        held_bytes=max(0, held - _read_count(args.mem_arena_held_delta)),
+        peak_bytes=max(0, used - _read_count(args.mem_in_use_delta)),
+    )
+    return before, Arena(held_bytes=held, peak_bytes=_read_count(args.mem_in_use_peak))
 
 
 def _read_count(text: str) -> int:
@@ -206,15 +205,9 @@ def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
     """Yields the kernels with their own times: kernels of subgraphs run inside the kernel of their If, Loop or Scan."""
     # A parent ends after its children: of two that start together, the longer one comes first.
     ordered = sorted(kernels, key=lambda event: (event.tid, event.ts, -event.dur))
-    inside: list[int] = [0] * len(ordered)
-    depths: list[int] = [0] * len(ordered)
-    open_: list[int] = []
+    inside, depths, open_ = [0] * len(ordered), [0] * len(ordered), list[int]()
     for index, event in enumerate(ordered):
-        while open_:
-            outer = ordered[open_[-1]]
-            end = outer.ts + outer.dur
-            if outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end:
-                break
+        while open_ and not _holds(ordered[open_[-1]], event):
             open_.pop()
         if open_:
             inside[open_[-1]] += event.dur
@@ -237,6 +230,11 @@ def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
             bytes=sum(max(0, _read_count(size)) for size in sizes),
             spread=isinstance(threads, _Threads) and bool(threads.main_thread.block_size),
         )
+
+
+def _holds(outer: _Event, event: _Event) -> bool:
+    end = outer.ts + outer.dur
+    return outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end
 
 
 def _read_tensors(shapes: _Shapes) -> tuple[Tensor, ...]:
