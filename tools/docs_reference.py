@@ -14,7 +14,7 @@ from docs_types import describe_default, describe_type, find_structs, list_prope
 
 import edgekit
 from edgekit.app.config import AppTable
-from edgekit.bench.report import BenchReport
+from edgekit.bench.bench import BenchReport
 from edgekit.bundle.group.group import GroupManifest
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.sign import Statement
@@ -33,7 +33,7 @@ from edgekit.recipe import Recipe
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import GroupBuild
 from edgekit.target import Target, TaskLimit
-from edgekit.tune.report import TuneReport
+from edgekit.tune.tune import TuneReport
 from edgekit.verify.groups import GroupReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison

@@ -6,13 +6,13 @@ from statistics import median
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bench.latency import compare_rounds, count_needed, find_impossible_time, find_steady
-from edgekit.bench.report import Comparison
+from edgekit.bench.latency import Ratio, compare_rounds, count_needed, find_impossible_time, find_steady
 from edgekit.bench.subject import Subject
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue
 from edgekit.devices.register import address_of, kind_of
 from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress
 
@@ -194,6 +194,22 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
 # This gives seven degrees of freedom, and a Student quantile of 2.36, against 12.7 for two rounds and 1.96 for
 # infinitely many.
 ROUNDS = 8
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How the other subject (B) compares with the subject (A) on one device, in interleaved rounds.
+
+    `ratio` is None if the comparison failed; `failure` says why.
+    """
+
+    device: str
+    evidence: Evidence
+    a: str
+    b: str
+    a_median_ms: float = 0.0
+    b_median_ms: float = 0.0
+    ratio: Ratio | None = None
+    failure: str | None = None
 
 
 def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress: Progress) -> Comparison:

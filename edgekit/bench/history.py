@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.errors import DataError, OutputError, quote_error
 from edgekit.machine import describe_machine
 from edgekit.serialize import to_json

@@ -9,10 +9,9 @@ import click
 import msgspec
 
 from edgekit._files import write_file
-from edgekit.bench.bench import bench_on
+from edgekit.bench.bench import BenchReport, bench_on
 from edgekit.bench.blocks import Effort
 from edgekit.bench.history import compare_with_last, record_bench
-from edgekit.bench.report import BenchReport
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
@@ -28,9 +27,8 @@ from edgekit.report import profiles, tuning
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 from edgekit.serialize import to_json
-from edgekit.tune.report import TuneReport
 from edgekit.tune.space import GOALS, Goal
-from edgekit.tune.tune import Tuning, tune_on
+from edgekit.tune.tune import TuneReport, Tuning, tune_on
 
 _MOST = 65536
 _WAIT_MS = 5.0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
-from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.evidence import Verdict
 from edgekit.report.tables import format_or_dash
 from edgekit.report.text import list_verify_remarks

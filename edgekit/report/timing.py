@@ -6,7 +6,8 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from edgekit.bench.report import BenchReport, Comparison
+from edgekit.bench.bench import BenchReport
+from edgekit.bench.blocks import Comparison
 from edgekit.report.tables import make_table
 
 

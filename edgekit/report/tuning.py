@@ -12,8 +12,9 @@ from edgekit.evidence import Evidence
 from edgekit.report import tables
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_or_dash, make_table
-from edgekit.tune.report import Entrant, TriedSetting, TuneReport
+from edgekit.tune.race import Entrant
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
+from edgekit.tune.tune import TriedSetting, TuneReport
 
 _MEANINGS: Mapping[Goal, str] = {
     "latency": "median time of a run",

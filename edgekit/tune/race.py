@@ -18,12 +18,12 @@ from edgekit._ort import VERSION
 from edgekit.bench.blocks import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples, list_samples
 from edgekit.devices.device import Device, Job
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
-from edgekit.tune.report import Decision, Entrant, Measured
 from edgekit.tune.space import Goal
 from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import judge_output
@@ -45,6 +45,53 @@ _FEWEST, _MOST = 5, 60
 _FOR_P99, _LONGEST_P99_MS = 100, 2000.0
 # For goals that do not depend on run times, two runs are enough: this guess of a run's time leads to almost no warm-up.
 _NO_WARMUP_MS = 1e3
+
+
+class Entrant(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting in the race: its differences from the defaults, its file and its batch size."""
+
+    name: str
+    setting: SessionSetting = SessionSetting()
+    file: str = ""
+    batch: int = 1
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement of a setting, in a session of its own, after a warm-up; times in milliseconds.
+
+    `pace_ms` is the typical time from one finished sample to the next. `sqnr_db` is the SQNR of the outputs against the
+    reference, None if they are not numeric. `fault` says why the setting is out of the race: it failed, or its outputs
+    differ.
+    """
+
+    median_ms: float = 0.0
+    p99_ms: float = 0.0
+    pace_ms: float = 0.0
+    load_ms: float = 0.0
+    first_ms: float = 0.0
+    peak_rss_bytes: int = 0
+    runs: int = 0
+    sqnr_db: float | None = None
+    fault: str | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a race.
+
+    It tells the last challenger, how that compares with the current setting, whether it replaces it, and why.
+
+    `holder` is the current setting. `ratio` is the challenger's cost divided by the holder's, from fresh rounds that
+    were not used to select the challenger; None if there were none. `screened` are the ratios of the selection rounds:
+    they prove nothing, because the best was picked by them.
+    """
+
+    group: str
+    holder: str
+    challenger: str = ""
+    ratio: Ratio | None = None
+    taken: bool = False
+    reason: str = ""
+    screened: dict[str, float] = {}
 
 
 class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):

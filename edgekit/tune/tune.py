@@ -16,7 +16,7 @@ from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest import TunedSession, TuningEvidence
+from edgekit.bundle.manifest import MachineClass, TunedSession, TuningEvidence
 from edgekit.convert.levels import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
@@ -33,7 +33,10 @@ from edgekit.tune.race import (
     GATE,
     LEAST_GAIN,
     TIME_OVER,
+    Decision,
+    Entrant,
     Journal,
+    Measured,
     RaceSetup,
     Round,
     compare_fresh,
@@ -41,8 +44,72 @@ from edgekit.tune.race import (
     measure,
     race,
 )
-from edgekit.tune.report import Decision, Entrant, LevelRow, Measured, TriedSetting, TuneReport
 from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
+
+
+class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting with the medians of all its measurements, and whether it is Pareto-optimal.
+
+    `pareto` is true if no other setting is at least as good in latency, memory and accuracy, and better in one of them.
+    """
+
+    entrant: Entrant
+    measurements: int
+    median_ms: float = 0.0
+    p99_ms: float = 0.0
+    throughput_per_s: float = 0.0
+    load_ms: float = 0.0
+    first_ms: float = 0.0
+    peak_rss_bytes: int = 0
+    sqnr_db: float | None = None
+    fault: str | None = None
+    pareto: bool = False
+
+
+class LevelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An optimization level: the number of nodes left, the fused nodes by operator, and the times to load and run.
+
+    `nodes` is None if the optimized graph cannot be written: for ORT format, very large models, or other providers than
+    the CPU's.
+    """
+
+    level: str
+    nodes: int | None = None
+    fused: dict[str, int] = {}
+    load_ms: float | None = None
+    median_ms: float | None = None
+
+
+class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a search on a device.
+
+    `chosen` is the resulting setting; `final` compares it with the defaults in fresh rounds. If the interval of `final`
+    is not entirely below 1, nothing is claimed, and `chosen` is the defaults. `seconds`, of `budget_s`, is the time of
+    all measurements, including those of an earlier, interrupted search that were read back. `busy` is the load average
+    over a minute before and after the search, None if not known. `applied` says what was written where.
+    """
+
+    subject: str
+    device: str
+    evidence: Evidence
+    provider: str
+    goal: Goal
+    machine: MachineClass | None = None
+    defaults: Entrant
+    chosen: Entrant
+    final: Ratio | None = None
+    decisions: tuple[Decision, ...] = ()
+    levels: tuple[LevelRow, ...] = ()
+    tried: tuple[TriedSetting, ...] = ()
+    seconds: float = 0.0
+    budget_s: float = 0.0
+    measurements: int = 0
+    busy: tuple[float, float] | None = None
+    cores: int = 0
+    versions: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    applied: str = ""
+
 
 DEFAULTS = Entrant(name="defaults")
 _MOST_GOLDEN = 16

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from bundle_models import save_classifier
 
+from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.bench.history import compare_benches, compare_with_last, list_benches, record_bench
-from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
 from edgekit.evidence import Evidence

@@ -12,8 +12,8 @@ from demo_paths import MODEL
 from onnx import numpy_helper
 from tiny_models import parse_model, write_small_net
 
+from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.bench.history import record_bench
-from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence

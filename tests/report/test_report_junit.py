@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import edgekit as ek
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.report.ci import render_bench_markdown, render_junit, render_markdown

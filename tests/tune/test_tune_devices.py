@@ -29,10 +29,9 @@ from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
 from edgekit.report.tuning import list_tuning_remarks
 from edgekit.target import load_target
-from edgekit.tune.race import GATE, RaceSetup, measure
-from edgekit.tune.report import Decision, Entrant, TuneReport
+from edgekit.tune.race import GATE, Decision, Entrant, RaceSetup, measure
 from edgekit.tune.space import PROVIDER_CHANGES, PROVIDER_OPTIONS
-from edgekit.tune.tune import Tuning, tune_on
+from edgekit.tune.tune import TuneReport, Tuning, tune_on
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,19 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.errors import UsageError
 from edgekit.target import Session
-from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Journal, compare_fresh, judge_outputs, race
-from edgekit.tune.report import Entrant, Measured, TriedSetting
+from edgekit.tune.race import (
+    GATE,
+    LEAST_GAIN,
+    TIME_OVER,
+    Entrant,
+    Journal,
+    Measured,
+    compare_fresh,
+    judge_outputs,
+    race,
+)
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
-from edgekit.tune.tune import mark_front, sum_up
+from edgekit.tune.tune import TriedSetting, mark_front, sum_up
 
 HELD = Entrant(name="held")
 Take = Callable[[Sequence[Entrant]], Sequence[Measured]]

@@ -36,7 +36,8 @@ from edgekit.profile.events import read_trace
 from edgekit.report.tuning import draw_front, render_tuning
 from edgekit.target import load_target
 from edgekit.tune.files import apply_setting, has_branches, require_bundle
-from edgekit.tune.report import Entrant, TriedSetting, TuneReport
+from edgekit.tune.race import Entrant
+from edgekit.tune.tune import TriedSetting, TuneReport
 
 pytestmark = pytest.mark.slow
 
