@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
@@ -479,6 +480,20 @@ def test_raw_numbers_beside_probabilities_of_others_are_no_scores(tmp_path: Path
         model = make_model(text, tmp_path / "m.onnx", constants=layers | biases)
         reference = FloatReference(model, make_samples([{"x": row} for row in rows]))
         assert [part.measure for part in reference.parts] == measures
+
+
+@pytest.mark.parametrize(("squash", "read_as"), [("Softmax", ""), ("Sigmoid", "raw")])
+def test_logits_are_read_as_what_another_output_makes_of_them(squash: str, read_as: str, tmp_path: Path) -> None:
+    """Four classes at each of 30 moments: by themselves, so few columns may as well be corners of boxes."""
+    text = f"g (float[30,1,6] x) => (float[30,1,4] y, float[30,1,4] z) {{ y = MatMul(x, v) z = {squash}(y) }}"
+    model = make_model(text, tmp_path / "m.onnx", {"v": (6, 4)})
+    rows = np.random.default_rng(0).normal(0, 4, (24, 30, 1, 6)).astype(np.float32)
+    reference = FloatReference(model, make_samples([{"x": row} for row in rows]))
+    assert [part.measure for part in reference.parts] == [MEASURES["map"].name] * 2
+    outputs = [CpuSession(model.path, SessionSettings()).run({"x": row}) for row in rows[:4]]
+    readings = read_output_kinds(read_float_graph(model), outputs, {})
+    assert readings["y"] == msgspec.structs.replace(readings["z"], squash=read_as)
+    assert readings["z"].kind == "map"
 
 
 def test_values_lose_what_their_spread_loses() -> None:

@@ -74,7 +74,17 @@ def read_output_kinds(
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
-    return found
+    return found | {name: reading for name, reading in _read_squashed(graph, found) if name not in stated}
+
+
+def _read_squashed(graph: Graph, found: Mapping[str, Reading]) -> Iterator[tuple[str, Reading]]:
+    """Yields how outputs are read that another output is the Softmax or Sigmoid of: they decide what that one does."""
+    for name, reading in found.items():
+        node = graph.producers.get(name)
+        if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found:
+            continue
+        if reading.kind in {"classes", "map", "sequence"}:
+            yield node.input[0], msgspec.structs.replace(reading, squash=RAW if node.op_type == "Sigmoid" else "")
 
 
 def read_probabilities(value: Array, reading: Reading, like: Array | None = None) -> Array:
