@@ -103,6 +103,16 @@ def test_a_risk_makes_the_verdict_maybe_at_best(tmp_path: Path) -> None:
     assert (on_v79.taken, on_v79.verdict, on_v79.risks) == (9, "yes", ())
 
 
+@pytest.mark.parametrize(("second", "risks"), [("s", 0), ("t", 1)])
+def test_a_reshape_between_two_scales_is_a_risk_for_qnn(second: str, risks: int, tmp_path: Path) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[1,4,4] x) => (float[4,4] y)
+        <float s = {{0.1}}, float t = {{0.3}}, uint8 z = {{0}}, int64[2] shape = {{4, 4}}>
+        {{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) c = Reshape(b, shape)
+        d = QuantizeLinear(c, {second}, z) y = DequantizeLinear(d, {second}, z) }}"""
+    onnx.save(parser.parse_model(text), str(tmp_path / "m.onnx"))
+    assert len(check_file(tmp_path / "m.onnx", "qnn").risks) == risks
+
+
 def test_work_counts_and_not_nodes() -> None:
     body = """g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z)
         { c = Conv <pads=[1,1,1,1]> (x, w) a = Neg(c) b = Neg(a) z = Neg(b) }"""

@@ -58,8 +58,8 @@ class When(_Strict, frozen=True, kw_only=True):
 
     `settings`, `below` and `at_least` look at the target's settings and at `ort_minor`, the 31 of ORT 1.31; `attribute`
     at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs by position,
-    `single` at inputs that hold one element, `since` at the operator version, `fed_by` at the operators of which one
-    must make an input, `leaves` at whether an output is a graph output.
+    `single` at inputs that hold one element, `since` at the operator version, `fed_by` and `feeds` at the operators of
+    which one must make an input or read an output, `leaves` at whether an output is a graph output.
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -80,6 +80,7 @@ class When(_Strict, frozen=True, kw_only=True):
     ops: tuple[str, ...] = ()
     except_ops: tuple[str, ...] = ()
     fed_by: tuple[str, ...] = ()
+    feeds: tuple[str, ...] = ()
     leaves: bool | None = None
 
     def holds(self, subject: Subject) -> bool:
@@ -87,6 +88,8 @@ class When(_Strict, frozen=True, kw_only=True):
         unit, node, producers = subject.unit, subject.unit.node, subject.graph.producers
         names = [operand.name for operand in unit.inputs] if self.fed_by else ()
         makers = {producers[name].op_type for name in names if name in producers}
+        made = [operand.name for operand in unit.outputs] if self.feeds else ()
+        readers = {reader.op_type for name in made for reader in subject.graph.readers(name)}
         return (
             node.op_type not in self.except_ops
             and (not self.ops or node.op_type in self.ops)
@@ -106,6 +109,7 @@ class When(_Strict, frozen=True, kw_only=True):
             # An unknown shape, and one of rank 0, does not count as a single element: (0,) never equals {1}.
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
             and (not self.fed_by or not makers.isdisjoint(self.fed_by))
+            and (not self.feeds or not readers.isdisjoint(self.feeds))
             and self.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
         )
 
