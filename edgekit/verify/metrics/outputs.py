@@ -163,8 +163,8 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
     if output.is_state:
         return tuple(judged)
-    for label, value, least, unit in _list_limits(output, thresholds):
-        if value is not None and not value >= least - 1e-12:
+    for label, value, _, least, unit in _list_figures(output, thresholds):
+        if not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
     # It fails if every possible kind misses its limit, and at least one by more than chance.
@@ -186,28 +186,23 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     """
     if output.is_state or not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()
-    is_bound, found = thresholds.gate == "bound", list[str]()
+    found: list[str] = []
     if output.finds_nothing:
         found.append(
             f"output '{output.name}' finds nothing in any of {output.samples} samples, so scores that are lost do not"
             " show: give samples that show something"
         )
-    if is_bound and output.sqnr_db is not None and output.sqnr_interval_db is not None:
-        least, low = thresholds.min_sqnr_db, output.sqnr_interval_db[0]
-        if (not output.agreements or "min_sqnr_db" in thresholds.named) and low < least - 1e-12:
-            enough = find_enough(output.samples, output.sqnr_db - low, output.sqnr_db - least)
-            found.append(_doubt(output, "SQNR", output.sqnr_db, low, least, " dB", describe_enough(enough)))
-    shared = output.agreements
-    if not shared and output.top1_agreement is not None:
-        share, ends = output.top1_agreement, output.top1_interval
-        shared = (Agreement(of="classes", share=share, interval=ends, samples=output.samples),)
-    granted = 0.0 if output.agreements else _count_granted(thresholds) / output.samples
-    limits = [(each, _least(each, thresholds) - granted) for each in shared]
+    limits = [(each, _least(each, thresholds)) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
-    if len(missed) < len(limits) and any(each.is_below(least) for each, least in missed):
-        others = ", ".join(
-            f"{SHARED[each.of]} {each.share:.4g}" for each, least in limits if (each, least) not in missed
-        )
+    kept = [(each, least) for each, least in limits if (each, least) not in missed]
+    is_unclear = bool(kept) and any(each.is_below(least) for each, least in missed)
+    if thresholds.gate == "bound":
+        shared = [] if is_unclear else [(SHARED[each.of], each.share, each.interval, least, "") for each, least in kept]
+        for label, value, interval, least, unit in (*_list_figures(output, thresholds), *shared):
+            if interval is not None and interval[0] < least - 1e-12:
+                found.append(_doubt(output, label, value, interval, least, unit))
+    if is_unclear:
+        others = ", ".join(f"{SHARED[each.of]} {each.share:.4g}" for each, _ in kept)
         kinds = " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each, _ in limits))
         hint = (
             "samples that differ more would tell"
@@ -216,20 +211,12 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         )
         lines = "; ".join(_describe(*each) for each in missed)
         return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
-    for each, least in limits:
-        low = each.share if each.interval is None else each.interval[0]
-        if each.share < least - 1e-12:
-            # Not beyond chance: that would be a failure.
-            found.append(
-                f"output '{output.name}' has {_describe(each, least)}, which may be chance with"
-                f" {max(output.samples, each.samples)} samples: more of them, or labels with a metric, would tell"
-            )
-            continue
-        if not is_bound or low >= least - 1e-12:
-            continue
-        by_width = find_enough(output.samples, each.share - low, each.share - least)
-        enough = find_enough_hits(output.samples, each.share, least) if each.of == "classes" else by_width
-        found.append(_doubt(output, SHARED[each.of], each.share, low, least, "", describe_enough(enough)))
+    for each, least in missed:
+        # Not beyond chance: that would be a failure.
+        found.append(
+            f"output '{output.name}' has {_describe(each, least)}, which may be chance with"
+            f" {max(output.samples, each.samples)} samples: more of them, or labels with a metric, would tell"
+        )
     return tuple(found)
 
 
@@ -244,22 +231,30 @@ def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
             )
 
 
-def _list_limits(output: OutputReport, thresholds: Thresholds) -> Iterator[tuple[str, float | None, float, str]]:
+_Figure = tuple[str, float, tuple[float, float] | None, float, str]
+"""The name of a figure, its value and interval, its limit, and the unit."""
+
+
+def _list_figures(output: OutputReport, thresholds: Thresholds) -> Iterator[_Figure]:
     """Yields figures with their limits; if it is known what the output is for, only those that the user set."""
-    is_read = bool(output.agreements)
-    share, granted = thresholds.min_top1_agreement, _count_granted(thresholds) / output.samples
-    if not is_read or ("min_cosine" in thresholds.named and not _lists(output)):
-        yield "cosine", output.cosine, thresholds.min_cosine, ""
-    if not is_read or ("min_sqnr_db" in thresholds.named and not _lists(output)):
-        yield "SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"
-    if not is_read:
-        yield "top-1 agreement", output.top1_agreement, share - granted, ""
-        yield "exact match", output.exact_match, share, ""
-    yield "shape agreement", output.shape_agreement, share - granted * (output.shape_agreement or 0.0), ""
-
-
-def _lists(output: OutputReport) -> bool:
-    return any(each.of == "detections" for each in output.agreements)
+    is_read, share = bool(output.agreements), thresholds.min_top1_agreement
+    granted = 0.0 if thresholds.gate == "bound" else thresholds.granted_samples / output.samples
+    shape_least = share - granted * (output.shape_agreement or 0.0)
+    # For a list of detections no figure compares row by row.
+    named = () if any(each.of == "detections" for each in output.agreements) else thresholds.named
+    figures = (
+        ("cosine", output.cosine, None, thresholds.min_cosine, "", not is_read or "min_cosine" in named),
+        (
+            "SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB",
+            not is_read or "min_sqnr_db" in named,
+        ),
+        (SHARED["classes"], output.top1_agreement, output.top1_interval, share - granted, "", not is_read),
+        ("exact match", output.exact_match, None, share, "", not is_read),
+        ("shape agreement", output.shape_agreement, None, shape_least, "", True),
+    )  # fmt: skip
+    for label, value, interval, least, unit, counts in figures:
+        if counts and value is not None:
+            yield label, value, interval, least, unit
 
 
 def _least(agreement: Agreement, thresholds: Thresholds) -> float:
@@ -271,16 +266,16 @@ def _describe(agreement: Agreement, least: float) -> str:
     return f"{SHARED[agreement.of]} {format_near(agreement.share, least)}, below {least:.12g}"
 
 
-def _doubt(output: OutputReport, label: str, value: float, low: float, least: float, unit: str, enough: str) -> str:
-    samples = max((output.samples, *(each.samples for each in output.agreements)))
-    worst = f"{format_near(low, least)}{unit}, below {least:.12g}{unit}"
-    return (
-        f"output '{output.name}' has {label} {value:.4g}{unit}, and with {samples} samples it could be {worst}{enough}"
-    )
-
-
-def _count_granted(thresholds: Thresholds) -> int:
-    return 0 if thresholds.gate == "bound" else thresholds.granted_samples
+def _doubt(
+    output: OutputReport, label: str, value: float, interval: tuple[float, float], least: float, unit: str
+) -> str:
+    """Returns in words that a figure keeps its limit, and the lower end of its interval does not."""
+    low, samples = interval[0], max((output.samples, *(each.samples for each in output.agreements)))
+    enough = find_enough(output.samples, value - low, value - least)
+    if label == SHARED["classes"]:
+        enough = find_enough_hits(output.samples, value, least)
+    worst = f"{format_near(low, least)}{unit}, below {least:.12g}{unit}{describe_enough(enough)}"
+    return f"output '{output.name}' has {label} {value:.4g}{unit}, and with {samples} samples it could be {worst}"
 
 
 def format_near(value: float, limit: float) -> str:
