@@ -1,7 +1,7 @@
 """The result of a metric of the task and its judgement; and how often the first class is the label."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -67,8 +67,7 @@ def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> Judgement:
         return Judgement(unproven=(f"{name} was not measured: it needs labels (--labels)",))
     if report.got is None:
         return Judgement(failures=(f"{name} was not measured on every sample: {report.mismatch}",))
-    judges = (_judge_drop, _judge_share, _judge_least)
-    found = join_judgements(judge(report, report.got, limit) for judge in judges)
+    found = join_judgements(_judge_limits(report, report.got, limit))
     return Judgement(
         failures=tuple(f"{name} {line}" for line in found.failures),
         unproven=tuple(f"{name} {line}" for line in found.unproven),
@@ -93,65 +92,66 @@ def describe_difference(report: TaskReport) -> str:
     return words
 
 
-def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
-    most = limit.max_drop
-    if most is None:
-        return Judgement()
-    factor = 100.0 if report.unit == "share" else 1.0
-    sign = 1.0 if report.higher_is_better else -1.0
-    drop = sign * (report.reference - got) * factor
-    low, high = (0.0, 0.0) if report.interval is None else sorted(-sign * end * factor for end in report.interval)
-    return _judge_figure(
-        report,
-        limit,
-        misses=f"is {drop:.2f} points worse than the float model, more than {most:g}",
-        could=f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be"
-        f" {high:.2f}, more than {most:g}",
-        value=drop,
-        most=most,
-        ends=None if report.interval is None else (low, high),
-        least=-most / factor,
-    )
+class _Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss of a metric with its limit `most`, and the ends of its interval, None if unknown.
 
-
-def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
-    least = limit.min_share
-    if least is None:
-        return Judgement()
-    if not report.higher_is_better or report.reference <= 0.0:
-        return Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
-    share, (low, high) = got / report.reference, report.share_interval or (0.0, 0.0)
-    return _judge_figure(
-        report,
-        limit,
-        misses=f"is {share:.1%} of the float model's, less than {least:.1%}",
-        could=f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {low:.1%},"
-        f" less than {least:.1%}",
-        value=-share,
-        most=-least,
-        ends=None if report.share_interval is None else (-high, -low),
-        least=(least - 1.0) * report.reference,
-    )
-
-
-def _judge_figure(
-    report: TaskReport,
-    limit: TaskLimit,
-    *,
-    misses: str,
-    could: str,
-    value: float,
-    most: float,
-    ends: tuple[float, float] | None,
-    least: float,
-) -> Judgement:
-    """Judges a loss by its limit `most`: its value, and the ends of its interval, None if unknown.
-
-    `misses` says that the value is too large, `could` that the worse end is; `least` is the limit as the difference of
+    `said` tells the loss in words, `worst` the worse end, `bound` the limit; `least` is the limit as the difference of
     the two scores.
     """
+
+    said: str
+    worst: str
+    bound: str
+    value: float
+    ends: tuple[float, float] | None
+    most: float
+    least: float
+
+
+def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[Judgement]:
+    """Yields the judgement by each limit that is set."""
+    most, share, least = limit.max_drop, limit.min_share, limit.at_least
+    if most is not None:
+        factor = 100.0 if report.unit == "share" else 1.0
+        sign = factor if report.higher_is_better else -factor
+        drop, (low, high) = (
+            sign * (report.reference - got),
+            sorted(-sign * end for end in report.interval or (0.0, 0.0)),
+        )
+        yield _judge_loss(report, limit, _Loss(
+            said=f"is {drop:.2f} points worse than the float model",
+            worst=f"{high:.2f}",
+            bound=f"more than {most:g}",
+            value=drop,
+            ends=None if report.interval is None else (low, high),
+            most=most,
+            least=-most / factor,
+        ))  # fmt: skip
+    if share is not None and (not report.higher_is_better or report.reference <= 0.0):
+        yield Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
+    elif share is not None:
+        low, high = report.share_interval or (0.0, 0.0)
+        yield _judge_loss(report, limit, _Loss(
+            said=f"is {got / report.reference:.1%} of the float model's",
+            worst=f"{low:.1%}",
+            bound=f"less than {share:.1%}",
+            value=-got / report.reference,
+            ends=None if report.share_interval is None else (-high, -low),
+            most=-share,
+            least=(share - 1.0) * report.reference,
+        ))  # fmt: skip
+    if least is not None and not (got >= least if report.higher_is_better else got <= least):
+        words = "below" if report.higher_is_better else "above"
+        # Where right answers are counted, the interval of their share tells what more samples could still show.
+        is_counted = report.gained is not None and report.unit == "share"
+        best = wilson_interval(round(got * report.samples), report.samples)[1] if is_counted else least
+        yield _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=best >= least)
+
+
+def _judge_loss(report: TaskReport, limit: TaskLimit, loss: _Loss) -> Judgement:
+    value, ends, most = loss.value, loss.ends, loss.most
     if value > most + 1e-9:
-        return _refuse(report, misses, may_be_luck=ends is None or ends[0] <= most)
+        return _refuse(report, f"{loss.said}, {loss.bound}", may_be_luck=ends is None or ends[0] <= most)
     if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
         return Judgement()
     if ends is None:
@@ -161,19 +161,9 @@ def _judge_figure(
     if report.gained is None or report.lost is None:
         enough = find_enough(report.samples, ends[1] - value, most - value)
     else:
-        enough = find_enough_pairs(report.samples, report.gained, report.lost, least)
+        enough = find_enough_pairs(report.samples, report.gained, report.lost, loss.least)
+    could = f"{loss.said}, and with {report.samples} samples it could be {loss.worst}, {loss.bound}"
     return Judgement(unproven=(could + describe_enough(enough),))
-
-
-def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
-    least = limit.at_least
-    if least is None or (got >= least if report.higher_is_better else got <= least):
-        return Judgement()
-    words = "below" if report.higher_is_better else "above"
-    # Where right answers are counted, the interval of their share tells what more samples could still show.
-    is_counted = report.gained is not None and report.unit == "share"
-    best = wilson_interval(round(got * report.samples), report.samples)[1] if is_counted else least
-    return _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=best >= least)
 
 
 def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:
