@@ -156,7 +156,8 @@ def tune_on(
     busy = _read_load()
     with work_folder() as work:
         search = _prepare(path, choice, asked, opening, work, progress or say_nothing)
-        report = _describe(_search(search), search, work)
+        held, decisions, final = _search(search)
+        report = _describe(search, held, decisions, final, work)
     report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
     return _apply(report, path, search.setup.device) if asked.apply else report
 
@@ -224,8 +225,8 @@ def _prepare(
     )
 
 
-def _search(search: _Search) -> TuneReport:
-    """Races each group, and then the chosen setting against the defaults."""
+def _search(search: _Search) -> tuple[Entrant, list[Decision], Ratio | str | None]:
+    """Races each group, then the setting that is left against the defaults; returns why, if that gave no ratio."""
     groups = list(list_groups(search.given))
     held, decisions = DEFAULTS, list[Decision]()
     for group in groups:
@@ -248,24 +249,7 @@ def _search(search: _Search) -> TuneReport:
         if final == TIME_OVER and len(taken) == 1:
             # A single change was already compared with the defaults in fresh rounds that were not used to select it.
             final = taken[0].ratio
-    lost = _refuse(search, held, final)
-    notes = list(search.notes)
-    if not search.given.branches:
-        notes.append("parallel execution is not raced: no two nodes could run side by side")
-    if lost:
-        notes.append(f"'{held.name}' is not chosen: {lost}")
-    return TuneReport(
-        subject=search.subject.name,
-        device=search.setup.device.name,
-        evidence=search.setup.device.evidence,
-        provider=search.given.provider,
-        goal=search.given.goal,
-        defaults=DEFAULTS,
-        chosen=DEFAULTS if lost else held,
-        final=None if isinstance(final, str) else final,
-        decisions=tuple(decisions),
-        notes=tuple(notes),
-    )
+    return held, decisions, final
 
 
 def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = False) -> tuple[Entrant, list[Decision]]:
@@ -331,28 +315,42 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
     return fault or ""
 
 
-def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
-    """Returns the report with all measurements added."""
-    tried = sum_up(search.journal.rounds)
+def _describe(
+    search: _Search, held: Entrant, decisions: Sequence[Decision], final: Ratio | str | None, work: Path
+) -> TuneReport:
+    """Returns the report of a search, with all measurements; `held` is chosen if its gain is proven."""
+    setup, journal, given = search.setup, search.journal, search.given
+    lost, tried = _refuse(search, held, final), sum_up(journal.rounds)
+    unraced = "" if given.branches else "parallel execution is not raced: no two nodes could run side by side"
+    refused = f"'{held.name}' is not chosen: {lost}" if lost else ""
     # The levels were raced on top of the setting at that time, which may have another file.
-    name = next((one.holder for one in found.decisions if one.group == LEVELS.name), DEFAULTS.name)
-    held = tried[name].entrant if name in tried else DEFAULTS
+    name = next((one.holder for one in decisions if one.group == LEVELS.name), DEFAULTS.name)
+    base = tried[name].entrant if name in tried else DEFAULTS
     by_level = {
         one.entrant.setting.level: one
         for one in tried.values()
-        if (one.entrant.file, one.entrant.batch) == (held.file, held.batch)
-        and msgspec.structs.replace(one.entrant.setting, level=held.setting.level) == held.setting
+        if (one.entrant.file, one.entrant.batch) == (base.file, base.batch)
+        and msgspec.structs.replace(one.entrant.setting, level=base.setting.level) == base.setting
     }
-    return msgspec.structs.replace(
-        found,
-        machine=find_class(search.setup.device) or read_class(search.first.run.versions),
+    return TuneReport(
+        subject=search.subject.name,
+        device=setup.device.name,
+        evidence=setup.device.evidence,
+        provider=given.provider,
+        goal=given.goal,
+        machine=find_class(setup.device) or read_class(search.first.run.versions),
+        defaults=DEFAULTS,
+        chosen=DEFAULTS if lost else held,
+        final=None if isinstance(final, str) else final,
+        decisions=tuple(decisions),
+        levels=tuple(list_levels(setup.job_for(base), by_level, work / "levels")),
         tried=mark_front(tuple(tried.values())),
-        levels=tuple(list_levels(search.setup.job_for(held), by_level, work / "levels")),
-        seconds=search.journal.seconds,
-        budget_s=search.journal.budget_s,
-        measurements=search.journal.measurements,
-        cores=search.given.cores,
+        seconds=journal.seconds,
+        budget_s=journal.budget_s,
+        measurements=journal.measurements,
+        cores=given.cores,
         versions=dict(sorted(search.first.run.versions.items())),
+        notes=(*search.notes, *filter(None, (unraced, refused))),
     )
 
 
