@@ -29,9 +29,9 @@ from edgekit.verify import own_model
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
 from edgekit.verify.layers.on_device import look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
-from edgekit.verify.metrics.compare import compare_bundled, describe_lists, describe_unlisted
+from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
-from edgekit.verify.metrics.outputs import OutputReport, describe_larger_sets, doubt_output, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, doubt_output, judge_output
 from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -302,8 +302,7 @@ def _measure_run(trial: _Trial) -> RunReport:
             *run.notes,
             *_list_notes(trial),
             *filter(None, (describe_hidden(gap),)),
-            *describe_lists(outputs),
-            *describe_larger_sets(outputs),
+            *describe_agreements(outputs),
         ),
         log=run.log,
         outputs_sha256=digest,

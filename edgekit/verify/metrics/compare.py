@@ -97,15 +97,21 @@ def read_first(most: int, *runs: Samples) -> list[tuple[Tensors, ...]]:
 
 def _pair(reference: Samples, got: Samples, troubles: list[str], numbers: Sequence[int]) -> Iterator[_Row]:
     """Yields each reference with its outputs, up to the first sample without any; `troubles` gets the reason."""
-    others = iter(got)
-    for index, wanted in enumerate(reference):
-        found = _take(others, troubles)
+
+    def read() -> Iterator[Tensors]:
+        try:
+            yield from got
+        except EdgekitError as error:
+            troubles.append(f"cannot be read: {error.message}")
+
+    for index, (wanted, found) in enumerate(itertools.zip_longest(reference, read())):
+        if wanted is None:
+            troubles.append(f"came back for more than {reference.count} samples")
+            return
         yield numbers[index], wanted, found
         if found is None:
             troubles.append(f"came back for {index} of {reference.count} samples")
             return
-    if _take(others, troubles) is not None:
-        troubles.append(f"came back for more than {reference.count} samples")
 
 
 def _stack_blocks(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
@@ -120,14 +126,6 @@ def _stack_blocks(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
             block, size_bytes = [], 0
     if block:
         yield block
-
-
-def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
-    try:
-        return next(others, None)
-    except EdgekitError as error:
-        troubles.append(f"cannot be read: {error.message}")
-        return None
 
 
 def _measure(name: str, block: Sequence[_Row]) -> Iterator[_Measured]:
@@ -252,18 +250,6 @@ def describe_unlisted(bundle: Bundle) -> str | None:
         return None
     names = ", ".join(sorted(bundle.manifest.listed.outputs))
     return f"the manifest says that {names} list detections, which the float model's outputs do not: build it again"
-
-
-def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
-    """Yields that an output lists detections, which are judged instead of its other figures."""
-    for output in outputs:
-        for shared in (each for each in output.agreements if each.of == "detections"):
-            ends = shared.interval
-            doubt = "" if ends is None else f" ({ends[0]:.1%} to {ends[1]:.1%} at 95 %)"
-            yield (
-                f"output '{output.name}' lists detections, of which {shared.share:.1%} agree{doubt}: its other figures"
-                " compare row by row, and are not judged"
-            )
 
 
 def find_unseen(golden: Golden, reference: Samples, readings: Mapping[str, Reading]) -> frozenset[str]:

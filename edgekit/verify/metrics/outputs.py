@@ -220,9 +220,15 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     return tuple(found)
 
 
-def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
-    """Yields which outputs are judged on more samples than the device ran."""
+def describe_agreements(outputs: Iterable[OutputReport]) -> Iterator[str]:
+    """Yields which outputs are judged as lists of detections, and which on more samples than the device ran."""
     for output in outputs:
+        for shared in (each for each in output.agreements if each.of == "detections"):
+            doubt = "" if shared.interval is None else " ({:.1%} to {:.1%} at 95 %)".format(*shared.interval)
+            yield (
+                f"output '{output.name}' lists detections, of which {shared.share:.1%} agree{doubt}: its other figures"
+                " compare row by row, and are not judged"
+            )
         count = max((each.samples for each in output.agreements), default=0)
         if count > output.samples:
             yield (
