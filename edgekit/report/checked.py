@@ -1,5 +1,6 @@
 """The check of a model against several targets: its report, its text, and its page with the nodes as blocks."""
 
+import re
 import shlex
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
-from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, Placed
+from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, ModelNode, Placed
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
@@ -21,7 +22,8 @@ from edgekit.report.pages import Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
 
-_MOST_NAMES = 3
+_MOST_NAMES, _MOST_OPS = 3, 8
+_DYNAMIC = re.compile(r"dimension \d+ of (?:input|output) \d+ is dynamic")
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,26 +115,41 @@ def _say_sizes(assumed: Mapping[str, int]) -> str:
 
 
 def table_check(report: CheckReport) -> Table:
-    """Returns a check as a table: a row for each operator and reason, with the nodes not taken for that reason.
+    """Returns a check as a table: a row for each reason, with the nodes not taken for it, the most work first.
 
-    Nodes have the names of the user's model where these are known. Nodes with the most work come first.
+    Nodes have the names of the user's model where these are known.
     """
-    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    # Nodes that the preparation added have no counterpart in the user's model: they get rows of their own.
+    # Nodes that the preparation added have no counterpart in the user's model.
     named = {name for node in report.model_nodes for name in node.became}
-    for node in report.model_nodes:
+    groups: dict[str, list[tuple[CheckedNode | ModelNode, str]]] = {}
+    listed: list[CheckedNode | ModelNode] = [*report.model_nodes]
+    for node in [*listed, *(node for node in report.node_list if node.name not in named)]:
         if not node.taken:
-            groups.setdefault((node.op, "\n".join(node.reasons) or node.note), []).append((node.name, node.macs))
-    for made in report.node_list:
-        if not made.taken and made.name not in named:
-            nodes = groups.setdefault((made.op, "\n".join(made.reasons)), [])
-            nodes.append((made.name or "(no name)", made.macs))
-    rows: list[tuple[str, ...]] = []
-    for (op, why), nodes in sorted(groups.items(), key=lambda item: -sum(macs for _, macs in item[1])):
-        more = f" and {len(nodes) - _MOST_NAMES} more: --json has all" if len(nodes) > _MOST_NAMES else ""
-        names = ", ".join(name for name, _ in nodes[:_MOST_NAMES]) + more
-        rows.append((op, str(len(nodes)), format_count(sum(macs for _, macs in nodes)), why, names))
-    return make_table("op", "nodes", "MACs", "why not", "which", rows=rows)
+            why = "\n".join(node.reasons) or (node.note if isinstance(node, ModelNode) else "")
+            groups.setdefault(_generalize(why, node.op), []).append((node, why))
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for reason, group in groups.items():
+        nodes, whys = [node for node, _ in group], {why for _, why in group}
+        macs, names = sum(node.macs for node in nodes), [node.name or "(no name)" for node in nodes]
+        counts = Counter(node.op for node in nodes).most_common()
+        ops = _name_few([f"{op} {count}" if len(counts) > 1 else op for op, count in counts], _MOST_OPS, "")
+        why = whys.pop() if len(whys) == 1 else reason
+        rows.append(
+            (macs, (ops, str(len(nodes)), format_count(macs), why, _name_few(names, _MOST_NAMES, ": --json has all")))
+        )
+    rows.sort(key=lambda row: -row[0])
+    return make_table("op", "nodes", "MACs", "why not", "which", rows=[row for _, row in rows])
+
+
+def _generalize(reasons: str, op: str) -> str:
+    """Returns reasons without what differs from operator to operator, so that nodes of one fate share a row."""
+    lines = _DYNAMIC.sub("a dimension is dynamic", reasons).split("\n")
+    return "\n".join(line.removesuffix(f" for {op}") for line in dict.fromkeys(lines))
+
+
+def _name_few(names: Sequence[str], most: int, hint: str) -> str:
+    more = f" and {len(names) - most} more{hint}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def describe_fates(report: CheckReport) -> str:

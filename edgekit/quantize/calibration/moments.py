@@ -154,7 +154,9 @@ class MomentCollector:
         self._sum += rows.sum(axis=0, dtype=np.float64)
         rows = rows - self._shift
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
-        self._products.values += np.swapaxes(parts, 1, 2) @ parts
+        # Squares of values above 1e19 are infinite in float32; such a layer is rounded to nearest.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._products.values += np.swapaxes(parts, 1, 2) @ parts
         self._products.release()
         self._pending.release()
 
