@@ -29,6 +29,8 @@ _BLOCK_SIZES = (1152, 576, 288, 144)
 # Patches are collected until there are so many, since products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "covariance")
+# Squares of values above 1e19 are infinite in float32; a layer that reads such values is rounded to nearest.
+_QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +135,7 @@ class MomentCollector:
             covariance=self._centre_products(count),
         )
 
+    @_QUIET
     def _centre_products(self, count: int) -> Array:
         centred = self._products.values / np.float32(count)
         self._products.release()
@@ -143,6 +146,7 @@ class MomentCollector:
         np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
         return centred
 
+    @_QUIET
     def _flush(self) -> None:
         if not self._filled:
             return
@@ -154,9 +158,7 @@ class MomentCollector:
         self._sum += rows.sum(axis=0, dtype=np.float64)
         rows = rows - self._shift
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
-        # Squares of values above 1e19 are infinite in float32; such a layer is rounded to nearest.
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._products.values += np.swapaxes(parts, 1, 2) @ parts
+        self._products.values += np.swapaxes(parts, 1, 2) @ parts
         self._products.release()
         self._pending.release()
 
