@@ -1,10 +1,7 @@
 """The constants of a graph, however they are written: initializers, sparse ones, and all forms of Constant nodes."""
 
 import math
-import sys
-from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,14 +19,11 @@ _SMALL_ELEMENTS = 1 << 14
 # Sparse constants of more elements are not made dense.
 _MOST_DENSE = 1 << 24
 
-# The attributes of Constant (ONNX operator Constant 13) that are neither a tensor nor sparse.
-_FORMS: Mapping[str, Callable[[onnx.AttributeProto], Any]] = {
-    "value_float": lambda attribute: np.asarray(attribute.f, np.float32),
-    "value_floats": lambda attribute: np.asarray(attribute.floats, np.float32),
-    "value_int": lambda attribute: np.asarray(attribute.i, np.int64),
-    "value_ints": lambda attribute: np.asarray(attribute.ints, np.int64),
-    "value_string": lambda attribute: np.asarray(attribute.s, object),
-    "value_strings": lambda attribute: np.asarray(list(attribute.strings), object),
+# The types of the attributes of Constant that are neither a tensor nor sparse (ONNX operator Constant 13).
+_FORMS = {
+    **dict.fromkeys(("value_float", "value_floats"), np.float32),
+    **dict.fromkeys(("value_int", "value_ints"), np.int64),
+    **dict.fromkeys(("value_string", "value_strings"), object),
 }
 
 
@@ -46,7 +40,8 @@ def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
         if attribute.name == "sparse_value":
             return _to_dense(attribute.sparse_tensor)
         if attribute.name in _FORMS:
-            return numpy_helper.from_array(_FORMS[attribute.name](attribute), node.output[0])
+            value = np.asarray(helper.get_attribute_value(attribute), _FORMS[attribute.name])
+            return numpy_helper.from_array(value, node.output[0])
     return None
 
 
@@ -104,21 +99,6 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
     copy.CopyFrom(tensor)
     external_data_helper.load_external_data_for_tensor(copy, str(folder))
     return numpy_helper.to_array(copy)
-
-
-def load_external(
-    graph: onnx.GraphProto, folder: Path, names: Collection[str] | None = None, most: int = sys.maxsize
-) -> None:
-    """Loads external data of initializers from `folder` into the graph, in place.
-
-    Only initializers in `names` are loaded, if names are given; none of more than `most` bytes is.
-    """
-    for tensor in graph.initializer:
-        place = read_place(tensor)
-        if place is not None and place.length <= most and (names is None or tensor.name in names):
-            external_data_helper.load_external_data_for_tensor(tensor, str(folder))
-            tensor.ClearField("data_location")
-            del tensor.external_data[:]
 
 
 def _to_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:

@@ -7,6 +7,7 @@ format: https://protobuf.dev/programming-guides/encoding).
 
 import math
 import mmap
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +86,24 @@ def copy_data(folder: Path, place: DataPlace, out: IO[bytes]) -> None:
         file.seek(place.offset)
         if sum(out.write(chunk) for chunk in read_chunks(file, place.length)) < place.length:
             raise OSError(f"'{folder / place.file}' ends within a weight")
+
+
+def load_external(graph: onnx.GraphProto, folder: Path, most: int = sys.maxsize) -> None:
+    """Loads external data of at most `most` bytes from `folder` into the initializers of a graph, in place.
+
+    Where a file ends before its data do, less is loaded.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for tensor in graph.initializer:
+        place = read_place(tensor)
+        if place is not None and place.length <= most:
+            with (folder / place.file).open("rb") as file:
+                file.seek(place.offset)
+                tensor.raw_data = file.read(place.length)
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
 
 
 def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes], *, most: int = MAX_DATA_BYTES) -> None:

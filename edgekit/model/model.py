@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
-from edgekit.model.external import list_files, point_into, read_place, skim_model
+from edgekit.model.external import list_files, load_external, point_into, skim_model
 from edgekit.model.soundness import (
     find_flaws,
     find_invalid_text,
@@ -189,13 +189,8 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         else:
             # Weight by weight: parsing the file at once would hold all weights twice.
             proto = point_into(model.path)
-            with model.path.open("rb") as file:
-                for tensor in (tensor for graph in iterate_graphs(proto.graph) for tensor in graph.initializer):
-                    if place := read_place(tensor):
-                        file.seek(place.offset)
-                        tensor.raw_data = file.read(place.length)
-                        del tensor.external_data[:]
-                        tensor.ClearField("data_location")
+            for graph in iterate_graphs(proto.graph):
+                load_external(graph, model.path.parent)
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",

@@ -142,12 +142,8 @@ def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
     needs = {
         index: [makers[name] for name in iterate_reads(node) if name in makers] for index, node in enumerate(graph.node)
     }
-    # If each node reads only earlier ones there can be no cycle: mostly nothing is left to sort.
-    if not any(maker >= index for index, found in needs.items() for maker in found):
-        return
-    order = TopologicalSorter(needs)
     try:
-        order.prepare()
+        TopologicalSorter(needs).prepare()
     except CycleError as error:
         yield f"node '{graph.node[error.args[1][0]].name}' needs what is made of its own output"
 

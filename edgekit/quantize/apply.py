@@ -8,7 +8,7 @@ import onnx
 
 from edgekit._files import AnyPath, as_path
 from edgekit.errors import DataError, ModelError
-from edgekit.graph.constants import load_external
+from edgekit.model.external import load_external
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
 from edgekit.prepare.opset import read_opset

@@ -15,11 +15,11 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.graph.constants import lift_constants, load_external, read_array
+from edgekit.graph.constants import lift_constants, read_array
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
-from edgekit.model.external import MAX_DATA_BYTES, move_weight
+from edgekit.model.external import MAX_DATA_BYTES, load_external, move_weight
 from edgekit.model.model import Model, drop_unread, find_integer_ops, list_names, read_outside, refill, rename_tensors
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
