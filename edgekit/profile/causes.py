@@ -8,27 +8,20 @@ from edgekit.graph.graph import Graph
 from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, Kind, LayerPair, NodeTime
 from edgekit.verify.layers.matching import match_tensors, sort_nodes
 
-
-class SessionKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernels of a session and the graph that it was made from."""
-
-    nodes: tuple[NodeTime, ...]
-    graph: Graph
+Kernels = Sequence[NodeTime]
 
 
-def pair_layers(a: SessionKernels, b: SessionKernels) -> tuple[LayerPair, ...]:
+def pair_layers(a: Kernels, graph_a: Graph, b: Kernels, graph_b: Graph) -> tuple[LayerPair, ...]:
     """Returns the values that both sessions compute, in the order of computation, with the kernels that lead to each.
 
-    A kernel counts for the first matched value after it. Fusion ends at different values on the two sides, so values
-    are grouped until both sides have a kernel for them.
+    The graphs are those that the sessions were made from. A kernel counts for the first matched value after it. Fusion
+    ends at different values on the two sides, so values are grouped until both sides have a kernel for them.
     """
-    matched = match_tensors(a.graph, b.graph)
+    matched = match_tensors(graph_a, graph_b)
+    ends_a = {name: item.tensor for item in matched for name in (item.tensor, item.in_a)}
+    ends_b = {name: item.tensor for item in matched for name in (item.raw_b, item.in_b, *item.copies_in_b)}
     keys = [item.tensor for item in matched]
-    of_a = _assign_kernels(a, {name: item.tensor for item in matched for name in (item.tensor, item.in_a)})
-    of_b = _assign_kernels(
-        b, {name: item.tensor for item in matched for name in (item.raw_b, item.in_b, *item.copies_in_b)}
-    )
-    return tuple(_join(keys, of_a, of_b))
+    return tuple(_join(keys, _assign_kernels(a, graph_a, ends_a), _assign_kernels(b, graph_b, ends_b)))
 
 
 def _join(
@@ -63,18 +56,18 @@ def _computes(nodes: Iterable[NodeTime]) -> bool:
     return any(not node.kind for node in nodes)
 
 
-def _assign_kernels(side: SessionKernels, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
+def _assign_kernels(kernels: Kernels, graph: Graph, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
     """Returns the kernels that lead to each matched value; those after the last one have the key ""."""
     # The matched value that each node computes, or the first one after it.
     owners: dict[str, str] = {}
-    for node in reversed(sort_nodes(side.graph)):
+    for node in reversed(sort_nodes(graph)):
         here = next((ends[name] for name in node.output if name in ends), None)
-        readers = (reader.name for name in node.output for reader in side.graph.consumers.get(name, ()))
+        readers = (reader.name for name in node.output for reader in graph.consumers.get(name, ()))
         owners[node.name] = here or next((owners[name] for name in readers if owners.get(name)), "")
     spent: dict[str, list[NodeTime]] = {}
     waiting: list[NodeTime] = []
     key = ""
-    for kernel in side.nodes:
+    for kernel in kernels:
         waiting.append(kernel)
         # Nodes that ONNX Runtime inserted (a Reorder, a Transpose, a Q node) mostly serve the kernel that follows.
         if kernel.source in owners:

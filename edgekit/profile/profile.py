@@ -13,7 +13,7 @@ from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.profile.causes import SessionKernels, find_causes, pair_layers
+from edgekit.profile.causes import find_causes, pair_layers
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
@@ -73,9 +73,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         return None
     pairs: tuple[LayerPair, ...] = ()
     if a.graph is not None and b.graph is not None:
-        pairs = pair_layers(
-            SessionKernels(nodes=first.nodes, graph=a.graph), SessionKernels(nodes=second.nodes, graph=b.graph)
-        )
+        pairs = pair_layers(first.nodes, a.graph, second.nodes, b.graph)
     # On one device interleaved rounds decide; two devices have only the medians of their separate profiles.
     is_a_slower = ratio.value < 1 if ratio is not None else first.plain_ms > second.plain_ms
     is_known = ratio is None or ratio.verdict != "no difference can be told"

@@ -23,7 +23,7 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-from edgekit.profile.causes import SessionKernels, find_causes, pair_layers
+from edgekit.profile.causes import find_causes, pair_layers
 from edgekit.profile.measure import give_advice
 from edgekit.profile.nodes import add_roof_shares, find_source, list_sources
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
@@ -269,7 +269,7 @@ def test_layers_pair_up_through_fusion_and_rounding(tmp_path: Path) -> None:
     fused = (kernel("Conv", 2.0, "relu"),)
     rounded = (kernel("QuantizeLinear", 0.5, "x_q", kind="quantize and dequantize"),
                kernel("QLinearConv", 1.0, "conv"), kernel("DequantizeLinear", 0.25, "y_dq"))  # fmt: skip
-    pairs = pair_layers(SessionKernels(nodes=fused, graph=a), SessionKernels(nodes=rounded, graph=b))
+    pairs = pair_layers(fused, a, rounded, b)
     assert [(pair.a_ms, pair.b_ms) for pair in pairs] == [(2.0, 1.75)]
 
 

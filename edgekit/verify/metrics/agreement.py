@@ -78,6 +78,14 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return sum(comb(total, n) * least**n * (1 - least) ** (total - n) for n in range(hits + 1)) < _DOUBT
 
 
+def weigh_shares(of: Of, parts: Array) -> Agreement:
+    """Returns the agreement in shares of samples: each row holds what agrees in one, and what could."""
+    share, interval = bootstrap_share(parts)
+    if of == "classes":
+        interval = wilson_interval(int(parts[:, 0].sum()), len(parts))
+    return Agreement(of=of, share=share, interval=interval, samples=len(parts))
+
+
 def measure_agreement(
     reference: Samples, got: Samples, readings: Mapping[str, Reading]
 ) -> dict[str, tuple[Agreement, ...]]:
@@ -162,10 +170,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         if spelt and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
-    share, interval = bootstrap_share(np.array(rows))
-    if of == "classes":
-        interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
-    yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
+    yield weigh_shares(of, np.array(rows))
 
 
 def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
@@ -178,8 +183,7 @@ def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if rows:
         table = np.array(rows, np.float64)
         rarer = min(table[:, :2], table[:, 2:], key=lambda answer: float(answer[:, 1].sum()))
-        share, interval = bootstrap_share(rarer)
-        yield Agreement(of="findings", share=share, interval=interval, samples=len(rows))
+        yield weigh_shares("findings", rarer)
 
 
 def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
@@ -204,8 +208,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
     if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
         kept.insert(0, ("variance", varying))
     for of, size in kept:
-        share, interval = bootstrap_share(np.stack([size - error, size], axis=1))
-        yield Agreement(of=of, share=share, interval=interval, samples=count)
+        yield weigh_shares(of, np.stack([size - error, size], axis=1))
 
 
 def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
@@ -230,8 +233,7 @@ def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
     apart = 2.0 - 2.0 * wanted
     np.fill_diagonal(apart, np.inf)
     kept = np.where(4.0 * error < apart.min(axis=1), 1.0 - error, 0.0)
-    share, interval = bootstrap_share(np.stack([kept, np.ones_like(kept)], axis=1))
-    energy = Agreement(of="energy", share=share, interval=interval, samples=count)
+    energy = weigh_shares("energy", np.stack([kept, np.ones_like(kept)], axis=1))
     yield max(neighbours, energy, key=lambda each: each.share)
 
 

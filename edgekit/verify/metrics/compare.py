@@ -19,8 +19,8 @@ from edgekit.quantize.accuracy.head_search import DetectionList, find_image, fin
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.agreement import Agreement, measure_agreement
-from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
+from edgekit.verify.metrics.agreement import Agreement, measure_agreement, weigh_shares
+from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
@@ -287,8 +287,7 @@ def compare_bundled(
     ):
         return outputs
     shares = np.array([weigh_detections(listed, *pair) for pair in zip(reference, got, strict=False)])
-    share, interval = bootstrap_share(shares)
-    shared = Agreement(of="detections", share=share, interval=interval, samples=len(shares))
+    shared = weigh_shares("detections", shares)
     return tuple(
         msgspec.structs.replace(output, agreements=(shared,)) if output.name in listed.outputs else output
         for output in outputs
