@@ -6,13 +6,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, make_samples, random_samples
 
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import DetectionList, find_list
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
@@ -119,3 +120,16 @@ def test_a_sigmoid_in_16_bits_has_the_grid_that_qnn_requires(tmp_path: Path) -> 
     stored = {each.name: numpy_helper.to_array(each) for each in proto.graph.initializer}
     grids = [node.input[1:] for node in proto.graph.node if node.op_type == "QuantizeLinear"]
     assert 1 / 65536 in {float(stored[scale]) for scale, zero in grids if stored[zero].dtype == np.uint16}
+
+
+def test_a_list_is_found_where_the_first_sample_shows_one_object(tmp_path: Path) -> None:
+    """One box says nothing about where boxes lie: all samples that are looked at do."""
+    model = make_model(
+        "g (float[1,3,64,64] image, float[1,20,6] t) => (float[1,20,6] y) { y = Identity(t) }", tmp_path / "m.onnx"
+    )
+    rows = [list_rows(seed)["y"] for seed in range(16)]
+    rows[0][0, 1:, 4] = 0.001 * rows[0][0, 1:, 4] / rows[0][0, 1, 4]
+    pixels = np.random.default_rng(0).uniform(size=(16, 1, 3, SIDE, SIDE)).astype(np.float32)
+    samples = make_samples([{"image": image, "t": row} for image, row in zip(pixels, rows, strict=True)])
+    (part,) = FloatReference(model, samples).parts
+    assert "mean AP" in part.measure

@@ -407,11 +407,11 @@ class FloatReference:
         if image is None or is_open:
             return None, frozenset()
         rows = [drop_stated(outputs) for outputs in few]
-        is_list = find_list(rows[:1], image) is not None
-        if not is_list and not may_be_head(rows[0]):
-            return None, frozenset()
-        head = find_list(rows, image) if is_list else find_head(rows, image)
-        return head, frozenset() if is_list or head is not None else find_silent(rows, image)
+        listed = find_list(rows, image)
+        if listed is not None or not may_be_head(rows[0]):
+            return listed, frozenset()
+        head = find_head(rows, image)
+        return head, frozenset() if head is not None else find_silent(rows, image)
 
 
 def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:
