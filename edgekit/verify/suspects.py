@@ -38,7 +38,6 @@ _SAMPLES = 4
 _MOST_ORDERED = 4096
 # An order uses each value once; values that are equal by chance may be used twice.
 _LEAST_USED = 0.9
-_ORDER = "holds the reference's values in another order: look at layout and channel order"
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
     " edgekit compare SOURCE MODEL --layers names the layer; build it again with samples that reach as far,"
@@ -55,27 +54,24 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
     target computes in half precision.
     """
     rows = read_first(_SAMPLES, reference, got)
-    suspects: dict[str, str] = {}
-    for name in names:
-        if is_half and _overflows(rows, name):
-            suspects[name] = _OVERFLOW
-            continue
-        pairs = _pair(rows, name, name)
-        unchanged = _fit(pairs)
-        transforms = (
-            words
-            for words, undo in _TRANSFORMS.items()
-            if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), unchanged)
-        )
-        swaps = (
-            f"came back as '{other}': the outputs are swapped"
-            for other in (rows[0][1] if rows else ())
-            if _explains(_fit(_pair(rows, name, other)), unchanged)
-        )
-        suspect = next(transforms, None) or _find_order(pairs) or next(swaps, None)
-        if suspect:
-            suspects[name] = suspect
-    return suspects
+    found = {name: next(_list_suspects(rows, name, is_half=is_half), None) for name in names}
+    return {name: suspect for name, suspect in found.items() if suspect is not None}
+
+
+def _list_suspects(rows: Sequence[tuple[Tensors, ...]], name: str, *, is_half: bool) -> Iterator[str]:
+    """Yields the mistakes that explain an output, the likeliest first."""
+    if is_half and _overflows(rows, name):
+        yield _OVERFLOW
+    pairs = _pair(rows, name, name)
+    unchanged = _fit(pairs)
+    for words, undo in _TRANSFORMS.items():
+        if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), unchanged):
+            yield words
+    if _is_reordered(pairs, unchanged):
+        yield "holds the reference's values in another order: look at layout and channel order"
+    for other in rows[0][1] if rows else ():
+        if _explains(_fit(_pair(rows, name, other)), unchanged):
+            yield f"came back as '{other}': the outputs are swapped"
 
 
 def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) -> str | None:
@@ -133,34 +129,31 @@ _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
 }
 
 
-def _find_order(pairs: _Pairs) -> str | None:
-    """Returns the words for an output in another order, if one order fits all samples.
+def _is_reordered(pairs: _Pairs, unchanged: float) -> bool:
+    """Returns True if one other order of the output's values fits all samples.
 
     Each element of the reference, as the vector of its values in all samples, is matched to the nearest element of the
     output. One sample would not be enough: its values could be sorted to fit anything.
     """
     if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED or len({wanted.size for wanted, _ in pairs}) > 1:
-        return None
+        return False
     wanted, found = (np.stack([pair[side] for pair in pairs], axis=1) for side in (0, 1))
     nearest = np.array([int(((found - row) ** 2).sum(axis=1).argmin()) for row in wanted])
-    if np.array_equal(nearest, np.arange(len(wanted))):
-        return None
-    fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
     same_share = len(np.unique(nearest)) / len(np.unique(found, axis=0))
-    return _ORDER if same_share >= _LEAST_USED and _explains(fit, _fit(pairs)) else None
+    fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
+    return same_share >= _LEAST_USED and _explains(fit, unchanged)
 
 
 def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:
     """Returns True if an output is not finite, or at the limit of half precision, while the reference is neither."""
-    for wanted, found in rows:
-        first, second = wanted.get(name), found.get(name)
-        if first is None or second is None or first.dtype.kind != "f" or second.dtype.kind != "f":
-            continue
-        # NaN compares as not below the limit, so it counts too.
-        wanted_most, found_most = (float(np.abs(value).max(initial=0.0)) for value in (first, second))
-        if wanted_most < HALF_MAX and not found_most < HALF_MAX:
-            return True
-    return False
+    sides = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
+    largest = [
+        [float(np.abs(value).max(initial=0.0)) for value in pair]
+        for pair in sides
+        if all(value.dtype.kind == "f" for value in pair)
+    ]
+    # NaN compares as not below the limit, so it counts too.
+    return any(wanted < HALF_MAX and not found < HALF_MAX for wanted, found in largest)
 
 
 def _explains(fit: float, unchanged: float) -> bool:
