@@ -82,12 +82,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     old_bytes: int
     new_bytes: int
     update_bytes: int
-    files: tuple[FileChange, ...]
-    facts: tuple[FactChange, ...]
-    placement: tuple[FactChange, ...]
-    nodes: tuple[NodeChange, ...]
-    layers: tuple[LayerChange, ...]
-    accuracy: tuple[AccuracyChange, ...]
+    files: tuple[FileChange, ...] = ()
+    facts: tuple[FactChange, ...] = ()
+    placement: tuple[FactChange, ...] = ()
+    nodes: tuple[NodeChange, ...] = ()
+    layers: tuple[LayerChange, ...] = ()
+    accuracy: tuple[AccuracyChange, ...] = ()
 
     @property
     def is_same(self) -> bool:
@@ -116,25 +116,21 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
 
 
 def _compare_models(old: Path, new: Path) -> Delta:
-    sizes = tuple(path.stat().st_size for path in (old, new))
+    old_bytes, new_bytes = old.stat().st_size, new.stat().st_size
     same = digest_file(old) == digest_file(new)
     tables = [to_builtins(inspect_model(path)) for path in (old, new)]
     facts = [{key: table[key] for key in _MODEL_FACTS if key in table} for table in tables]
-    # Files with one digest are equal: there is nothing to compare.
-    layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
     return Delta(
         old=str(old),
         new=str(new),
         kind="model",
-        old_bytes=sizes[0],
-        new_bytes=sizes[1],
-        update_bytes=0 if same else sizes[1],
-        files=() if same else (FileChange(name=new.name, old_bytes=sizes[0], new_bytes=sizes[1]),),
+        old_bytes=old_bytes,
+        new_bytes=new_bytes,
+        update_bytes=0 if same else new_bytes,
+        files=() if same else (FileChange(name=new.name, old_bytes=old_bytes, new_bytes=new_bytes),),
         facts=tuple(_compare_facts(facts[0], facts[1])),
-        placement=(),
-        nodes=(),
-        layers=layers,
-        accuracy=(),
+        # Files with one digest are equal: there is nothing to compare.
+        layers=() if same else tuple(_compare_layers(measure_layers(old), measure_layers(new))),
     )
 
 
@@ -143,8 +139,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     files = sorted(_list_changes(first.files, second.files))
     tables = [to_builtins(manifest) for manifest in (first, second)]
     plain = [{key: value for key, value in table.items() if key not in _OWN_SECTION} for table in tables]
-    shown = [find_shown_model(bundle) for _, bundle in (old, new)]
-    models = [() if model is None else measure_layers(model) for model in shown]
+    layers = [measure_layers(model) if (model := find_shown_model(bundle)) else () for _, bundle in (old, new)]
     return Delta(
         old=old[0],
         new=new[0],
@@ -163,7 +158,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
         facts=tuple(_compare_facts(plain[0], plain[1])),
         placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),
         nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
-        layers=tuple(_compare_layers(models[0], models[1])),
+        layers=tuple(_compare_layers(*layers)),
         accuracy=tuple(_compare_accuracy(read_known(old[1]), read_known(new[1]))),
     )
 
