@@ -55,11 +55,11 @@ def test_work_of_unknown_size_is_said_with_what_to_do_and_a_size_makes_it_known(
     any_batch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unknown, known = _inspect(any_batch), _inspect(any_batch, batch=4)
-    assert (unknown.macs, unknown.unsized_nodes) == (15, 1)
-    assert (known.macs, known.unsized_nodes) == (60, 0)
+    assert (unknown.macs, unknown.unsized_nodes, unknown.counted_at) == (15, 0, {"batch": 1})
+    assert (known.macs, known.unsized_nodes, known.counted_at) == (60, 0, {})
     assert known.activation_bytes > unknown.activation_bytes
     Console(width=160).print(table_contents(_inspect(any_batch)))
-    assert "1: each dimension without a number counts as one; give --dim NAME=INT" in capsys.readouterr().out
+    assert "batch 1: assumed, and given by --dim NAME=INT" in capsys.readouterr().out
     assert run_command(["inspect", str(any_batch), "--dim", "bach=4"]) == 2
     assert "bach" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.check.macs import count_macs, has_unknown_work, value_bytes
+from edgekit.check.macs import choose_sizes, count_macs, count_open, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import list_constants
@@ -37,14 +37,14 @@ _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.micros
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of an ONNX file.
 
-    `nodes` and `ops` include the subgraphs of control flow. `macs` are the multiply-accumulates of one inference as far
-    as shapes are known; `unsized_nodes` counts the multiplying nodes with unknown dimensions, each of which counts as
-    size one. `weight_bytes` is by element type. `activation_bytes` is the peak of live values when the nodes of the
-    main graph run in their order and each value is freed after its last use; values of unknown shape count as nothing.
-    `quantized` says how the model is quantized, empty for a float one. `custom_ops` are operators that neither ONNX nor
-    ONNX Runtime defines, as `domain.operator`. `runs` says whether ONNX Runtime loads the model with the given custom
-    operator libraries, None if none were given. `fixed_axes` lists the axes that the exporter fixed and an app may want
-    open, with the way to open them.
+    `nodes` and `ops` include the subgraphs of control flow. `macs` are the multiply-accumulates of one inference, with
+    the sizes in `counted_at` assumed for open dimensions, as `check` does; `unsized_nodes` counts the multiplying nodes
+    whose dimensions are unknown even so, each of which counts as size one. `weight_bytes` is by element type.
+    `activation_bytes` is the peak of live values when the nodes of the main graph run in their order and each value is
+    freed after its last use; values of unknown shape count as nothing. `quantized` says how the model is quantized,
+    empty for a float one. `custom_ops` are operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`.
+    `runs` says whether ONNX Runtime loads the model with the given custom operator libraries, None if none were given.
+    `fixed_axes` lists the axes that the exporter fixed and an app may want open, with the way to open them.
     """
 
     name: str
@@ -60,6 +60,7 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     weight_bytes: dict[str, int]
     macs: int
+    counted_at: dict[str, int]
     unsized_nodes: int
     activation_bytes: int
     is_static: bool
@@ -130,7 +131,7 @@ def inspect_model(
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
-    graph = _read_sized(model, dims or {}, freeze or {})
+    graph = count_open(_read_sized(model, dims or {}, freeze or {}))
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,
@@ -146,6 +147,7 @@ def inspect_model(
         parameters=sum(math.prod(tensor.dims) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
         macs=sum(count_macs(graph, node) for node in graph.nodes),
+        counted_at=choose_sizes(graph.proto),
         unsized_nodes=sum(has_unknown_work(graph, node) for node in graph.nodes),
         activation_bytes=_peak_activation_bytes(graph),
         is_static=model.is_static,

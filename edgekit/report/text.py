@@ -195,8 +195,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
     table = make_table("", "")
     table.show_header = False
     # From the data of --json, so that the table has the same facts in the same order.
-    facts = to_builtins(report)
-    for name, value in facts.items():
+    for name, value in to_builtins(report).items():
         shown = "yes" if value is True else "no" if value is False else value
         if name in {"inputs", "outputs", "fixed_axes"}:
             shown = "\n".join(str(spec) for spec in getattr(report, name))
@@ -208,10 +207,11 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
             shown = format_count(value)
         elif isinstance(shown, list):
             shown = ", ".join(map(str, cast("list[object]", shown)))
+        if name == "counted_at" and shown:
+            shown = f"{shown}: assumed, and given by --dim NAME=INT"
         if name == "unsized_nodes" and shown:
-            # The nodes of a static model have sizes that its graph computes.
-            step = "edgekit prepare computes them" if facts["is_static"] else "give --dim NAME=INT"
-            shown = f"{shown}: each dimension without a number counts as one; {step}"
+            # The graph computes these sizes.
+            shown = f"{shown}: each dimension without a number counts as one; edgekit prepare computes them"
         table.add_row(name.replace("_", " "), "-" if shown is None else str(shown) or "-")
     return table
 
