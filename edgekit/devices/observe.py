@@ -49,10 +49,13 @@ _UNFUSED = frozenset({XNNPACK, _WEBGPU})
 class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """The provider of each node that is left in a session, by the node's name in the model.
 
-    `failure` says why no session could be made.
+    `reasons` say why the provider did not take a node, if it says so. `partitions` counts the subgraphs that it got, if
+    known: `tools/placement_agreement.py` reads both from QNN's log. `failure` says why no session could be made.
     """
 
     providers: dict[str, str]
+    reasons: dict[str, str] = {}
+    partitions: int | None = None
     notes: tuple[str, ...] = ()
     failure: str | None = None
 
