@@ -12,7 +12,6 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import open_bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import read_inputs
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, list_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
@@ -21,7 +20,7 @@ from edgekit.devices.find import default_target
 from edgekit.devices.process.run import REPLAY_SAVED
 from edgekit.devices.register import address_of, load_target_here
 from edgekit.errors import DataError, UsageError
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
@@ -63,12 +62,12 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
 
 def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
     """Returns the inputs whose first axis is dynamic: those with a row for each sample of a batch."""
-    return frozenset(spec.name for spec in inputs if spec.shape and _is_free(spec.shape[0]))
 
+    def is_free(dim: int | str | None) -> bool:
+        # A dimension given by a formula follows from other dimensions: it is no independent batch size.
+        return dim is None or (isinstance(dim, str) and formula_names(dim) <= {dim})
 
-def _is_free(dim: int | str | None) -> bool:
-    # A dimension given by a formula follows from other dimensions: it is no independent batch size.
-    return dim is None or (isinstance(dim, str) and formula_names(dim) <= {dim})
+    return frozenset(spec.name for spec in inputs if spec.shape and is_free(spec.shape[0]))
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,17 +156,18 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
 
 
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
+    model: Model | None = None
     if path.suffix != ".ort":
-        path = freeze_model(lower_model(load_model(path), work / "lowered"), work / "frozen", opening.freeze).path
+        model = freeze_model(lower_model(load_model(path), work / "lowered"), work / "frozen", opening.freeze)
+        path, inputs, outputs = model.path, model.inputs, model.outputs
     elif opening.freeze:
         raise UsageError(f"--freeze cannot change '{path}': it is in ORT format", hint="give the ONNX model")
-    target = None if opening.target is None else load_target_here(opening.target)
-    if path.suffix == ".ort":
-        inputs, outputs = read_interface(path)
     else:
-        model = load_model(path)
-        inputs, outputs = model.inputs, model.outputs
-    sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
+        inputs, outputs = read_interface(path)
+    target = None if opening.target is None else load_target_here(opening.target)
+    # Rows of a batch are stacked: each sample has one.
+    wanted = inputs if opening.batch is None else cut_rows(inputs)
+    sample = stack_samples(_read_samples(path, inputs, wanted, opening), inputs, opening.batch)
     if not all(spec.is_tensor for spec in outputs):
         # Devices return maps and sequences, such as ZipMap's, as the tensors that one run gives.
         given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
@@ -183,22 +183,19 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
 
     def job_for(device: Device) -> Job:
         chosen = target_for(address_of(device))
-        return Job(
-            model=path,
-            target=chosen,
-            precision=chosen.precision,
-            outputs=outputs,
-            check=_check(path, chosen),
-            samples=sample,
-        )
+        # Only emulated arithmetic needs to know which nodes the provider takes.
+        check = make_empty_check(chosen, path.stem, digest_file(path))
+        if model is not None and chosen.provider != CPU_PROVIDER:
+            check = check_model(model, chosen)
+        return Job(model=path, target=chosen, precision=chosen.precision, outputs=outputs, check=check, samples=sample)
 
     notes: list[str] = []
-    unset = find_unset(inputs if opening.batch is None else cut_rows(inputs), opening.dims)
+    unset = find_unset(wanted, opening.dims)
     if unset and opening.data is None:
         names = ", ".join(f"'{name}'" for name in sorted(unset))
         notes.append(f"without a --dim, {names} ran with the size 1")
     # ONNX Runtime applies saved optimisations without checks, so they are not replayed from an unverified file.
-    if path.suffix == ".ort" and target is not None and REPLAY_SAVED in target.session.config:
+    if model is None and target is not None and REPLAY_SAVED in target.session.config:
         notes.append("optimisations saved in the file were not replayed: only the digests of a bundle vouch for them")
     return Subject(
         name=path.name,
@@ -211,12 +208,11 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     )
 
 
-def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) -> Samples:
-    wanted = inputs if opening.batch is None else cut_rows(inputs)
+def _read_samples(path: Path, inputs: Sequence[TensorSpec], wanted: Sequence[TensorSpec], opening: Opening) -> Samples:
+    """Returns samples for the inputs as they are `wanted`: with one row, if a batch is stacked."""
     if opening.batch is not None:
-        first = {
-            str(spec.shape[0] or f"{spec.name}:0") for spec in inputs if spec.shape and spec.name in find_free(inputs)
-        }
+        free = find_free(inputs)
+        first = {str(spec.shape[0] or f"{spec.name}:0") for spec in inputs if spec.shape and spec.name in free}
         for name in sorted(first & opening.dims.keys()):
             raise UsageError(f"--batch says the size of '{name}'", hint=f"leave --dim {name}={opening.dims[name]} out")
     if opening.data is not None:
@@ -225,10 +221,3 @@ def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) 
     if samples is None:
         raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")
     return samples
-
-
-def _check(path: Path, target: Target) -> CheckReport:
-    """Returns the check that emulated arithmetic needs; an empty one if it is not needed."""
-    if path.suffix != ".ort" and target.provider != CPU_PROVIDER:
-        return check_model(load_model(path), target)
-    return make_empty_check(target, path.stem, digest_file(path))
