@@ -290,25 +290,18 @@ def measure_chance(near: float, far: float, dims: float) -> float:
 
 
 def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sides]:
-    rows: dict[str, list[tuple[Array, Array, Array]]] = {}
-    for mine, wanted, found in read_first(_MOST_SAMPLES, own, reference, got):
-        for name, value in mine.items():
-            exact, came = wanted.get(name), found.get(name)
-            if exact is None or came is None or not value.shape == exact.shape == came.shape:
-                continue
-            if value.size and all(map(is_numeric, (value, exact, came))):
-                rows.setdefault(name, []).append((value, exact, came))
-    stacked: dict[str, Sides] = {}
-    for name, triples in rows.items():
-        is_even = len({mine.size for mine, _, _ in triples}) == 1
-        if not is_even or not all(np.isfinite(side).all() for triple in triples for side in triple):
+    rows, stacked = read_first(_MOST_SAMPLES, own, reference, got), dict[str, Sides]()
+    for name, first in (rows[0][0] if rows else dict[str, Array]()).items():
+        values = [side.get(name) for row in rows for side in row]
+        fitting = [value for value in values if value is not None and value.shape == first.shape and is_numeric(value)]
+        if len(fitting) < len(values) or not first.size or not all(np.isfinite(value).all() for value in fitting):
             continue
-        is_whole = triples[0][0].size <= _MOST_ELEMENTS
+        is_whole = first.size <= _MOST_ELEMENTS
         matrices = [
-            np.stack([side.reshape(-1).astype(np.float64) for side in sides])
+            np.stack([value.reshape(-1).astype(np.float64) for value in side])
             if is_whole
-            else sketch_samples(np.stack(sides))
-            for sides in zip(*triples, strict=True)
+            else sketch_samples(np.stack(side))
+            for side in (fitting[::3], fitting[1::3], fitting[2::3])
         ]
         stacked[name] = Sides(own=matrices[0], reference=matrices[1], got=matrices[2], is_whole=is_whole)
     return stacked
