@@ -18,14 +18,11 @@ from edgekit._proc import run_process
 from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.bundle import snippets
 from edgekit.bundle.archive import list_files, write_archive
-from edgekit.bundle.checks import read_bounded
-from edgekit.bundle.folder import Bundle
 from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.model.external import skim_model
-from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
+from edgekit.package.variant import Identity, Part, Workplace, find_minimum_ort, list_entries
 from edgekit.target import read_version
 
 PAGE_BYTES = 16 << 10
@@ -57,18 +54,15 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complaints(self) -> tuple[str, ...]:
         """What Google Play refuses, one line each (developer.android.com: page sizes, 64-bit architectures)."""
-        unaligned = (
+        said = [
             f"'jni/{library.abi}/{library.name}' of '{self.archive}' is aligned to {library.alignment} bytes and not"
             " to 16 KB"
             for library in self.libraries
             if library.abi not in _NARROW and library.alignment % PAGE_BYTES
-        )
-        lonely = (
-            f"'{self.archive}' has libraries for {abi} and none for {_NARROW[abi]}"
-            for abi in self.abis
-            if abi in _NARROW and _NARROW[abi] not in self.abis
-        )
-        return (*unaligned, *lonely)
+        ]
+        lonely = [(abi, _NARROW[abi]) for abi in self.abis if abi in _NARROW and _NARROW[abi] not in self.abis]
+        said += [f"'{self.archive}' has libraries for {abi} and none for {wide}" for abi, wide in lonely]
+        return tuple(said)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -87,17 +81,18 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.complaints
 
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_HERE = Path(__file__).parent
+_STANDALONE = _HERE / "standalone"
 
 
-def render_table(template: str, variants: Sequence[Variant], **values: object) -> bytes:
+def render_table(template: str, parts: Sequence[Part], **values: object) -> bytes:
     """Returns a file of `templates/` filled in with bundles; the same bundles give the same bytes.
 
     Templates get `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
     """
-    environment = snippets.make_environment(_TEMPLATES)
+    environment = snippets.make_environment(_HERE / "templates")
     environment.filters["java"] = quote_java
-    return environment.get_template(template).render(variants=variants, **values).encode()
+    return environment.get_template(template).render(variants=[part.variant for part in parts], **values).encode()
 
 
 def quote_java(text: str) -> str:
@@ -112,7 +107,7 @@ def quote_java(text: str) -> str:
     return snippets.quote(text, escape)
 
 
-_JAVA = Path(__file__).parent / "standalone" / "java"
+_JAVA = _STANDALONE / "java"
 _STAND_IN = b"package edgekit.loader;"
 # The lowest API level on which Microsoft's onnxruntime-android runs.
 _OLDEST_API = 24
@@ -130,27 +125,26 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
         UsageError: the archive of ONNX Runtime has no classes, or the loader cannot be compiled against them.
     """
     work, runtime = workplace.folder, require_runtime(workplace.runtime)
-    variants = [part.variant for part in parts]
     package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
     levels = [part.bundle.manifest.settings.get("api_level", "") for part in parts]
     values = {
         "identity": identity,
         "package": package,
-        "assets": package,
         "minimum_api": max([_OLDEST_API, *(int(level) for level in levels if level.isdigit())]),
-        "dependencies": _merge_dependencies(variants, runtime),
-        "store": report_store(variants, runtime),
+        "dependencies": _merge_dependencies(parts, runtime),
+        "store": report_store(parts, runtime),
     }
     folder = package.replace(".", "/")
     sources: dict[str, Path | bytes] = {
         f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
         for name, path in list_files(_JAVA / "loader").items()
     }
-    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", variants, **values)
+    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", parts, **values)
     write_archive(_compile(sources, runtime, work), work / "classes.jar", "zip")
     write_archive(sources, work / "sources.jar", "zip")
-    contents: dict[str, Path | bytes] = {
-        "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", variants, **values),
+    contents = {
+        **list_entries(parts, f"assets/{package}"),
+        "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", parts, **values),
         "META-INF/com/android/build/gradle/aar-metadata.properties": b"aarFormatVersion=1.0\naarMetadataVersion=1.0\n",
         # Required by the archive's format, but empty because there are no resources.
         "R.txt": b"",
@@ -158,15 +152,13 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
         # ONNX Runtime's native code looks classes up by name, and R8 would rename or remove them.
         "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
     }
-    for part in parts:
-        contents.update(list_entries(part, f"assets/{package}"))
     write_archive(contents, work / "library.aar", "zip")
     place = f"{identity.group.replace('.', '/')}/{identity.name}/{identity.version}/{identity.name}-{identity.version}"
     return {
         f"{place}.aar": work / "library.aar",
-        f"{place}.pom": render_table("pom.xml.j2", variants, **values),
+        f"{place}.pom": render_table("pom.xml.j2", parts, **values),
         f"{place}-sources.jar": work / "sources.jar",
-        "README.md": render_table("aar.md.j2", variants, **values),
+        "README.md": render_table("aar.md.j2", parts, **values),
     }
 
 
@@ -212,28 +204,27 @@ def require_runtime(runtime: AppRuntime | None) -> AppRuntime:
     raise UsageError(said, hint="edgekit devices install android")
 
 
-def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreReport:
+def report_store(parts: Sequence[Part], runtime: AppRuntime) -> StoreReport:
     """Returns what an app store checks of an app with these bundles and this ONNX Runtime."""
-    _, *others = _merge_dependencies(variants, runtime)
     return StoreReport(
         archive=runtime.archive,
         archive_sha256=runtime.sha256,
         version=runtime.version,
-        minimum_ort=max((variant.minimum_ort for variant in variants), key=read_version),
+        minimum_ort=find_minimum_ort(parts),
         libraries=runtime.libraries,
-        unseen=tuple(dependency.notation for dependency in others),
+        # ONNX Runtime itself comes first.
+        unseen=tuple(dependency.notation for dependency in _merge_dependencies(parts, runtime)[1:]),
     )
 
 
-def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> list[snippets.Dependency]:
+def _merge_dependencies(parts: Sequence[Part], runtime: AppRuntime) -> list[snippets.Dependency]:
     """Returns all dependencies: the archive's ONNX Runtime, and others in the newest version that a bundle needs."""
     merged: dict[str, snippets.Dependency] = {}
-    for variant in variants:
-        for needed in snippets.list_android_dependencies(variant.provider, variant.versions, runtime.version):
-            known = merged.get(needed.artifact)
+    for one in (part.variant for part in parts):
+        for needed in snippets.list_android_dependencies(one.provider, one.versions, runtime.version):
             # Gradle also takes the newest of several versions.
-            if known is None or read_version(needed.version) > read_version(known.version):
-                merged[needed.artifact] = needed
+            known = merged.get(needed.artifact, needed)
+            merged[needed.artifact] = max(known, needed, key=lambda each: read_version(each.version))
     return list(merged.values())
 
 
@@ -244,30 +235,26 @@ _OLDEST_IOS = "15"
 def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
     module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
-    variants = [part.variant for part in parts]
     versions = [part.bundle.manifest.settings.get("ios", _OLDEST_IOS) for part in parts]
     values = {
         "identity": identity,
         "module": module,
         # A package has one deployment target: the highest that any of its bundles needs.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
-        "minimum_ort": max((variant.minimum_ort for variant in variants), key=read_version),
+        "minimum_ort": find_minimum_ort(parts),
         "swift_package": snippets.SWIFT_PACKAGE,
     }
     sources = f"Sources/{module}"
-    entries: dict[str, Path | bytes] = {
-        f"{sources}/{name}": path for name, path in list_files(Path(__file__).parent / "standalone" / "swift").items()
+    return {
+        **list_entries(parts, f"{sources}/Resources"),
+        **{f"{sources}/{name}": path for name, path in list_files(_STANDALONE / "swift").items()},
+        f"{sources}/Bundles.swift": render_table("Bundles.swift.j2", parts, **values),
+        "Package.swift": render_table("Package.swift.j2", parts, **values),
+        "README.md": render_table("swift.md.j2", parts, **values),
     }
-    entries[f"{sources}/Bundles.swift"] = render_table("Bundles.swift.j2", variants, **values)
-    entries["Package.swift"] = render_table("Package.swift.j2", variants, **values)
-    entries["README.md"] = render_table("swift.md.j2", variants, **values)
-    for part in parts:
-        entries.update(list_entries(part, f"{sources}/Resources"))
-    return entries
 
 
 BUNDLES = "bundles"
-_STANDALONE = Path(__file__).parent / "standalone"
 GROUP_PROGRAMS = (
     _STANDALONE / "group" / "edgekit_group.py",
     _STANDALONE / "python" / "edgekit_loader.py",
@@ -278,17 +265,19 @@ GROUP_PROGRAMS = (
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
-    entries: dict[str, Path | bytes] = {}
-    variants = [part.variant for part in parts]
-    for part in parts:
-        entries.update(list_entries(part, BUNDLES))
-    for language in ("cpp", "python"):
-        sources = list_files(_STANDALONE / language)
-        entries.update({f"{language}/{name}": path for name, path in sources.items() if "__pycache__" not in name})
-    entries["cpp/edgekit_bundles.h"] = render_table("edgekit_bundles.h.j2", variants)
-    entries["python/edgekit_bundles.json"] = encode_json([msgspec.to_builtins(variant) for variant in variants])
-    entries["README.md"] = render_table("board.md.j2", variants, identity=identity)
-    return entries
+    programs = {
+        f"{language}/{name}": path
+        for language in ("cpp", "python")
+        for name, path in list_files(_STANDALONE / language).items()
+        if "__pycache__" not in name
+    }
+    return {
+        **list_entries(parts, BUNDLES),
+        **programs,
+        "cpp/edgekit_bundles.h": render_table("edgekit_bundles.h.j2", parts),
+        "python/edgekit_bundles.json": encode_json([msgspec.to_builtins(part.variant) for part in parts]),
+        "README.md": render_table("board.md.j2", parts, identity=identity),
+    }
 
 
 _COMPATIBILITY = "ep_compatibility_info."
@@ -302,24 +291,18 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
     name, the sha256 and the place of each file of a bundle are in the variant's `additional_metadata`.
     """
     # By name and digest, because an asset keeps the file name that loaders look for.
-    counts = Counter(key for part in parts for key in _keys(part.bundle, part.variant))
-    shared = {key for key, count in counts.items() if count > 1}
-    entries: dict[str, Path | bytes] = {}
-    described: dict[str, object] = {}
+    counts = Counter(key for part in parts for key in _list_sharable(part))
+    entries, described = list_entries(parts, identity.name), dict[str, object]()
     for part in parts:
-        bundle, variant = part.bundle, part.variant
-        places: dict[str, str] = {}
+        variant, places = part.variant, {name: name for name in part.files}
         for name, file in variant.files.items():
-            # The digest of a folder with one file, as ONNX Runtime computes it.
-            asset = (
-                digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()) if (name, file.sha256) in shared else None
-            )
-            places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
-            own, beside = f"{identity.name}/{variant.name}/{name}", f"shared_assets/sha256-{asset}/{Path(name).name}"
-            entries[own if asset is None else beside] = part.cut.files[name]
-        if (bundle.folder / SIGNATURE).exists():
-            entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
-        described[variant.name] = _describe(bundle, variant, places)
+            if counts[name, file.sha256] > 1:
+                # The digest of a folder with one file, as ONNX Runtime computes it.
+                asset, last = digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()), Path(name).name
+                places[name] = f"sha256:{asset}/{last}"
+                own = entries.pop(f"{identity.name}/{variant.name}/{name}")
+                entries[f"shared_assets/sha256-{asset}/{last}"] = own
+        described[variant.name] = _describe(part, places)
     entries[f"{identity.name}/component.json"] = encode_json({"component_name": identity.name, "variants": described})
     entries["manifest.json"] = encode_json(
         {
@@ -335,14 +318,16 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
     return entries
 
 
-def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
+def _list_sharable(part: Part) -> list[tuple[str, str]]:
     """Returns what bundles may share: golden files, and models that consist of one file."""
     # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
-    alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
-    return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
+    alone = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
+    files = part.variant.files.items()
+    return [(name, file.sha256) for name, file in files if name in alone or name.startswith(_SHAREABLE)]
 
 
-def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> dict[str, object]:
+def _describe(part: Part, places: Mapping[str, str]) -> dict[str, object]:
+    variant = part.variant
     info: dict[str, object] = {"model_file": places[variant.model], "session_options": variant.session_config}
     if variant.provider_options:
         info["provider_options"] = variant.provider_options
@@ -361,7 +346,7 @@ def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> di
         },
     }
     # What a compiled model says of the devices it is for.
-    model = bundle.folder / variant.model
+    model = part.bundle.folder / variant.model
     properties = skim_model(model).metadata_props if model.suffix == ".onnx" else ()
     said = next((each.value for each in properties if each.key == f"{_COMPATIBILITY}{variant.provider}"), "")
     return {**described, "compatibility_string": said} if said else described

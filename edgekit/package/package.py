@@ -59,7 +59,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     needs_runtime: bool = False
     shares: bool = True
     refuse: Callable[[Manifest], str | None] = lambda _manifest: None
-    remark: Callable[[Sequence[Variant]], Iterable[str]] = lambda _variants: ()
+    remark: Callable[[Sequence[Part]], Iterable[str]] = lambda _parts: ()
 
 
 def _name_providers(*names: str) -> frozenset[str]:
@@ -163,27 +163,34 @@ def package_bundles(
     form = FORMS[kind]
     made_for = formats.require_runtime(runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written if a bundle was altered.
-    bundles, left_out = _choose(places, key, lambda bundle: _find_misfit(bundle, kind, made_for))
+    found = find_bundles(places, key=key)
+    is_build = len(places) == 1 and found[0].folder != places[0]
+    found = sort_bundles(found) if is_build else found
+    misfits = {bundle.folder: _find_misfit(bundle, kind, made_for) for bundle in found}
+    bundles = tuple(bundle for bundle in found if misfits[bundle.folder] is None)
+    left_out = tuple(LeftOut(path=str(folder), reason=why) for folder, why in misfits.items() if why is not None)
+    # A bundle that the user named and that does not fit is a mistake; one that a build's folder holds is left out.
+    if left_out and not (is_build and bundles):
+        hint = "leave it out, or choose another --as"
+        raise UsageError(f"bundle '{left_out[0].path}': {left_out[0].reason}", hint=hint)
     accept(bundles)
     identity = identify(bundles, names, extras)
     with work_folder() as work:
         parts = make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
-        entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
-        variants = tuple(part.variant for part in parts)
         # Of the model files, each content once.
         sizes: dict[str, int] = {}
         for part in parts:
             models = {name for names in part.bundle.manifest.forms.values() for name in names}
             sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in models}
         return _write(
-            entries,
+            form.collect(parts, identity, Workplace(folder=work, runtime=made_for)),
             kind,
             out,
-            bundles=variants,
+            bundles=tuple(part.variant for part in parts),
             left_out=left_out,
             model_bytes=sum(sizes.values()),
-            store=None if made_for is None else formats.report_store(variants, made_for),
-            remarks=tuple(form.remark(variants)),
+            store=None if made_for is None else formats.report_store(parts, made_for),
+            remarks=tuple(form.remark(parts)),
         )
 
 
@@ -208,8 +215,9 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
 def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: Any) -> PackageReport:
     """Writes the package, and returns its report with these facts."""
     # Before anything is written, so that the report names what was to be packed.
-    files, sizes = {name: _digest(entries[name]) for name in sorted(entries)}, dict[str, int]()
+    files, sizes = dict[str, str](), dict[str, int]()
     for name, source in sorted(entries.items()):
+        files[name] = digest_bytes(source) if isinstance(source, bytes) else digest_file(source)
         if isinstance(source, Path) and name.endswith(".aar"):
             # An app gets the files inside one by one.
             with zipfile.ZipFile(source) as aar:
@@ -233,27 +241,6 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
     return PackageReport(kind=kind, out=str(out), sha256=sha256, files=files, sizes=sizes, **facts)
 
 
-def _choose(
-    paths: Sequence[Path], key: Path | None, find_misfit: Callable[[Bundle], str | None]
-) -> tuple[tuple[Bundle, ...], tuple[LeftOut, ...]]:
-    bundles = find_bundles(paths, key=key)
-    if len(paths) == 1 and bundles[0].folder != paths[0]:
-        found = sort_bundles(bundles)
-        reasons = [(bundle, find_misfit(bundle)) for bundle in found]
-        fitting = tuple(bundle for bundle, reason in reasons if reason is None)
-        left_out = tuple(LeftOut(path=str(bundle.folder), reason=reason) for bundle, reason in reasons if reason)
-        if not fitting:
-            raise UsageError(f"no bundle of '{paths[0]}' fits: {left_out[0].reason}", hint="choose another --as")
-        return fitting, left_out
-    for bundle in bundles:
-        misfit = find_misfit(bundle)
-        # If the user named a bundle that does not fit, it is a mistake; if it was found in a build's folder, it is left
-        # out.
-        if misfit is not None:
-            raise UsageError(f"bundle '{bundle.folder}': {misfit}", hint="leave it out, or choose another --as")
-    return bundles, ()
-
-
 def _find_misfit(bundle: Bundle, kind: Kind, runtime: AppRuntime | None) -> str | None:
     provider, least, fitting = bundle.manifest.provider, bundle.manifest.minimum_ort, FORMS[kind].providers
     if fitting and provider not in fitting:
@@ -261,7 +248,3 @@ def _find_misfit(bundle: Bundle, kind: Kind, runtime: AppRuntime | None) -> str 
     if runtime is not None and read_version(runtime.version) < read_version(least):
         return f"it needs ONNX Runtime {least}, and '{runtime.archive}' holds {runtime.version}"
     return FORMS[kind].refuse(bundle.manifest)
-
-
-def _digest(source: Path | bytes) -> str:
-    return digest_bytes(source) if isinstance(source, bytes) else digest_file(source)

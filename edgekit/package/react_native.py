@@ -13,7 +13,7 @@ from edgekit.bundle.archive import list_files
 from edgekit.bundle.manifest import Manifest, encode_json
 from edgekit.bundle.snippets import choose_android_release
 from edgekit.package.formats import render_table
-from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
+from edgekit.package.variant import Identity, Part, Variant, Workplace, find_minimum_ort, list_entries
 from edgekit.target import read_version
 
 PLUGIN = "1.24.3"
@@ -79,20 +79,16 @@ def find_unsupported(manifest: Manifest) -> str | None:
     return None
 
 
-def list_remarks(variants: Sequence[Variant]) -> Iterator[str]:
+def list_remarks(parts: Sequence[Part]) -> Iterator[str]:
     """Yields where the plug-in differs from the manifests, and which ONNX Runtime the app must link."""
-    for entry in sorted({entry for variant in variants for entry in _pairs(variant.session_config)}):
+    for entry in sorted({entry for part in parts for entry in _pairs(part.variant.session_config)}):
         yield f"onnxruntime-react-native {PLUGIN} cannot be told '{entry}': {_HARMLESS[entry]}"
-    least = _find_least(variants)
+    least = find_minimum_ort(parts)
     if read_version(least) > read_version(PLUGIN):
         yield (
             f"the bundles need ONNX Runtime {least}, and the plug-in's newest release is {PLUGIN}: the README pins"
             f" {choose_android_release(least)} for Gradle and CocoaPods"
         )
-
-
-def _find_least(variants: Sequence[Variant]) -> str:
-    return max((variant.minimum_ort for variant in variants), key=read_version)
 
 
 def _pairs(entries: Mapping[str, str]) -> tuple[str, ...]:
@@ -101,26 +97,25 @@ def _pairs(entries: Mapping[str, str]) -> tuple[str, ...]:
 
 def collect_react_native(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of an npm package: TypeScript under `src/`, the bundles under `assets/NAME/`, a podspec."""
-    variants = [part.variant for part in parts]
-    least = _find_least(variants)
+    least = find_minimum_ort(parts)
     identity = msgspec.structs.replace(identity, name=identity.name.lower())  # npm takes no capitals
     values = {
         "identity": identity,
         "plugin": PLUGIN,
         "minimum_ort": least,
         "release": choose_android_release(least),
-        "remarks": list(list_remarks(variants)),
+        "remarks": list(list_remarks(parts)),
     }
     # JSON is valid TypeScript; the types of the parts that are read are in `variant.ts`.
-    table = encode_json([_describe(variant) for variant in variants]).decode().strip()
-    entries: dict[str, Path | bytes] = dict(list_files(Path(__file__).parent / "standalone" / "react_native"))
-    entries["src/bundles.ts"] = render_table("bundles.ts.j2", variants, table=table, **values)
-    entries["package.json"] = render_table("package.json.j2", variants, **values)
-    entries[f"{identity.name}.podspec"] = render_table("podspec.j2", variants, **values)
-    entries["README.md"] = render_table("react_native.md.j2", variants, **values)
-    for part in parts:
-        entries.update(list_entries(part, f"assets/{identity.name}"))
-    return entries
+    table = encode_json([_describe(part.variant) for part in parts]).decode().strip()
+    return {
+        **list_entries(parts, f"assets/{identity.name}"),
+        **list_files(Path(__file__).parent / "standalone" / "react_native"),
+        "src/bundles.ts": render_table("bundles.ts.j2", parts, table=table, **values),
+        "package.json": render_table("package.json.j2", parts, **values),
+        f"{identity.name}.podspec": render_table("podspec.j2", parts, **values),
+        "README.md": render_table("react_native.md.j2", parts, **values),
+    }
 
 
 _UNUSED = ("buckets", "chain", "provider_options", "session_config", "tuned", "versions")

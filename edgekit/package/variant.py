@@ -1,10 +1,10 @@
-"""What a package takes from a bundle: the files that a loader opens (`Cut`), and what it must know (`Variant`)."""
+"""What a package takes from a bundle (`Part`): the files that a loader opens, and what it must know (`Variant`)."""
 
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -16,37 +16,18 @@ from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, MANIFEST, Bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, read_inputs, write_rows
-from edgekit.bundle.manifest import Bucket, Buckets, BundledFile, BundledTensor, Manifest, list_open
+from edgekit.bundle.manifest import Bucket, Buckets, BundledFile, Manifest, list_open
 from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError, suggest_name
-from edgekit.model.tensors import Tensors, TensorSpec, shape_matches
-from edgekit.target import ChainedProvider, Form
+from edgekit.model.tensors import TensorSpec, shape_matches
+from edgekit.target import ChainedProvider, Form, read_version
 
 Extra = Literal["all", "forms", "golden", "onnx"]
-EXTRAS: tuple[Extra, ...] = ("all", "forms", "golden", "onnx")
+EXTRAS: tuple[Extra, ...] = get_args(Extra)
 """What a package can contain in addition: whole bundles, every form of the model, all golden samples, the ONNX form."""
-
-
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a bundle that a package contains, by their name below the bundle's folder, and its self-test.
-
-    `golden` is the folder of `inputs.npz`, of `samples` rows; several bundles may share it, and then it begins with
-    `../`. The self-test compares with `reference`: the float model's outputs of every row, or the bundle's own model's
-    outputs for the rows `chosen`, which are in the bundle's own `golden/`.
-    """
-
-    files: dict[str, Path]
-    golden: str
-    samples: int
-    chosen: tuple[int, ...]
-    reference: Literal["outputs", "expected"]
-
-    def list_files(self) -> dict[str, BundledFile]:
-        """Returns digest and size of each file, sorted by name."""
-        return {name: BundledFile.describe(path) for name, path in sorted(self.files.items())}
 
 
 def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
@@ -60,52 +41,6 @@ def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
         if word not in EXTRAS:
             raise UsageError(f"--with '{word}': a package cannot carry that", hint=suggest_name(word, EXTRAS))
     return tuple(extra for extra in EXTRAS if extra in words)
-
-
-def _inputs(bundle: Bundle) -> str:
-    return bundle.manifest.files[f"{GOLDEN}/{INPUTS}"].sha256
-
-
-def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: Path, *, share: bool) -> Cut:
-    manifest = bundle.manifest
-    forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
-    if "onnx" in extras and "onnx" in manifest.forms:
-        forms.add("onnx")
-    files = {name: bundle.folder / name for form in sorted(forms) for name in manifest.forms[form]}
-    files[MANIFEST] = bundle.folder / MANIFEST
-    chosen = tuple(sample.row for sample in manifest.golden.chosen)
-    if "all" in extras:
-        files |= {name: bundle.folder / name for name in manifest.files}
-    if chosen:
-        files[f"{GOLDEN}/{EXPECTED}"] = bundle.folder / GOLDEN / EXPECTED
-    if not chosen or {"all", "golden"} & set(extras):
-        if manifest.open_dims:
-            raise UsageError(
-                f"golden samples of '{bundle.folder}' have several sizes, and a loader's self-test reads rows of one",
-                hint="leave out --with: those of the self-test go along",
-            )
-        whole = {INPUTS: bundle.folder / GOLDEN / INPUTS, OUTPUTS: bundle.folder / GOLDEN / OUTPUTS}
-        golden = _place(files, whole, share=share and "all" not in extras)
-        return Cut(files=files, golden=golden, samples=manifest.golden.samples, chosen=chosen, reference="outputs")
-    # One file for all bundles with the same samples.
-    inputs = work / f"{_inputs(bundle)}.npz"
-    if not inputs.exists():
-        write_rows(inputs, select_samples(read_inputs(bundle.golden), rows))
-    golden = _place(files, {INPUTS: inputs}, share=share)
-    # The file also has samples of other bundles: a bundle names its own by their row in it.
-    places = tuple(rows.index(row) for row in chosen)
-    return Cut(files=files, golden=golden, samples=len(rows), chosen=places, reference="expected")
-
-
-def _place(files: dict[str, Path], golden: Mapping[str, Path], *, share: bool) -> str:
-    """Adds golden files to those of a bundle and returns their folder.
-
-    Shared golden files are stored beside the bundle's folder.
-    """
-    # By content: equal files are stored in one folder, whichever bundle they came from.
-    folder = f"../{GOLDEN}-{digest_file(golden[INPUTS])[:12]}" if share else GOLDEN
-    files.update({f"{folder}/{name}": path for name, path in golden.items()})
-    return folder
 
 
 # GraphOptimizationLevel of onnxruntime_c_api.h.
@@ -197,10 +132,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle of a package, the files that the package contains of it, and what the loaders know of it."""
+    """A bundle of a package, the files that the package contains of it by their names, and what loaders know of it."""
 
     bundle: Bundle
-    cut: Cut
+    files: dict[str, Path]
     variant: Variant
 
 
@@ -263,7 +198,8 @@ def make_parts(
     """
     if not bundles:
         raise UsageError("there is no bundle to package", hint="give the folders that hold manifest.json")
-    digests, names = [bundle.sha256 for bundle in bundles], [_name(bundle) for bundle in bundles]
+    digests = [bundle.sha256 for bundle in bundles]
+    names = [clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}") for bundle in bundles]
     rows: dict[str, set[int]] = {}
     for bundle in bundles:
         if digests.count(bundle.sha256) > 1:
@@ -271,24 +207,70 @@ def make_parts(
         rows.setdefault(_inputs(bundle), set()).update(sample.row for sample in bundle.manifest.golden.chosen)
     parts: list[Part] = []
     for bundle, name in zip(bundles, names, strict=True):
+        files, test = _cut(bundle, extras, sorted(rows[_inputs(bundle)]), work, share=share)
         unique = name if names.count(name) == 1 else f"{name}-{bundle.sha256[:8]}"
-        cut = _cut(bundle, extras, sorted(rows[_inputs(bundle)]), work, share=share)
-        parts.append(Part(bundle=bundle, cut=cut, variant=_describe(bundle, cut, unique, platform)))
+        parts.append(Part(bundle=bundle, files=files, variant=_describe(bundle, files, test, unique, platform)))
     return parts
 
 
-def list_entries(part: Part, prefix: str) -> dict[str, Path | bytes]:
-    """Returns the files of a bundle by their name in a package, below `prefix`, and its signature; no other file.
+def _inputs(bundle: Bundle) -> str:
+    return bundle.manifest.files[f"{GOLDEN}/{INPUTS}"].sha256
+
+
+def _cut(
+    bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: Path, *, share: bool
+) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Returns the files that a package contains of a bundle, and the fields of `Variant` that tell its self-test."""
+    manifest = bundle.manifest
+    forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
+    if "onnx" in extras and "onnx" in manifest.forms:
+        forms.add("onnx")
+    names = {MANIFEST, *(name for form in forms for name in manifest.forms[form])}
+    chosen = [sample.row for sample in manifest.golden.chosen]
+    if chosen:
+        names.add(f"{GOLDEN}/{EXPECTED}")
+    if "all" in extras:
+        names |= manifest.files.keys()
+    if not chosen or {"all", "golden"} & {*extras}:
+        if manifest.open_dims:
+            raise UsageError(
+                f"golden samples of '{bundle.folder}' have several sizes, and a loader's self-test reads rows of one",
+                hint="leave out --with: those of the self-test go along",
+            )
+        golden = {name: bundle.folder / GOLDEN / name for name in (INPUTS, OUTPUTS)}
+        test: dict[str, Any] = {"samples": manifest.golden.samples, "reference": "outputs"}
+    else:
+        # One file for all bundles with the same samples: a bundle names its own by their row in it.
+        golden = {INPUTS: work / f"{_inputs(bundle)}.npz"}
+        if not golden[INPUTS].exists():
+            write_rows(golden[INPUTS], select_samples(read_inputs(bundle.golden), rows))
+        chosen = [rows.index(row) for row in chosen]
+        test = {"samples": len(rows), "reference": "expected"}
+    # By content: equal files lie in one folder beside the bundles', whichever bundle they came from.
+    is_shared = share and "all" not in extras
+    folder = f"../{GOLDEN}-{digest_file(golden[INPUTS])[:12]}" if is_shared else GOLDEN
+    files = {name: bundle.folder / name for name in names} | {f"{folder}/{name}": golden[name] for name in golden}
+    return dict(sorted(files.items())), {**test, "golden": folder, "chosen": tuple(chosen)}
+
+
+def list_entries(parts: Iterable[Part], prefix: str) -> dict[str, Path | bytes]:
+    """Returns the files of bundles by their name in a package, below `prefix`, and their signatures; no other file.
 
     Raises:
-        BundleError: the signature is a link or no regular file.
+        BundleError: a signature is a link or no regular file.
     """
-    entries: dict[str, Path | bytes] = {
-        posixpath.normpath(f"{prefix}/{part.variant.name}/{name}"): path for name, path in part.cut.files.items()
-    }
-    if (part.bundle.folder / SIGNATURE).exists():
-        entries[f"{prefix}/{part.variant.name}/{SIGNATURE}"] = read_bounded(part.bundle.folder, SIGNATURE)
+    entries: dict[str, Path | bytes] = {}
+    for part in parts:
+        folder = f"{prefix}/{part.variant.name}"
+        entries |= {posixpath.normpath(f"{folder}/{name}"): path for name, path in part.files.items()}
+        if (part.bundle.folder / SIGNATURE).exists():
+            entries[f"{folder}/{SIGNATURE}"] = read_bounded(part.bundle.folder, SIGNATURE)
     return entries
+
+
+def find_minimum_ort(parts: Iterable[Part]) -> str:
+    """Returns the oldest ONNX Runtime that opens each of these bundles."""
+    return max((part.variant.minimum_ort for part in parts), key=read_version)
 
 
 def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
@@ -308,64 +290,53 @@ def name_package(model: str) -> str:
     return name if name[0].isalpha() else f"model-{name}"
 
 
-def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
-    if bundle.manifest.open_dims:
-        return _fix_shapes(bundle, bundle.manifest.inputs, _read_open_sample(bundle))
-    open_one = next((tensor for tensor in bundle.manifest.inputs if not tensor.is_static), None)
-    if open_one is not None:
-        raise UsageError(
-            f"'{bundle.folder}' cannot be packaged: its input '{open_one.name}' has no fixed shape",
-            hint="build it with the size of every dimension: --dim NAME=INT",
-        )
-    return tuple(tensor.spec for tensor in bundle.manifest.inputs)
+def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Returns the inputs and outputs with the shapes that all samples of the loaders' self-test have.
 
+    Outputs that have other shapes in each sample are left out: the self-test compares row by row.
 
-def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of fixed shape: the loaders' self-test compares those, row by row."""
-    if bundle.manifest.open_dims:
-        expected = next(read_rows(bundle.folder / GOLDEN / EXPECTED))
-        return _fix_shapes(bundle, [spec for spec in bundle.manifest.outputs if spec.name in expected], expected)
-    fixed = tuple(tensor.spec for tensor in bundle.manifest.outputs if tensor.is_static)
-    if not fixed:
+    Raises:
+        UsageError: an input is open, or holds state that may grow, or no output can be compared.
+        BundleError: a golden sample has another shape than the manifest says.
+    """
+    manifest, chosen, why = bundle.manifest, bundle.manifest.golden.chosen, ""
+    shapes = {each.name: each.shape for each in (*manifest.inputs, *manifest.outputs) if each.is_static}
+    if manifest.open_dims:
+        feeds = manifest.state.feeds if manifest.state else {}
+        growing = sorted(name for _, name, _ in list_open(manifest.inputs) if name in feeds)
+        if growing:
+            why = f" with open dimensions: its state '{growing[0]}' may grow, and no loader feeds it back"
+        elif not chosen:
+            why = " with open dimensions: it has no self-test"
+        else:
+            given = next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
+            sample = {**given, **next(read_rows(bundle.folder / GOLDEN / EXPECTED))}
+            shapes = {name: value.shape for name, value in sample.items()}
+    elif open_one := next((each.name for each in manifest.inputs if each.name not in shapes), ""):
+        why = f": its input '{open_one}' has no fixed shape"
+    if why:
+        hint = "build it with the size of every dimension: --dim NAME=INT"
+        raise UsageError(f"'{bundle.folder}' cannot be packaged{why}", hint=hint)
+    outputs = [each for each in manifest.outputs if each.name in shapes]
+    if not outputs:
         raise UsageError(
             f"'{bundle.folder}' cannot be packaged: the shape of each of its outputs depends on the data, so that a"
             " loader could prove nothing",
             hint="let the model give one output of fixed shape too, such as the number of detections",
         )
-    return fixed
+
+    def fix(spec: TensorSpec) -> TensorSpec:
+        shape = shapes[spec.name] or ()
+        if not shape_matches([dim for dim in shape if isinstance(dim, int)], spec):
+            said = f"the self-test of '{bundle.folder}' has another '{spec.name}'"
+            raise BundleError(said, hint="build the bundle again")
+        return TensorSpec(name=spec.name, dtype=spec.dtype, shape=shape)
+
+    return tuple(map(fix, manifest.inputs)), tuple(map(fix, outputs))
 
 
-def _read_open_sample(bundle: Bundle) -> Tensors:
-    """Returns one self-test sample of a bundle with open dimensions: all of its samples have the same shapes.
-
-    Raises:
-        UsageError: there is no self-test, or open dimensions are of state.
-    """
-    chosen, state = bundle.manifest.golden.chosen, bundle.manifest.state
-    growing = {name for _, name, _ in list_open(bundle.manifest.inputs)} & (state.feeds.keys() if state else set[str]())
-    if not chosen or growing:
-        why = f"its state '{min(growing)}' may grow, and no loader feeds it back" if growing else "it has no self-test"
-        raise UsageError(
-            f"'{bundle.folder}' cannot be packaged with open dimensions: {why}",
-            hint="build it with the size of every dimension: --dim NAME=INT",
-        )
-    return next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
-
-
-def _fix_shapes(bundle: Bundle, tensors: Sequence[BundledTensor], sample: Tensors) -> tuple[TensorSpec, ...]:
-    """Returns tensors with the shapes of a sample, which all samples of the loaders' self-test have."""
-    odd = next((each.name for each in tensors if not shape_matches(sample[each.name].shape, each)), None)
-    if odd is not None:
-        raise BundleError(f"the self-test of '{bundle.folder}' has another '{odd}'", hint="build the bundle again")
-    return tuple(TensorSpec(name=each.name, dtype=each.dtype, shape=sample[each.name].shape) for each in tensors)
-
-
-def _name(bundle: Bundle) -> str:
-    return clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}")
-
-
-def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
-    manifest, files = bundle.manifest, cut.list_files()
+def _describe(bundle: Bundle, packed: Mapping[str, Path], test: Mapping[str, Any], name: str, platform: str) -> Variant:
+    manifest, files = bundle.manifest, {name: BundledFile.describe(path) for name, path in packed.items()}
     # Loaders compare the file in the package with the digest compiled into them.
     if files[MANIFEST].sha256 != bundle.sha256:
         raise BundleError(
@@ -374,7 +345,9 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
     has_numbers = any(each.kind in {"values", "embedding"} for each in (manifest.readings or {}).values())
     own = manifest.platforms.get(platform)
     options = own.provider_options if own is not None else manifest.provider_options
+    inputs, outputs = _fix_shapes(bundle)
     return Variant(
+        **test,
         name=name,
         target=manifest.target,
         precision=manifest.precision,
@@ -385,11 +358,8 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,
         files=files,
-        inputs=_list_inputs(bundle),
-        outputs=_list_outputs(bundle),
-        golden=cut.golden,
-        reference=cut.reference,
-        samples=cut.samples,
+        inputs=inputs,
+        outputs=outputs,
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
@@ -397,9 +367,8 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
             # required.
             min_top1_agreement=0.0 if has_numbers else manifest.thresholds.min_top1_agreement,
             # Two classes with close scores may swap places within the tolerance, which judges these few samples.
-            granted_samples=cut.samples if cut.reference == "expected" else manifest.thresholds.granted_samples,
+            granted_samples=test["samples"] if test["reference"] == "expected" else manifest.thresholds.granted_samples,
         ),
-        chosen=cut.chosen,
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
         feeds=dict(sorted(manifest.state.feeds.items())) if manifest.state else {},
@@ -409,13 +378,13 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
 
 
 def _describe_buckets(buckets: Buckets, inputs: Sequence[TensorSpec]) -> VariantBuckets:
-    padding, dtypes = buckets.padding, {spec.name: np.dtype(spec.dtype).newbyteorder("<") for spec in inputs}
-    elements = {name: np.asarray(padding.values[name]).astype(dtypes[name]).tobytes() for name in padding.inputs}
+    padding, types = buckets.padding, {spec.name: np.dtype(spec.dtype).newbyteorder("<") for spec in inputs}
+    elements = {name: np.array([padding.values[name]]).astype(types[name]).view(np.int8) for name in padding.inputs}
     return VariantBuckets(
         dim=padding.dim,
         sizes=buckets.sizes,
         inputs=tuple(
-            Filled(name=name, axes=axes, element=tuple(np.frombuffer(elements[name], np.int8).tolist()))
+            Filled(name=name, axes=axes, element=tuple(elements[name].tolist()))
             for name, axes in sorted(padding.inputs.items())
         ),
         outputs=tuple(Filled(name=name, axes=axes) for name, axes in sorted(padding.outputs.items())),
