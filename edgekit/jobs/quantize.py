@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import CheckReport
 from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, warn_if_few
-from edgekit.data.labels import Label, read_task_labels
+from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
 from edgekit.devices.register import choose_here
@@ -25,9 +24,9 @@ from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.jobs.forms import warn_of_halves
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
-from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.model.outputs import check_outputs
 from edgekit.model.state import find_fed_back
-from edgekit.prepare import Fix, ready_model
+from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
@@ -49,7 +48,7 @@ from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
-from edgekit.target import INTEGERS, Precision, Target, TaskLimit
+from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop
 
@@ -71,35 +70,21 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     layers: bool = False
     time_budget_s: float | None = None
 
-    def budget(self, start: float, progress: Progress) -> Budget:
-        """Returns the time of a search that is part of what began at `start`, by `time.monotonic()`."""
-        return Budget(end=start + (self.time_budget_s or math.inf), progress=progress)
-
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared for one target, with its samples and all else that is known before the calibration.
+    """A model prepared and calibrated for one target: the `search` has all that a plan is made from.
 
-    `given` is a plan that was read from a file. `reference` runs the prepared model once for all plans.
+    `given` is a plan that was read from a file, `state` that of an earlier search.
     """
 
     source: Model
-    prepared: Model
-    fixes: tuple[Fix, ...]
+    fixed: FixedModel
+    recipe: Recipe
     given: QuantPlan | None
-    outputs: dict[str, StatedOutput]
     samples: Samples
     facts: SampleFacts
-    target: Target
-    precision: Precision
-    may_widen: bool
-    max_drop: float | None
-    narrow: bool
-    measure: Callable[[Model], Prediction]
-    reference: FloatReference
-    is_labelled: bool
-    feeds: Mapping[str, str]
-    work: Path
-    budget: Budget
+    state: State | None
+    search: Search
 
 
 def quantize_for(
@@ -120,27 +105,26 @@ def quantize_for(
     start, how = time.monotonic(), options or QuantizeOptions()
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, how, work, how.budget(start, progress))
-        require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
-        state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
-        plan, searched = _choose_plan(job, search, how.method, state)
-        quantized, predicted, check = _write_model(job, search, plan, searched, out)
-        warning = warn_of_halves(job.prepared, [node.name for node in plan.float_nodes], job.target, job.samples)
+        job = _open_job(model, data, recipe, how, work, progress, out)
+        search = job.search
+        plan, searched = _choose_plan(job, how.method)
+        quantized, predicted, check = _write_model(search, plan, searched, out)
+        warning = warn_of_halves(search.model, [node.name for node in plan.float_nodes], search.target, job.samples)
         layers: tuple[ActivationReport, ...] = ()
         if how.layers:
-            job.budget.progress("quantize each activation alone")
-            seen = plan_calibration(job.prepared, plan, search.calibration).ranges["minmax"]
-            layers = tuple(describe_layers(plan, seen, rank_plan(job.prepared, plan, search.calibration)))
+            progress("quantize each activation alone")
+            seen = plan_calibration(search.model, plan, search.calibration).ranges["minmax"]
+            layers = tuple(describe_layers(plan, seen, rank_plan(search.model, plan, search.calibration)))
     return QuantizeReport(
         model=job.source.name,
         out=out,
-        target=job.target.name,
+        target=search.target.name,
         precision=plan.precision,
         samples=job.samples.count,
         data_warnings=warn_if_few(job.facts),
         float_warning=warning,
         calibration=describe_calibration(search.calibration),
-        fixes={fix.id: len(fix.nodes) for fix in job.fixes},
+        fixes={fix.id: len(fix.nodes) for fix in job.fixed.fixes},
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
         float_constants=quantized.float_constants,
@@ -152,14 +136,14 @@ def quantize_for(
         taken_macs=round(check.taken_macs, 4),
         refused=check.is_refused,
         steps=plan.judged,
-        trials=describe_trials(searched, goal=job.max_drop is not None),
-        max_drop=job.max_drop,
-        met=searched.met if searched is not None and job.max_drop is not None else None,
+        trials=describe_trials(searched, goal=recipe.max_drop is not None),
+        max_drop=recipe.max_drop,
+        met=searched.met if searched is not None and recipe.max_drop is not None else None,
         goal_note="" if searched is None else searched.note,
         advice="" if searched is None else searched.advice,
         layers=layers,
-        left_out=tuple(job.budget.left_out),
-        failed=dict(job.budget.failed),
+        left_out=tuple(search.memo.budget.left_out),
+        failed=dict(search.memo.budget.failed),
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=own_peak_bytes(with_child=True),
     )
@@ -173,15 +157,21 @@ def plan_for(
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
-    how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
-    budget = how.budget(time.monotonic(), progress)
+    how = msgspec.structs.replace(options or QuantizeOptions(), plan=None, state=None)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, how, work, budget)
-        plan, _ = _choose_plan(job, _open_search(job, how), how.method, None)
-    return plan
+        return _choose_plan(_open_job(model, data, recipe, how, work, progress), how.method)[0]
 
 
-def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, budget: Budget) -> _Job:
+def _open_job(
+    model: Path,
+    data: Data,
+    recipe: Recipe,
+    how: QuantizeOptions,
+    work: Path,
+    progress: Progress,
+    out: Path | None = None,
+) -> _Job:
+    budget = Budget(end=time.monotonic() + (how.time_budget_s or math.inf), progress=progress)
     targets = load_targets(choose_here(recipe, alone=True))
     if len(targets) != 1:
         names = ", ".join(target.name for target in targets)
@@ -189,23 +179,23 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     target, plan = targets[0], None if how.plan is None else read_plan(how.plan)
     precision = _choose_integers(target, recipe, plan)
     source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
+    if out is not None:
+        require_apart([out], [source.path, *(source.path.parent / name for name in source.external_files)])
     with proposing_sizes(source.inputs, data.source, data.preprocess):
         fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if recipe.fix:
         known = {fix.id for fix in fixed.fixes}
         rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=known)
-        gained = budget.attempt(f"rewrites for {target.name}", rewrite)
-        if gained is not None:
+        if gained := budget.attempt(f"rewrites for {target.name}", rewrite):
             fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
-            budget.progress(gained[1])
-    graph = read_graph(fixed.model)
+            progress(gained[1])
+    graph, outputs = read_graph(fixed.model), check_outputs(recipe.outputs, fixed.model)
     if reason := explain_no_gain(graph, target, precision, partial(check_model, fixed.model, target)):
-        budget.progress(reason)
-    outputs = check_outputs(recipe.outputs, fixed.model)
+        progress(reason)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
     every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess, idle=recipe.freeze)
-    samples, limit = limit_samples(every, recipe.samples, sequences.state.steps), recipe.metric or TOP1
-    labels: Sequence[Label] | None = None
+    samples, labels = limit_samples(every, recipe.samples, sequences.state.steps), None
+    limit = recipe.metric or TOP1
     if data.labels is not None:
         # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
         if samples.count < every.count:
@@ -215,33 +205,45 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         # Before the calibration, which takes the most time.
         labels = read_task_labels(data.labels, find_metric(limit).labels, every)
     samples = sequences.unroll(samples, "calibration")
-    most = None if labels is None else MOST_LABELLED
-    reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=most, work=work)
-    measure = reference.predict_drop
-    if labels is not None:
-        measure = partial(measure_drop, reference, labels=labels, limit=limit)
     facts = accept_pixels(check_samples(samples, computed=sequences.computed), partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
-    return _Job(
-        source=source,
-        prepared=fixed.model,
-        fixes=fixed.fixes,
-        given=plan,
+    state = None if how.state is None else _open_state(how.state, fixed.model, facts, target, precision, data, recipe)
+    most = None if labels is None else MOST_LABELLED
+    reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=most, work=work)
+    began = time.monotonic()
+    methods, fitting = _choose_statistics(how, plan)
+    options = CalibrationOptions(
+        work=work / "calibration",
+        methods=methods,
+        fitting=fitting,
+        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=facts.digests),
         outputs=outputs,
-        samples=samples,
-        facts=facts,
+        progress=progress,
+        keep=reference.keep,
+    )
+    search = Search(
+        model=fixed.model,
+        calibration=calibrate_for(fixed.model, samples, options),
         target=target,
         precision=precision,
-        may_widen=recipe.precision == "auto",
-        max_drop=recipe.max_drop,
-        narrow=recipe.float_constants == "auto",
-        measure=measure,
-        reference=reference,
-        is_labelled=labels is not None,
-        feeds=find_fed_back(sequences.state),
+        measure=reference.predict_drop,
+        compare=reference.compare,
         work=work,
-        budget=budget,
+        # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
+        memo=Memo(budget=budget.keep_back((time.monotonic() - began) * len(reference.indices) / samples.count)),
+        progress=progress,
+        may_widen=recipe.precision == "auto",
+        feeds=find_fed_back(sequences.state),
+    )
+    # What labels say of a part of the samples is not known.
+    if labels is None:
+        search = msgspec.structs.replace(search, race=reference.race, screen=reference.screen)
+    else:
+        measure = partial(measure_drop, reference, labels=labels, limit=limit)
+        search = msgspec.structs.replace(search, measure=measure)
+    return _Job(
+        source=source, fixed=fixed, recipe=recipe, given=plan, samples=samples, facts=facts, state=state, search=search
     )
 
 
@@ -259,88 +261,57 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
     return choose_precision(target, plan.precision)
 
 
-def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskLimit | None) -> State | None:
-    if path is None:
-        return None
-    files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
+def _open_state(
+    path: Path, model: Model, facts: SampleFacts, target: Target, precision: Precision, data: Data, recipe: Recipe
+) -> State:
+    files = [] if data.labels is None else [data.labels, *sorted(data.labels.rglob("*"))]
     # With other labels the measured drops would be others, so what a state remembers would be wrong.
     digests = "".join(digest_file(file) for file in files if file.is_file())
-    measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
-    facts = {"labels": measured, "outputs": msgspec.json.encode(job.outputs, order="sorted").decode()}
-    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, facts)
+    measured = f"{recipe.metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
+    outputs = msgspec.json.encode(check_outputs(recipe.outputs, model), order="sorted").decode()
+    return open_state(path, model, facts.sha256, target, precision, {"labels": measured, "outputs": outputs})
 
 
-def _choose_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
-    if job.given is not None:
-        require_plan(job.given, job.prepared, search.calibration, job.target)
-        return job.given, None
-    if job.max_drop is not None or method == "auto":
-        goal = None if job.max_drop is None else job.max_drop / 100
-        return find_plan(search, max_drop=goal, narrow=job.narrow, state=state)
-    plan = plan_quantization(
-        job.prepared, search.calibration, job.target, job.precision, method=method, memo=search.memo
-    )
-    if not job.narrow:
-        return plan, None
-    store = partial(store_narrow, job.prepared, plan, search.calibration)
-    return job.budget.attempt("large constants in 8 or 16 bits", store) or plan, None
-
-
-def _open_search(job: _Job, how: QuantizeOptions) -> Search:
-    """Returns the search for a plan, with the statistics that the method, or the plan from a file, needs."""
-    began, plan = time.monotonic(), job.given
-    if plan is None:
-        fitting = how.method in _OPEN_METHODS
-        methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
-    else:
+def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tuple[str, ...], bool]:
+    """Returns the range methods that calibrating measures, and whether it also measures what weights are fitted to."""
+    if plan is not None:
         # A plan holds its ranges: only what fits weights to statistics has to measure more.
-        methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
-    options = CalibrationOptions(
-        work=job.work / "calibration",
-        methods=tuple(methods),
-        fitting=fitting or how.layers,
-        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
-        outputs=job.outputs,
-        progress=job.budget.progress,
-        keep=job.reference.keep,
-    )
-    calibration = calibrate_for(job.prepared, job.samples, options)
-    # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
-    budget = job.budget.keep_back((time.monotonic() - began) * len(job.reference.indices) / job.samples.count)
-    search = Search(
-        model=job.prepared,
-        calibration=calibration,
-        target=job.target,
-        precision=job.precision,
-        measure=job.measure,
-        compare=job.reference.compare,
-        work=job.work,
-        memo=Memo(budget=budget),
-        progress=job.budget.progress,
-        may_widen=job.may_widen,
-        feeds=job.feeds,
-    )
-    if job.is_labelled:
-        # What labels say of a part of the samples is not known.
-        return search
-    return msgspec.structs.replace(search, race=job.reference.race, screen=job.reference.screen)
+        return PLAIN_METHODS, how.layers or plan.rounding != "nearest" or bool(plan.factors)
+    is_open = how.method in _OPEN_METHODS
+    return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
+
+
+def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
+    search, narrow = job.search, job.recipe.float_constants == "auto"
+    model, calibration = search.model, search.calibration
+    if job.given is not None:
+        require_plan(job.given, model, calibration, search.target)
+        return job.given, None
+    if job.recipe.max_drop is not None or method == "auto":
+        goal = None if job.recipe.max_drop is None else job.recipe.max_drop / 100
+        return find_plan(search, max_drop=goal, narrow=narrow, state=job.state)
+    plan = plan_quantization(model, calibration, search.target, search.precision, method=method, memo=search.memo)
+    store = partial(store_narrow, model, plan, calibration)
+    smaller = search.memo.budget.attempt("large constants in 8 or 16 bits", store) if narrow else None
+    return smaller or plan, None
 
 
 def _write_model(
-    job: _Job, search: Search, plan: QuantPlan, searched: Searched | None, out: Path
+    search: Search, plan: QuantPlan, searched: Searched | None, out: Path
 ) -> tuple[QuantizedModel, Prediction, CheckReport]:
     """Returns the model, written to `out` once it is whole, what it is expected to cost, and what is taken of it."""
     with replacing_file(out) as temporary:
-        job.budget.progress("quantize")
+        search.progress("quantize")
         quantized = write_chosen(search, plan, searched, temporary)
-        measured = searched is not None and plan == searched.chosen.plan
         # What graphs left behind would lie beside the sessions that measure.
         release_memory()
-        if not measured:
-            job.budget.progress("measure")
-        predicted = searched.chosen.prediction if searched is not None and measured else job.measure(quantized.model)
-        check = check_model(quantized.model, job.target)
+        if searched is not None and plan == searched.chosen.plan:
+            predicted = searched.chosen.prediction
+        else:
+            search.progress("measure")
+            predicted = search.measure(quantized.model)
+        check = check_model(quantized.model, search.target)
         # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
     return quantized, predicted, check
