@@ -18,7 +18,7 @@ from edgekit._files import staged_entries, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, Rows, write_labels, write_rows, writing_rows
+from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, write_labels, write_rows, writing_rows
 from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
 from edgekit.bundle.group.wiring import (
     MOST_MEMBERS,
@@ -111,15 +111,16 @@ _CALIBRATION, _EVALUATION = 256, 64
 _AT_FIRST = 8
 
 
-class FloatGroup(msgspec.Struct, frozen=True, kw_only=True):
+class _Group(msgspec.Struct, frozen=True, kw_only=True):
     """The members of a group as they were given, and how they are put together."""
 
+    file: GroupFile
     wiring: Wiring
     interfaces: Mapping[str, Interface]
     models: Mapping[str, Model]
 
 
-def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Path) -> Golden:
+def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
     """Runs every sample through the group, and returns the golden samples of the whole.
 
     What each member is given, spread over samples and runs, is kept in NAME/calibration.npz and NAME/evaluation.npz.
@@ -131,30 +132,36 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
         ModelError: a model has a newer opset than this ONNX Runtime, and no form in an older one.
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
-    # A member with a newer IR version or opset is lowered here in the same way as in its own build.
-    models = {name: lower_model(model, folder / "lowered" / name) for name, model in group.models.items()}
-    # Without optimization, as the reference of a bundle is made.
-    sessions = {
-        name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-        for name, model in models.items()
-    }
+    metric, sessions = group.file.metric, dict[str, CpuSession]()
+    for name, given in group.models.items():
+        # A member with a newer IR version or opset is lowered here in the same way as in its own build.
+        model = lower_model(given, folder / "lowered" / name)
+        # Without optimization, as the reference of a bundle is made.
+        settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+        sessions[name] = CpuSession(model.path, settings)
 
     def run(samples: Samples, part: str, limit: int) -> Iterator[dict[str, Array]]:
         with contextlib.ExitStack() as opened:
-            places = {name: folder / name / f"{part}.npz" for name in sessions}
-            recorders = {
-                name: _Recorder(opened.enter_context(writing_rows(place, ragged=True)), limit)
-                for name, place in places.items()
+            rows = {
+                name: opened.enter_context(writing_rows(folder / name / f"{part}.npz", ragged=True))
+                for name in sessions
             }
+            calls, strides = dict.fromkeys(sessions, 0), dict.fromkeys(sessions, 1)
 
             def run_member(name: str, given: Sequence[Tensors]) -> list[Tensors]:
                 for sample in given:
-                    recorders[name].take(sample)
+                    # About `limit` inputs, spread over all samples and over the runs in each.
+                    is_full = rows[name].count >= (2 * limit if place else _AT_FIRST)
+                    if not is_full and (calls[name] + place) % strides[name] == 0:
+                        rows[name].append(sample)
+                    calls[name] += 1
                 return [sessions[name].run(sample) for sample in given]
 
             for place, sample in enumerate(samples):
-                for recorder in recorders.values():
-                    recorder.begin(place, samples.count)
+                if place == 1:
+                    # As many runs as the first sample had, the others may have too.
+                    strides = {name: max(1, math.ceil(count * samples.count / limit)) for name, count in calls.items()}
+                calls = dict.fromkeys(sessions, 0)
                 yield from run_pipeline(group.wiring, group.interfaces, [sample], run_member)
 
     for _ in run(sets.calibration, "calibration", _CALIBRATION):
@@ -168,51 +175,14 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
             if labels is None:
                 if find_metric(metric).labels != "text":
                     raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
-                output = metric.output or next(iter(result))
-                made.append(decode_text(result[output], metric))
+                made.append(decode_text(result[metric.output or next(iter(result))], metric))
     inputs, count = write_rows(golden / INPUTS, sets.evaluation, ragged=True)
     write_labels(golden, labels or made)
     return Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True)
 
 
-class _Recorder:
-    """Keeps about `limit` inputs of a member, spread over all samples and over the runs in each sample."""
-
-    def __init__(self, rows: Rows, limit: int) -> None:
-        self._rows, self._limit = rows, limit
-        self._calls, self._place, self._stride = 0, 0, 1
-
-    def begin(self, place: int, count: int) -> None:
-        """Tells that a sample begins, of so many."""
-        if place == 1:
-            # As many runs as the first sample had, the others may have too.
-            self._stride = max(1, math.ceil(self._calls * count / self._limit))
-        self._place, self._calls = place, 0
-
-    def take(self, sample: Tensors) -> None:
-        """Takes what a run is given, and keeps it if it is its turn."""
-        is_full = self._rows.count >= (_AT_FIRST if not self._place else 2 * self._limit)
-        if not is_full and (self._calls + self._place) % self._stride == 0:
-            self._rows.append(sample)
-        self._calls += 1
-
-
 # A file in ORT format has its weights inside, where no other can use them.
 _SHARING: tuple[Form, ...] = ("context", "onnx")
-
-
-class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be made of which models, and where; `work` is gone afterwards, `staging` becomes `out`."""
-
-    file: GroupFile
-    group: FloatGroup
-    golden: Golden
-    work: Path
-    staging: Path
-    out: Path
-    verify: bool
-    progress: Progress
-    notes: tuple[str, ...]
 
 
 def build_group(
@@ -245,12 +215,11 @@ def build_group(
             preprocess=data.preprocess,
             most=recipe.samples,
         )
-        golden = run_float(group, sets, file.metric, work / "samples")
+        golden = _run_float(group, sets, work / "samples")
         shares = find_equal_weights(tuple(group.models.values())) > 0
-        # For each member, where its bundles lie, and what is known of them.
-        built: dict[str, tuple[Path, BuildReport]] = {}
+        built: dict[str, BuildReport] = {}
         for name, model in group.models.items():
-            member, folder, given = file.members[name], work / "built" / name, work / "samples" / name
+            member, given = file.members[name], work / "samples" / name
             own = msgspec.structs.replace(
                 recipe,
                 dims=member.dims,
@@ -260,31 +229,49 @@ def build_group(
             )
             its_data = Data(source=str(given / "calibration.npz"), evaluation=str(given / "evaluation.npz"))
             say = name_steps(progress, name)
-            built[name] = folder, build(model.path, its_data, folder, own, verify=False, progress=say)
-        job = _Job(
-            file=file,
-            group=group,
-            golden=golden,
-            work=work,
-            staging=staging,
-            out=out,
-            verify=verify,
-            progress=progress,
-            notes=tuple(_describe_truncation(group, sets)),
-        )
-        report = GroupBuild(
+            built[name] = build(model.path, its_data, work / "built" / name, own, verify=False, progress=say)
+        cut = tuple(_describe_truncation(group, sets))
+
+        def finish(target: Target) -> GroupTarget:
+            """Writes the group of one target, and verifies it."""
+            bundles, notes, place = dict[str, Bundle](), list(cut), f"{file.name}-{target.name}"
+            for name, report in built.items():
+                summary = next(bundle for bundle in report.bundles if bundle.target == target.name)
+                if summary.path is None:
+                    return GroupTarget(target=target.name, failure=f"member '{name}': {summary.failure}")
+                notes += [f"{name}: {note}" for note in summary.notes]
+                bundles[name] = open_bundle(summary.path)
+            try:
+                sharing, shared_bytes = share_weights(bundles, work / "shared" / target.name, target.folder)
+                written = write_group(
+                    file.name, group.wiring, sharing, golden, file.metric, GROUP_PROGRAMS, staging / place
+                )
+                found = verify_group(written, choosing(DeviceChoice()), progress=progress) if verify else None
+            except EdgekitError as error:
+                return GroupTarget(target=target.name, failure=str(error), notes=tuple(notes))
+            return GroupTarget(
+                target=target.name,
+                path=out / place,
+                notes=tuple(notes),
+                size_bytes=written.size_bytes,
+                # A compiled context has weights of its own.
+                shared_bytes=shared_bytes if all(each.form == "onnx" for each in written.manifests.values()) else 0,
+                verify=found,
+            )
+
+        made = GroupBuild(
             group=file.name,
             members={name: model.sha256 for name, model in group.models.items()},
             calibration_samples=sets.calibration.count,
             golden_samples=golden.samples,
-            targets=tuple(_finish(target, built, job) for target in targets),
+            targets=tuple(map(finish, targets)),
             seconds=round(time.monotonic() - start, 2),
         )
-        write_file(staging / "report.json", to_json(report).encode())
-    return report
+        write_file(staging / "report.json", to_json(made).encode())
+    return made
 
 
-def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> FloatGroup:
+def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> _Group:
     """Returns the models of a group, and its wiring written out; dimensions without a size stay open where they may.
 
     Raises:
@@ -292,10 +279,19 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
         ModelError: a model cannot be read.
     """
     models = {name: load_model(path.parent / member.model) for name, member in file.members.items()}
-    interfaces = {
-        name: _prepare(name, model, file.members[name], work / "ready" / name, is_free=is_free)
-        for name, model in models.items()
-    }
+    interfaces: dict[str, Interface] = {}
+    for name, model in models.items():
+        try:
+            ready = ready_model(model, work / "ready" / name, file.members[name].dims, may_stay_open=is_free).model
+        except UsageError as error:
+            hint = error.hint
+            # There is no such option here.
+            if "--dim" in (hint or ""):
+                names = error.names if isinstance(error, OpenDimsError) else ()
+                sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(names))
+                hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
+            raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
+        interfaces[name] = describe_interface(ready.inputs, ready.outputs)
     wiring = resolve_wiring(file.wiring, interfaces)
     fault = find_fault(wiring, interfaces)
     if fault is not None:
@@ -306,24 +302,10 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
         words = f"'{path}' names the metric '{file.metric.name}', code that no bundle may run"
         raise UsageError(words, hint="name a metric that edgekit has")
     find_metric(file.metric)
-    return FloatGroup(wiring=wiring, interfaces=interfaces, models=models)
+    return _Group(file=file, wiring=wiring, interfaces=interfaces, models=models)
 
 
-def _prepare(name: str, model: Model, member: MemberFile, folder: Path, *, is_free: bool) -> Interface:
-    try:
-        ready = ready_model(model, folder, member.dims, may_stay_open=is_free).model
-    except UsageError as error:
-        hint = error.hint
-        # There is no such option here.
-        if "--dim" in (hint or ""):
-            names = error.names if isinstance(error, OpenDimsError) else ()
-            sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(names))
-            hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
-        raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
-    return describe_interface(ready.inputs, ready.outputs)
-
-
-def _describe_truncation(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
+def _describe_truncation(group: _Group, sets: SampleSets) -> Iterator[str]:
     """Yields a note where samples start with more tokens than the first stage that reads text accepts."""
     tokens = group.wiring.tokens
     run, text = next(((stage.run, stage.text) for stage in group.wiring.stages if stage.text), ("", None))
@@ -334,32 +316,3 @@ def _describe_truncation(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
     cut = sum(size > length for size in given) if isinstance(length, int) else 0
     if cut:
         yield f"{cut} samples begin with more tokens than the {length} that '{run}' takes: what is more is left out"
-
-
-def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: _Job) -> GroupTarget:
-    """Writes the group of one target, and verifies it."""
-    bundles, notes = dict[str, Bundle](), list(job.notes)
-    for name, (folder, report) in built.items():
-        summary = next(bundle for bundle in report.bundles if bundle.target == target.name)
-        if summary.path is None:
-            return GroupTarget(target=target.name, failure=f"member '{name}': {summary.failure}")
-        notes += [f"{name}: {note}" for note in summary.notes]
-        bundles[name] = open_bundle(folder / summary.path.name)
-    file, place = job.file, f"{job.file.name}-{target.name}"
-    try:
-        sharing, shared_bytes = share_weights(bundles, job.work / "shared" / target.name, target.folder)
-        group = write_group(
-            file.name, job.group.wiring, sharing, job.golden, file.metric, GROUP_PROGRAMS, job.staging / place
-        )
-        found = verify_group(group, choosing(DeviceChoice()), progress=job.progress) if job.verify else None
-    except EdgekitError as error:
-        return GroupTarget(target=target.name, failure=str(error), notes=tuple(notes))
-    return GroupTarget(
-        target=target.name,
-        path=job.out / place,
-        notes=tuple(notes),
-        size_bytes=group.size_bytes,
-        # A compiled context has weights of its own.
-        shared_bytes=shared_bytes if all(each.form == "onnx" for each in group.manifests.values()) else 0,
-        verify=found,
-    )
