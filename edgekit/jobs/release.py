@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -16,8 +16,11 @@ from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Extra, Identity
 from edgekit.verify.groups import GroupReport
-from edgekit.verify.report import VerifyReport, read_facts, read_report
+from edgekit.verify.report import VerifyReport, read_facts
 from edgekit.verify.run_report import RunReport
+from edgekit.verify.task_scores import TaskReport
+
+_Report = TypeVar("_Report", VerifyReport, GroupReport)
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,15 +60,13 @@ def sign_verified(
         OutputError: the folder cannot be written.
     """
     if is_group(folder):
-        group = open_group(folder)
-        report = _read_group_report(group)
-        members = _list_members(group, report)
-        doubts = _refuse([_find_group_doubt(group, report, members)], allowed)
-        return sign_bundle(folder, key, _attest_group(group, report, members, doubts)), doubts
-    # Signing refuses an archive with words of its own.
-    bundles = () if folder.is_file() else _list_bundles(open_any(folder))
-    doubts = _refuse(map(_find_doubt, bundles), allowed)
-    return sign_bundle(folder, key, _attest(bundles, doubts)), doubts
+        found = _list_group(open_group(folder))
+        doubts = _refuse(found[:1], allowed)
+    else:
+        # Signing refuses an archive with words of its own.
+        found = [] if folder.is_file() else _list_bundles(open_any(folder))
+        doubts = _refuse(found, allowed)
+    return sign_bundle(folder, key, _attest(found)), doubts
 
 
 def join_verified(paths: Sequence[Path], out: Path, *, allowed: Allowed) -> tuple[MultiBundle, tuple[Doubt, ...]]:
@@ -77,14 +78,21 @@ def join_verified(paths: Sequence[Path], out: Path, *, allowed: Allowed) -> tupl
         OutputError: `out` cannot be written.
     """
     bundles = find_bundles(paths)
-    doubts = _refuse(map(_find_doubt, map(_place, bundles)), allowed)
+    doubts = _refuse(map(_read_bundle, bundles), allowed)
     return join_bundles(bundles, out), doubts
 
 
 def package_verified(
-    paths: Sequence[Path], kind: Kind, out: Path, *, allowed: Allowed, **options: Any
+    paths: Sequence[Path],
+    kind: Kind,
+    out: Path,
+    *,
+    allowed: Allowed,
+    key: Path | None = None,
+    names: Identity = UNNAMED,
+    extras: tuple[Extra, ...] = (),
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
-    """Packs bundles, or all that fit of a build's folder, as `package_bundles`, which says what the options are.
+    """Packs a group, or bundles, or all that fit of a build's folder, as `package_bundles`, which explains the options.
 
     An AAR is made for the archive of ONNX Runtime that the device `android` runs. Returns also what `allowed` let
     through.
@@ -93,147 +101,158 @@ def package_verified(
         BundleError: one is damaged, or did not pass a verification, and that was not allowed.
         EdgekitError: as `package_bundles`.
     """
-    if any(is_group(path) for path in paths):
-        return _package_group(paths, kind, out, allowed, **options)
     doubts: list[Doubt] = []
+    if any(is_group(path) for path in paths):
+        # A group is an archive of its folder: its loader is in it already.
+        if len(paths) > 1:
+            raise UsageError("a group is packed by itself", hint="one folder, for one target")
+        if names != UNNAMED or extras:
+            words = "a group is packed whole and under its own name"
+            raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
+        group = open_group(paths[0], key=key)
+        doubts += _refuse(_list_group(group)[:1], allowed)
+        return package_group(group, kind, out), tuple(doubts)
 
     def accept(bundles: Sequence[Bundle]) -> None:
-        doubts.extend(_refuse(map(_find_doubt, map(_place, bundles)), allowed))
+        doubts.extend(_refuse(map(_read_bundle, bundles), allowed))
 
-    report = package_bundles(paths, kind, out, accept=accept, runtime=find_app_runtime(), **options)
+    report = package_bundles(
+        paths, kind, out, names=names, key=key, extras=extras, runtime=find_app_runtime(), accept=accept
+    )
     return report, tuple(doubts)
 
 
 class _Released(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that is to go: where it lies, its name in reports, its digest and its manifest.
+    """A bundle or a group that is to go: its name in reports, its manifest, and what its last verification found.
 
-    `report` is that of its last verification, None where there is none that can be read.
+    `doubt` says why it may not go as it is; of each device that ran it, `runs` has what is signed, and the verdict.
     """
 
-    folder: Path
     name: str
-    sha256: str
     manifest: str
-    report: VerifyReport | None
+    sha256: str
+    doubt: Doubt | None
+    runs: tuple[tuple[AttestedRun, Verdict], ...]
 
 
 def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
     """Returns each bundle of a folder: those of a joined one keep the digests that they had."""
     if isinstance(found, Bundle):
-        return [_place(found)]
-    return [
-        _Released(
-            folder=found.folder / variant.folder,
-            name=f"{found.index.name}-{variant.target}",
-            sha256=variant.manifest.sha256,
-            manifest=f"{variant.folder}/{MANIFEST}",
-            report=_read_report(found.folder / variant.folder),
+        return [_read_bundle(found)]
+    made: list[_Released] = []
+    for variant in found.index.variants:
+        folder, name = found.folder / variant.folder, f"{found.index.name}-{variant.target}"
+        manifest, report = f"{variant.folder}/{MANIFEST}", _read_report(folder, VerifyReport)
+        made.append(_describe(folder, name, manifest, variant.manifest.sha256, report))
+    return made
+
+
+def _read_bundle(bundle: Bundle) -> _Released:
+    name = f"{bundle.manifest.name}-{bundle.manifest.target}"
+    return _describe(bundle.folder, name, MANIFEST, bundle.sha256, _read_report(bundle.folder, VerifyReport))
+
+
+def _list_group(group: Group) -> list[_Released]:
+    """Returns a group as a whole, which also has the doubts of its members, and then each member."""
+    name, report = f"{group.manifest.name}-{group.manifest.target}", _read_report(group.folder, GroupReport)
+    # Only what was verified of exactly this group counts.
+    report = report if report is not None and report.sha256 == group.sha256 else None
+    members = [
+        _describe(
+            group.folder / "members" / each,
+            f"{name}/{each}",
+            f"members/{each}/{MANIFEST}",
+            group.manifest.members[each].manifest.sha256,
+            None if report is None else report.members.get(each),
         )
-        for variant in found.index.variants
+        for each in group.manifests
     ]
+    doubt, runs = None, () if report is None else report.runs
+    weak = next((member for member in members if member.doubt is not None), None)
+    if report is None:
+        doubt = Doubt(bundle=str(group.folder), reason="was not verified as it is now")
+    elif weak is not None and weak.doubt is not None:
+        reason = f"({weak.name}) {weak.doubt.reason}"
+        doubt = msgspec.structs.replace(weak.doubt, bundle=str(group.folder), reason=reason)
+    elif report.verdict != "pass":
+        lines = [line for run in runs for line in (*run.judgement.failures, *run.judgement.unproven)]
+        words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
+        reason = f"{words}: {lines[0] if lines else 'no device ran the whole'}"
+        doubt = Doubt(bundle=str(group.folder), reason=reason, verdict=report.verdict)
+    provider = next(iter(group.manifests.values())).provider
+    attested = tuple(
+        AttestedRun(
+            bundle=name, device=run.device, evidence=run.evidence, provider=provider, passed=run.verdict == "pass",
+            samples=run.samples, provider_nodes={}, outputs=(), accuracy=None, latency_ms=None, versions={},
+            metric=_name_score(run.task),
+        )
+        for run in runs
+    )  # fmt: skip
+    whole = _Released(
+        name=name,
+        manifest=GROUP,
+        sha256=group.sha256,
+        doubt=doubt,
+        runs=tuple(zip(attested, [run.verdict for run in runs], strict=True)),
+    )
+    return [whole, *members]
 
 
-def _place(bundle: Bundle) -> _Released:
+def _read_report(folder: Path, kind: type[_Report]) -> _Report | None:
+    """Returns the last verification of a bundle or a group, None where there is none that can be read."""
+    try:
+        return read_facts(folder / VERIFY, kind)
+    except DataError:
+        return None
+
+
+def _describe(folder: Path, name: str, manifest: str, sha256: str, report: VerifyReport | None) -> _Released:
+    # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
+    is_current = report is not None and report.bundle_sha256 == sha256
+    reason, verdict = "", "fail" if report is None or not is_current else report.verdict
+    if report is None:
+        reason = "was not verified"
+    elif not is_current:
+        reason = "was verified before it became what it is now"
+    elif verdict == "fail":
+        reason = "did not pass its verification"
+    elif verdict != "pass":
+        reason = (
+            f"is not proven: {next(iter((*report.unproven, *(line for run in report.runs for line in run.unproven))))}"
+        )
     return _Released(
-        folder=bundle.folder,
-        name=f"{bundle.manifest.name}-{bundle.manifest.target}",
-        sha256=bundle.sha256,
-        manifest=MANIFEST,
-        report=_read_report(bundle.folder),
+        name=name,
+        manifest=manifest,
+        sha256=sha256,
+        doubt=Doubt(bundle=str(folder), reason=reason, verdict=verdict) if reason else None,
+        runs=tuple((_attest_run(name, run), run.verdict) for run in report.runs) if report and is_current else (),
     )
 
 
-def _package_group(
-    paths: Sequence[Path],
-    kind: Kind,
-    out: Path,
-    allowed: Allowed,
-    *,
-    key: Path | None = None,
-    names: Identity = UNNAMED,
-    extras: Sequence[Extra] = (),
-) -> tuple[PackageReport, tuple[Doubt, ...]]:
-    """Writes the folder of a group as an archive; its loader is in it already."""
-    if len(paths) > 1:
-        raise UsageError("a group is packed by itself", hint="one folder, for one target")
-    if names != UNNAMED or extras:
-        words = "a group is packed whole and under its own name"
-        raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
-    group = open_group(paths[0], key=key)
-    report = _read_group_report(group)
-    doubts = _refuse([_find_group_doubt(group, report, _list_members(group, report))], allowed)
-    return package_group(group, kind, out), doubts
+def _attest_run(bundle: str, run: RunReport) -> AttestedRun:
+    return AttestedRun(
+        bundle=bundle,
+        device=run.device,
+        evidence=run.evidence,
+        provider=run.provider,
+        passed=run.passed,
+        samples=run.samples,
+        provider_nodes=run.provider_nodes,
+        outputs=tuple(msgspec.convert(output, AttestedOutput, from_attributes=True) for output in run.outputs),
+        accuracy=None if run.accuracy is None else run.accuracy.got,
+        metric=_name_score(run.settled_task),
+        latency_ms=None if run.latency_ms is None else run.latency_ms.median,
+        versions=run.versions,
+    )
 
 
-def _list_members(group: Group, report: GroupReport | None) -> list[_Released]:
-    return [
-        _Released(
-            folder=group.folder / "members" / name,
-            name=f"{group.manifest.name}-{group.manifest.target}/{name}",
-            sha256=group.manifest.members[name].manifest.sha256,
-            manifest=f"members/{name}/{MANIFEST}",
-            report=None if report is None else report.members.get(name),
-        )
-        for name in group.manifests
-    ]
+def _name_score(task: TaskReport | None) -> dict[str, float]:
+    return {} if task is None or task.got is None else {task.name: task.got}
 
 
-def _read_group_report(group: Group) -> GroupReport | None:
-    """Returns what was verified of exactly this group, None where there is nothing that can be read."""
-    try:
-        report = read_facts(group.folder / VERIFY, GroupReport)
-    except DataError:
-        return None
-    return report if report.sha256 == group.sha256 else None
-
-
-def _find_group_doubt(group: Group, report: GroupReport | None, members: Sequence[_Released]) -> Doubt | None:
-    """Returns why a group may not go as it is: a member may not, or the whole did not pass."""
-    if report is None:
-        return Doubt(bundle=str(group.folder), reason="was not verified as it is now")
-    for member in members:
-        doubt = _find_doubt(member)
-        if doubt is not None:
-            return msgspec.structs.replace(doubt, bundle=str(group.folder), reason=f"({member.name}) {doubt.reason}")
-    if report.verdict == "pass":
-        return None
-    lines = [line for run in report.runs for line in (*run.judgement.failures, *run.judgement.unproven)]
-    said = lines[0] if lines else "no device ran the whole"
-    words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
-    return Doubt(bundle=str(group.folder), reason=f"{words}: {said}", verdict=report.verdict)
-
-
-def _attest_group(
-    group: Group, report: GroupReport | None, members: Sequence[_Released], doubts: Sequence[Doubt]
-) -> TestResult:
-    """Returns what is signed of a group: beside its members each device that ran it from end to end."""
-    name = f"{group.manifest.name}-{group.manifest.target}"
-    provider = next(iter(group.manifests.values())).provider
-    tests: dict[str, Verdict] = {name: doubts[0].verdict if doubts else "pass"}
-    runs: list[AttestedRun] = []
-    for run in report.runs if report is not None else ():
-        tests[f"{name} on {run.device}"] = run.verdict
-        metric = {} if run.task is None or run.task.got is None else {run.task.name: run.task.got}
-        runs.append(AttestedRun(
-            bundle=name, device=run.device, evidence=run.evidence, provider=provider, passed=run.verdict == "pass",
-            samples=run.samples, provider_nodes={}, outputs=(), accuracy=None, latency_ms=None, versions={},
-            metric=metric,
-        ))  # fmt: skip
-    allowed = [f"{name} {doubt.reason}" for doubt in doubts]
-    weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
-    return _attest(members, weak, {GROUP: group.sha256}, tests, runs, allowed)
-
-
-def _read_report(folder: Path) -> VerifyReport | None:
-    try:
-        return read_report(folder / VERIFY)
-    except DataError:
-        return None
-
-
-def _refuse(found: Iterable[Doubt | None], allowed: Allowed) -> tuple[Doubt, ...]:
-    """Returns the doubts that are allowed; None stands for a bundle without any."""
-    doubts = tuple(doubt for doubt in found if doubt is not None)
+def _refuse(found: Iterable[_Released], allowed: Allowed) -> tuple[Doubt, ...]:
+    """Returns the doubts that are allowed."""
+    doubts = tuple(one.doubt for one in found if one.doubt is not None)
     for doubt in doubts:
         if not allowed.takes(doubt):
             option = "--accept-unproven" if doubt.verdict == "not proven" else "--allow-failed"
@@ -245,59 +264,6 @@ def _refuse(found: Iterable[Doubt | None], allowed: Allowed) -> tuple[Doubt, ...
     return doubts
 
 
-def _find_doubt(bundle: _Released) -> Doubt | None:
-    report, name = bundle.report, str(bundle.folder)
-    if report is None:
-        return Doubt(bundle=name, reason="was not verified")
-    # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
-    if report.bundle_sha256 != bundle.sha256:
-        return Doubt(bundle=name, reason="was verified before it became what it is now")
-    if report.verdict == "fail":
-        return Doubt(bundle=name, reason="did not pass its verification")
-    if report.verdict == "pass":
-        return None
-    lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
-    return Doubt(bundle=name, reason=f"is not proven: {lines[0]}", verdict="not proven")
-
-
-def _attest(
-    bundles: Sequence[_Released],
-    doubts: Sequence[Doubt],
-    manifests: Mapping[str, str] = {},
-    tests: Mapping[str, Verdict] = {},
-    runs: Sequence[AttestedRun] = (),
-    allowed: Sequence[str] = (),
-) -> TestResult:
-    """Returns what is signed of bundles: the results of their reports, and which were allowed although they failed.
-
-    What is known of a whole that they belong to comes before.
-    """
-    found, tests, runs = {doubt.bundle: doubt for doubt in doubts}, dict(tests), list(runs)
-    for bundle in bundles:
-        doubt = found.get(str(bundle.folder))
-        tests[bundle.name] = "pass" if doubt is None else doubt.verdict
-        report = bundle.report
-        for run in report.runs if report is not None and report.bundle_sha256 == bundle.sha256 else ():
-            runs.append(_describe_run(bundle.name, run))
-            tests[f"{bundle.name} on {run.device}"] = run.verdict
-    return TestResult(
-        result=_RESULTS[worst_verdict(tests.values())],
-        configuration=list_subjects({**manifests, **{bundle.manifest: bundle.sha256 for bundle in bundles}}),
-        passed_tests=_list_tests(tests, "pass"),
-        warned_tests=_list_tests(tests, "not proven"),
-        failed_tests=_list_tests(tests, "fail"),
-        edgekit_runs=tuple(runs),
-        edgekit_allowed=(
-            *allowed,
-            *(f"{each.name} {found[str(each.folder)].reason}" for each in bundles if str(each.folder) in found),
-        ),
-    )
-
-
-def _list_tests(tests: Mapping[str, Verdict], verdict: Verdict) -> tuple[str, ...]:
-    return tuple(name for name, found in tests.items() if found == verdict)
-
-
 # The words of the predicate: one that warns has found no fault, and does not vouch either.
 _RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
     "pass": "PASSED",
@@ -306,27 +272,19 @@ _RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
 }
 
 
-def _describe_run(bundle: str, run: RunReport) -> AttestedRun:
-    task = run.settled_task
-    return AttestedRun(
-        bundle=bundle,
-        device=run.device,
-        evidence=run.evidence,
-        provider=run.provider,
-        passed=run.passed,
-        samples=run.samples,
-        provider_nodes=run.provider_nodes,
-        outputs=tuple(
-            AttestedOutput(
-                name=output.name,
-                sqnr_db=output.sqnr_db,
-                cosine=output.cosine,
-                top1_agreement=output.top1_agreement,
-            )
-            for output in run.outputs
-        ),
-        accuracy=None if run.accuracy is None else run.accuracy.got,
-        metric={} if task is None or task.got is None else {task.name: task.got},
-        latency_ms=None if run.latency_ms is None else run.latency_ms.median,
-        versions=run.versions,
+def _attest(found: Sequence[_Released]) -> TestResult:
+    """Returns what is signed of bundles: the results of their reports, and which go although they did not pass."""
+    tests: dict[str, Verdict] = {}
+    for one in found:
+        tests[one.name] = "pass" if one.doubt is None else one.doubt.verdict
+        tests |= {f"{one.name} on {run.device}": verdict for run, verdict in one.runs}
+    named = {verdict: tuple(name for name, each in tests.items() if each == verdict) for verdict in _RESULTS}
+    return TestResult(
+        result=_RESULTS[worst_verdict(tests.values())],
+        configuration=list_subjects({one.manifest: one.sha256 for one in found}),
+        passed_tests=named["pass"],
+        warned_tests=named["not proven"],
+        failed_tests=named["fail"],
+        edgekit_runs=tuple(run for one in found for run, _ in one.runs),
+        edgekit_allowed=tuple(f"{one.name} {one.doubt.reason}" for one in found if one.doubt is not None),
     )
