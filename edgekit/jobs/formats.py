@@ -88,19 +88,19 @@ def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: 
         counts[name] = max(1, int(_ROUND_S / max(1e-6, _time_runs(sessions[name], sample, 1))))
     rounds: list[dict[str, float]] = []
     for number in range(_ROUNDS):
-        order = list(sessions) if number % 2 == 0 else list(sessions)[::-1]
+        order = list(sessions)[:: -1 if number % 2 else 1]
         rounds.append({name: _time_runs(sessions[name], sample, counts[name]) for name in order})
-    first = next(iter(paths))
-    found: dict[str, TimedFile] = {}
-    for name in paths:
-        ratio = None if name == first else compare_rounds([(times[first], times[name]) for times in rounds])
-        found[name] = TimedFile(
+    first, *others = paths
+    ratios = {name: compare_rounds([(times[first], times[name]) for times in rounds]) for name in others}
+    return {
+        name: TimedFile(
             load_ms=load_ms[name],
             median_ms=1e3 * median(times[name] for times in rounds),
-            ratio=None if ratio is None else ratio.value,
-            interval=None if ratio is None else ratio.interval,
+            ratio=ratios[name].value if name in ratios else None,
+            interval=ratios[name].interval if name in ratios else None,
         )
-    return found
+        for name in paths
+    }
 
 
 def _time_runs(session: CpuSession, sample: Tensors, count: int) -> float:
@@ -173,25 +173,24 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         calibration = calibrate_model(prepared, calibrating, work=work / "calibration", methods=("minmax",))
         target = load_target("cpu")
         plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, "int8")
-        files: dict[str, Path] = {_FLOAT: prepared.path}
-        notes: dict[str, str] = {}
-        writers: dict[str, tuple[Path, Callable[[], object]]] = {}
-        for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
-            stem = grain.replace(" ", "-")
-            qdq, qop, dynamic = (work / f"{kind}-{stem}.onnx" for kind in ("qdq", "qop", "dynamic"))
-            quantize = partial(quantize_model, prepared, chosen, calibration, qdq)
-            writers[f"QDQ, static, {grain}"] = qdq, quantize
-            # Made of the QDQ model before it.
-            writers[f"QOperator, static, {grain}"] = qop, partial(_write_operators, qdq, qop, cpu)
-            quantize_weights = partial(_write_dynamic, prepared, dynamic, per_channel=chosen is plan)
-            writers[f"QOperator, dynamic, {grain}"] = dynamic, quantize_weights
-        for name, (path, write) in writers.items():
+        files, notes = {_FLOAT: prepared.path}, dict[str, str]()
+
+        def attempt(name: str, write: Callable[[Path], object]) -> Path:
+            """Writes a format; one that there is not of this model is a note."""
             progress(f"write {name}")
+            path = work / f"{name.replace(', ', '-').replace(' ', '-')}.onnx"
             try:
-                write()
+                write(path)
                 files[name] = path
             except EdgekitError as error:
                 notes[name] = error.message
+            return path
+
+        for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
+            qdq = attempt(f"QDQ, static, {grain}", partial(quantize_model, prepared, chosen, calibration))
+            attempt(f"QOperator, static, {grain}", partial(_write_operators, qdq, cpu))
+            dynamic = partial(_write_dynamic, prepared, per_channel=chosen is plan)
+            attempt(f"QOperator, dynamic, {grain}", dynamic)
         progress("run and time each")
         rows = _measure(files, prepared, judging)
     return FormatReport(
@@ -204,7 +203,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
     )
 
 
-def _write_operators(qdq: Path, out: Path, cpu: Cpu) -> None:
+def _write_operators(qdq: Path, cpu: Cpu, out: Path) -> None:
     write_qoperator(load_model(qdq), out, cpu)
 
 
@@ -222,27 +221,18 @@ def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> None:
 def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[FormatRow]:
     # As an app would run them: Q and DQ nodes become integer kernels.
     settings = SessionSettings(threads=1, libraries=model.custom_ops)
-    wanted = _run(files[_FLOAT], settings, samples)
-    rows = [_judge(name, path, wanted, _run(path, settings, samples)) for name, path in files.items()]
+    rows: list[FormatRow] = []
+    wanted: Samples | None = None
+    for name, path in files.items():
+        outputs = list(map(CpuSession(path, settings).run, samples))
+        got = Samples(source=path.name, count=len(outputs), read=partial(iter, outputs))
+        wanted = wanted or got
+        reports = compare_outputs(wanted, got)
+        ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
+        shares = [report.top1_agreement for report in reports if report.top1_agreement is not None]
+        sqnr_db, agreement = min(ratios, default=None), min(shares, default=None)
+        rows.append(FormatRow(name=name, size_bytes=path.stat().st_size, sqnr_db=sqnr_db, agreement=agreement))
     if model.size_bytes > MOST_TIMED_BYTES:
         return rows
     times = time_in_turns(files, settings, next(iter(samples)))
     return [msgspec.structs.replace(row, **msgspec.structs.asdict(times[row.name])) for row in rows]
-
-
-def _run(path: Path, settings: SessionSettings, samples: Samples) -> Samples:
-    session = CpuSession(path, settings)
-    outputs = [session.run(sample) for sample in samples]
-    return Samples(source=path.name, count=len(outputs), read=lambda: iter(outputs))
-
-
-def _judge(name: str, path: Path, wanted: Samples, got: Samples) -> FormatRow:
-    reports = compare_outputs(wanted, got)
-    ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
-    shares = [report.top1_agreement for report in reports if report.top1_agreement is not None]
-    return FormatRow(
-        name=name,
-        size_bytes=path.stat().st_size,
-        sqnr_db=min(ratios, default=None),
-        agreement=min(shares, default=None),
-    )
