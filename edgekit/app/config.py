@@ -4,7 +4,8 @@ Each error names line and column of its key. Readers of TOML do not return posit
 """
 
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -29,62 +30,30 @@ FILE = "edgekit.toml"
 Place = tuple[str, ...]
 """A key with those of the tables that it lies in."""
 
-_WORD = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*""")
-
 
 def find_position(text: str, place: Place) -> tuple[int, int]:
     """Returns line and column, from 1, of a key, or of the nearest table above it that the text names."""
-    known: dict[Place, tuple[int, int]] = {}
-    for names, spot in _list_keys(text):
-        known[names] = spot
-        for end in range(1, len(names)):
-            known.setdefault(names[:end], spot)
+    table, first, best, position = "", 0, 0, (1, 1)
     lines = text.splitlines()
-    for end in range(len(place), 0, -1):
-        found = known.get(place[:end])
-        if found is None:
+    for last in range(1, len(lines) + 1):
+        statement = "\n".join(lines[first:last])
+        is_table = statement.lstrip().startswith("[")
+        try:
+            found: Any = tomllib.loads(statement if is_table else f"{table}\n{statement}")
+        except tomllib.TOMLDecodeError:
+            # A value goes on in the next line, which may look like a key.
             continue
-        line, column = found
-        if end < len(place):
-            # In an inline table: the next key follows the one that was found.
-            inner = re.search(rf"[{{,]\s*[\"']?({re.escape(place[end])})[\"']?\s*=", lines[line - 1][column - 1 :])
-            column += inner.start(1) if inner else 0
-        return line, column
-    return 1, 1
-
-
-def _list_keys(text: str) -> Iterator[tuple[Place, tuple[int, int]]]:
-    """Yields the keys and headers of a text; of tables in a row (`[[a]]`) the last counts."""
-    table: Place = ()
-    quote = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        # A line of a multi-line string may look like a key.
-        if quote:
-            quote = "" if quote in line else quote
-            continue
-        column = len(line) - len(line.lstrip()) + 1
-        bare = line.strip()
-        if bare.startswith("["):
-            table = _split(bare.strip("[]"))[0]
-            yield table, (number, column)
-        elif bare and not bare.startswith("#"):
-            names, end = _split(bare)
-            if names and bare[end : end + 1] == "=":
-                yield (*table, *names), (number, column)
-                quote = next((mark for mark in ('"""', "'''") if bare.count(mark) == 1), "")
-
-
-def _split(text: str) -> tuple[Place, int]:
-    """Returns a dotted key at the beginning of a text, and where it ends."""
-    names: list[str] = []
-    at = 0
-    while found := _WORD.match(text, at):
-        names.append(next(group for group in found.groups() if group is not None))
-        at = found.end()
-        if text[at : at + 1] != ".":
-            break
-        at += 1
-    return tuple(names), at
+        depth = 0
+        while depth < len(place) and isinstance(found, dict) and place[depth] in found:
+            found, depth = cast("dict[str, Any]", found)[place[depth]], depth + 1
+            found = found[-1] if isinstance(found, list) and found else found
+        if depth > best:
+            line = lines[first]
+            inner = re.search(rf"[{{,]\s*[\"']?({re.escape(place[depth - 1])})[\"']?\s*=", line)
+            column = inner.start(1) if inner else len(line) - len(line.lstrip())
+            best, position = depth, (first + 1, column + 1)
+        table, first = statement if is_table else table, last
+    return position
 
 
 class Source(msgspec.Struct, frozen=True):
