@@ -1,10 +1,12 @@
 """Writes a first `edgekit.toml` for a model: facts are read from the model, and guesses are marked as such."""
 
 import contextlib
+import json
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from PIL import Image
@@ -28,6 +30,7 @@ _STEP = 32
 _USUAL_SIDE = 224
 _WHOLE = frozenset({"int32", "int64"})
 _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
+_Value = TypeVar("_Value")
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +74,17 @@ def draft_app(
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
     metadata = _read_metadata(source)
-    dims, remarks = _guess_dims(source, images, metadata), list[str]()
+    dims = _guess_dims(source, images, metadata)
     # `init` runs no code of the user's, so samples of a function tell nothing here.
     if data is not None and Path(data).exists():
         dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
     frozen = list(_find_frozen(source, dims))
-    preprocess = None if images is None else _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
-    if preprocess is not None:
-        preprocess = msgspec.structs.replace(preprocess, **metadata.preprocess)
-    remarks += [
-        f"freezing '{entry.name}' at {entry.value} leaves {entry.after} of {entry.before} nodes" for entry in frozen
-    ]
+    remarks = [f"freezing '{one.name}' at {one.value} leaves {one.after} of {one.before} nodes" for one in frozen]
     remarks += [f"'{name}' is taken as {size}" for name, size in dims.items()]
-    if preprocess is not None:
+    preprocess = None
+    if images is not None:
+        guessed = _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
+        preprocess = msgspec.structs.replace(guessed, **metadata.preprocess)
         remarks.append(
             f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
             f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
@@ -127,19 +128,18 @@ def _read_metadata(model: Model) -> _Metadata:
     are trained on images in a grey frame. Other values are ignored.
     """
     found = {entry.key: entry.value for entry in read_proto(model, weights=False).metadata_props}
-    preprocess: dict[str, Any] = {}
-    for key in ("mean", "std"):
+
+    def read(key: str, kind: type[_Value]) -> _Value | None:
         with contextlib.suppress(msgspec.DecodeError):
-            preprocess[key] = msgspec.json.decode(found.get(key, ""), type=tuple[float, float, float])
+            return msgspec.json.decode(found.get(key, ""), type=kind)
+        return None
+
+    colours = {key: read(key, tuple[float, float, float]) for key in ("mean", "std")}
+    preprocess: dict[str, Any] = {key: value for key, value in colours.items() if value is not None}
     if found.get("task") in {"detect", "segment", "pose", "obb"}:
         preprocess |= {"letterbox": 114, "resize": None}
-    side, stride = None, _STEP
-    with contextlib.suppress(msgspec.DecodeError):
-        sides = msgspec.json.decode(found.get("imgsz", ""), type=tuple[_Side, _Side])
-        side = sides[0] if sides[0] == sides[1] else None
-    with contextlib.suppress(msgspec.DecodeError):
-        stride = msgspec.json.decode(found.get("stride", ""), type=_Side)
-    return _Metadata(side=side, stride=stride, preprocess=preprocess)
+    high, wide = read("imgsz", tuple[_Side, _Side]) or (0, 1)
+    return _Metadata(side=high if high == wide else None, stride=read("stride", _Side) or _STEP, preprocess=preprocess)
 
 
 def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[str, int]:
@@ -235,16 +235,13 @@ def _relate(path: Path, folder: Path) -> str:
 
 
 def _write_value(value: Any) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    items: Any = value
-    return str(list(items) if isinstance(value, tuple) else value)
+    """Returns a text, a number or a list of numbers in TOML, which writes these as JSON does."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _write_table(values: Mapping[str, object]) -> str:
-    return f"{{ {', '.join(f'{_quote_key(key)} = {value}' for key, value in values.items())} }}"
+    return f"{{ {', '.join(f'{_quote_key(key)} = {_write_value(value)}' for key, value in values.items())} }}"
 
 
 def _quote_key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "")
-    return name if plain.isascii() and plain.isalnum() else _write_value(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _write_value(name)
