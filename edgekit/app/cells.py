@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from edgekit._files import digest_file, write_file
 from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
-from edgekit.app.store import cell_folder
+from edgekit.app.store import Store, cell_folder, fetch_cell
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, open_group
 from edgekit.errors import EdgekitError
@@ -30,15 +31,24 @@ from edgekit.verify.report import require_devices
 CACHE = ".cache"
 
 
-def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
-    """Returns the result of an earlier run if its inputs have not changed and its bundle still exists."""
+def find_kept(app: App, cell: Cell, digests: Digests, store: Store | None = None) -> CellResult | None:
+    """Returns the result of an earlier run if its inputs have not changed and its bundle still exists.
+
+    If there is none here, the result that the `store` has is put into the cell's folder.
+    """
     result = read_result(cell_folder(app, cell))
-    if result is None or result.key != make_key(app, cell, result.beside, digests):
+    if result is not None and result.key == make_key(app, cell, result.beside, digests):
+        manifest = app.out / result.bundle / (GROUP if cell.is_group else MANIFEST)
+        if manifest.is_file() and digest_file(manifest) == result.sha256:
+            return msgspec.structs.replace(result, state="kept")
+    if store is None:
         return None
-    manifest = app.out / result.bundle / (GROUP if cell.is_group else MANIFEST)
-    if not manifest.is_file() or digest_file(manifest) != result.sha256:
+    try:
+        key, _ = find_key(app, cell, digests)
+    except EdgekitError:
         return None
-    return msgspec.structs.replace(result, state="kept")
+    result = fetch_cell(app, cell, key, store)
+    return None if result is None else msgspec.structs.replace(result, state="kept")
 
 
 def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ...]]:
@@ -62,17 +72,38 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept:
         # Computed before the build: if an input changes meanwhile, the result counts as out of date.
         key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
-        found = _build_group(app, cell, folder, say) if cell.is_group else _build_model(app, cell, folder, say, kept)
-        result = msgspec.structs.replace(found, key=key, beside=beside)
+        if cell.is_group:
+            bundle, report, facts = _build_group(app, cell, folder, say, beside)
+        else:
+            bundle, report, facts = _build_model(app, cell, folder, say, kept)
+        result = CellResult(
+            **facts,
+            model=cell.model,
+            target=cell.target,
+            key=key,
+            beside=beside,
+            state="failed" if bundle is None else "built",
+            bundle="" if bundle is None else bundle.relative_to(app.out).as_posix(),
+            report=report.relative_to(app.out).as_posix(),
+        )
     except EdgekitError as error:
-        result = fail_cell(cell, f"It cannot be built: {error}.")
+        result = fail_cell(cell, error)
     result = msgspec.structs.replace(result, seconds=round(time.monotonic() - start, 2))
     if result.bundle:
         write_result(folder, result)
     return result
 
 
-def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: Kept) -> CellResult:
+def forget_cell(app: App, cell: Cell) -> None:
+    """Removes the result of a cell, so that it is built again."""
+    shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
+
+
+_Built = tuple[Path | None, Path, dict[str, Any]]
+"""The bundle, None if there is none, the report, and further fields of `CellResult`."""
+
+
+def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: Kept) -> _Built:
     verify = app.table.verify
     report = build(
         cell.path,
@@ -93,40 +124,20 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
         report = msgspec.structs.replace(report, bundles=(bundle,), verified=True)
         write_file(folder / "report.json", to_json(report).encode())
         write_file(folder / "report.html", render_build(report).encode())
-    return _describe(
-        app,
-        cell,
-        bundle.path,
-        report.report,
-        verdict=report.verdict,
-        headline=headline_build(report),
-        sha256=bundle.sha256,
-        precision=bundle.precision or "",
-        size_before=bundle.size_before,
-        size_after=bundle.size_after,
-        taken_macs=0.0 if bundle.placed is None else bundle.placed.taken_macs,
-        partitions=0 if bundle.placed is None else bundle.placed.partitions,
-        agreement=describe_agreement(bundle.verify),
-        evidence=describe_evidence(bundle.verify),
-    )
-
-
-def forget_cell(app: App, cell: Cell) -> None:
-    """Removes the result of a cell, so that it is built again."""
-    shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
-
-
-def _describe(app: App, cell: Cell, bundle: Path | None, report: Path, **found: Any) -> CellResult:
-    """Returns the result of a cell if its report, and its bundle if there is one, lie below the results' folder."""
-    return CellResult(
-        model=cell.model,
-        target=cell.target,
-        key="",
-        state="failed" if bundle is None else "built",
-        bundle="" if bundle is None else bundle.relative_to(app.out).as_posix(),
-        report=report.relative_to(app.out).as_posix(),
-        **found,
-    )
+    placed = bundle.placed
+    facts = {
+        "verdict": report.verdict,
+        "headline": headline_build(report),
+        "sha256": bundle.sha256,
+        "precision": bundle.precision or "",
+        "size_before": bundle.size_before,
+        "size_after": bundle.size_after,
+        "taken_macs": 0.0 if placed is None else placed.taken_macs,
+        "partitions": 0 if placed is None else placed.partitions,
+        "agreement": describe_agreement(bundle.verify),
+        "evidence": describe_evidence(bundle.verify),
+    }
+    return bundle.path, report.report, facts
 
 
 def _list_beside(path: Path) -> tuple[str, ...]:
@@ -143,7 +154,7 @@ def _list_beside(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> CellResult:
+def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, beside: Sequence[str]) -> _Built:
     """Builds a group for one target into a folder, runs it on its devices, and returns the result.
 
     Raises:
@@ -159,16 +170,13 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> Cell
         )
         target = msgspec.structs.replace(target, verify=found)
     runs = () if target.verify is None else target.verify.runs
-    return _describe(
-        app,
-        cell,
-        target.path,
-        folder / "report.json",
-        verdict=target.verdict,
-        headline=headline_group(target),
-        sha256="" if target.path is None else digest_file(target.path / GROUP),
-        precision=cell.recipe.precision,
-        size_before=sum((cell.path.parent / name).stat().st_size for name in _list_beside(cell.path)),
-        size_after=target.size_bytes,
-        evidence=", ".join(f"{run.evidence.value} ({run.device})" for run in runs),
-    )
+    facts = {
+        "verdict": target.verdict,
+        "headline": headline_group(target),
+        "sha256": "" if target.path is None else digest_file(target.path / GROUP),
+        "precision": cell.recipe.precision,
+        "size_before": sum((cell.path.parent / name).stat().st_size for name in beside),
+        "size_after": target.size_bytes,
+        "evidence": ", ".join(f"{run.evidence.value} ({run.device})" for run in runs),
+    }
+    return target.path, folder / "report.json", facts

@@ -5,10 +5,10 @@ again.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -85,38 +85,29 @@ def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> s
 
     `beside` are the external data files of the model.
     """
-    data, target = cell.data, load_target(cell.recipe.targets[0])
-    files: Mapping[str, Any] = {
-        "model": digests.digest(cell.path),
-        "weights": [digests.digest(cell.path.parent / name) for name in sorted(beside)],
-        "data": _digest_data(data.source, digests),
-        "evaluation": "" if data.evaluation is None else _digest_data(data.evaluation, digests),
-        "labels": "" if data.labels is None else digests.digest(data.labels),
-        "golden": "" if data.golden is None else digests.digest(data.golden),
-        "target": digests.digest(target.folder),
-    }
-    settings = {
+    table, target = app.table, load_target(cell.recipe.targets[0])
+    inputs = {**list_inputs(cell, beside), "target": (target.folder,)}
+    sources = [source for source in (cell.data.source, cell.data.evaluation) if source is not None]
+    facts = {
+        "files": {what: [digests.digest(path) for path in paths] for what, paths in inputs.items()},
+        "functions": [_digest_module(source, digests) for source in sources if not Path(source).exists()],
         "name": cell.path.name,
         "recipe": msgspec.structs.replace(cell.recipe, targets=(target.name,)),
-        "preprocess": data.preprocess,
-        "verify": msgspec.structs.replace(app.table.verify, accept_unproven=False),
-        "devices": {name: app.table.devices[name] for name in app.table.verify.on if name in app.table.devices},
-        "time_budget_s": app.table.time_budget_s,
+        "preprocess": cell.data.preprocess,
+        "verify": msgspec.structs.replace(table.verify, accept_unproven=False),
+        "devices": {name: table.devices[name] for name in table.verify.on if name in table.devices},
+        "time_budget_s": table.time_budget_s,
         "versions": {name: version(name) for name in _PACKAGES},
     }
-    return digest_bytes(encode_json({"files": files, "settings": settings}))
+    return digest_bytes(encode_json(facts))
 
 
-def _digest_data(source: str, digests: Digests) -> str:
-    path = Path(source)
-    if path.exists():
-        return digests.digest(path)
-    module = source.partition(":")[0]
-    found = importlib.util.find_spec(module.partition(".")[0])
-    # The whole package of the function, as it may use any file of it. Files that it reads elsewhere are not in the key.
-    place = None if found is None or found.origin is None else Path(found.origin)
-    if place is None:
+def _digest_module(source: str, digests: Digests) -> str:
+    """Returns the digest of a function's package, of which it may use any file; files that it reads are not counted."""
+    found = importlib.util.find_spec(source.partition(":")[0].partition(".")[0])
+    if found is None or found.origin is None:
         return source
+    place = Path(found.origin)
     return digests.digest(place.parent if place.name == "__init__.py" else place)
 
 
@@ -223,8 +214,9 @@ def render_app(report: AppReport) -> str:
     return make_page("app", tables, report=report, headline=headline_app(report))
 
 
-def fail_cell(cell: Cell, said: str) -> CellResult:
+def fail_cell(cell: Cell, why: object) -> CellResult:
     """Returns the result of a cell that could not be built, with the reason."""
+    said = f"It cannot be built: {why}."
     return CellResult(model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said)
 
 

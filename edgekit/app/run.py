@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, staged_entries, work_folder, write_file
-from edgekit.app.cells import CACHE, build_cell, find_kept, find_key, forget_cell
+from edgekit.app.cells import CACHE, build_cell, find_kept, forget_cell
 from edgekit.app.config import App, Cell, KeyTable, list_cells
 from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
-from edgekit.app.store import Store, fetch_cell, publish_cell
+from edgekit.app.store import Store, publish_cell
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
@@ -70,10 +70,8 @@ def run_app(
     if again:
         for cell in cells:
             forget_cell(app, cell)
-    found = {cell.name: find_kept(app, cell, digests) for cell in cells}
-    if store is not None and not again:
-        lost = [cell for cell in cells if found[cell.name] is None]
-        found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
+    shared = None if again else store
+    found = {cell.name: find_kept(app, cell, digests, shared) for cell in cells}
     waiting = [cell for cell in cells if found[cell.name] is None]
     built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
     began, kept = time.monotonic(), Kept()
@@ -108,15 +106,6 @@ def run_app(
         return msgspec.structs.replace(whole, cells=results)
     _write_reports(app, whole)
     return msgspec.structs.replace(whole, cells=results, packages=()) if only else whole
-
-
-def _find_stored(app: App, cell: Cell, digests: Digests, store: Store) -> CellResult | None:
-    try:
-        key, _ = find_key(app, cell, digests)
-    except EdgekitError:
-        return None
-    result = fetch_cell(app, cell, key, store)
-    return None if result is None else msgspec.structs.replace(result, state="kept")
 
 
 def _write_reports(app: App, report: AppReport) -> None:
@@ -170,7 +159,7 @@ def _public(app: App, keys: KeyTable) -> Path:
 
 def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult | None) -> PackageResult:
     table = app.table.packages[name]
-    model, providers = table.model or next(iter((*app.table.models, *app.table.groups))), FORMS[table.kind].providers
+    model = table.model or next(iter((*app.table.models, *app.table.groups)))
     wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
     # A bundle that failed is left out; if the table names its target, the package fails.
     good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_be_released(app, cell))]
@@ -183,36 +172,33 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
         return msgspec.structs.replace(result, failure=f"{model}/{missing} did not pass, and is not packed")
     if known is not None and known.key == key and known.failure is None and (app.out / known.path).exists():
         return msgspec.structs.replace(known, state="kept")
-    folders = [app.out / cell.bundle for cell in good]
+    folders, form, is_group = [app.out / cell.bundle for cell in good], FORMS[table.kind], model in app.table.groups
     try:
-        if model in app.table.groups:
-            if len(folders) != 1:
-                words = f"an archive holds the group {model} for one target, and it passed for {len(folders)}"
-                raise UsageError(words, hint='say which: targets = ["NAME"]')
-        elif not table.targets:
+        if is_group and len(folders) != 1:
+            words = f"an archive holds the group {model} for one target, and it passed for {len(folders)}"
+            raise UsageError(words, hint='say which: targets = ["NAME"]')
+        if not is_group and not table.targets:
             # As for a build's folder: those that fit, the NPU first. Named targets keep the order of the file.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
-            folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
+            providers = form.providers or {bundle.manifest.provider for bundle in fitting}
+            folders = [bundle.folder for bundle in fitting if bundle.manifest.provider in providers]
         if not folders:
             return msgspec.structs.replace(result, failure=f"no bundle of {model} passed that a {table.kind} can hold")
-        return _write(app, result, model, folders)
+        # A group is packed under its own name.
+        named = table.name or ("" if is_group else name_package(model))
+        with staged_entries(app.out / _FOLDER) as staging:
+            place = staging / (f"{name}.{form.archive}" if form.archive else name)
+            report, _ = package_verified(
+                folders,
+                table.kind,
+                place,
+                names=Identity(name=named, group=table.group, version=table.version),
+                extras=table.extras,
+                allowed=Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed),
+                key=None if app.table.keys is None else _public(app, app.table.keys),
+            )
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))
-
-
-def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path]) -> PackageResult:
-    table = app.table.packages[result.name]
-    suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
-    # A group is packed under its own name.
-    name = table.name or ("" if model in app.table.groups else name_package(model))
-    names = Identity(name=name, group=table.group, version=table.version)
-    allowed = Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed)
-    keys = None if app.table.keys is None else _public(app, app.table.keys)
-    with staged_entries(app.out / _FOLDER) as staging:
-        place = staging / f"{result.name}{suffix}"
-        report, _ = package_verified(
-            folders, table.kind, place, names=names, extras=table.extras, allowed=allowed, key=keys
-        )
     return msgspec.structs.replace(
         result,
         state="built",

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from edgekit._proc import Finished, run_process
+from edgekit._proc import run_process
 from edgekit.app.cells import CACHE, build_cell, find_key, forget_cell
 from edgekit.app.config import App, AppTable, Cell
 from edgekit.app.result import RESULT, STORE, AppReport, CellResult, Digests, fail_cell, list_inputs, read_result
@@ -46,18 +46,6 @@ _CONNECT_S = 10
 _KEY = "edgekit-"
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """The job of a worker: a cell whose files lie in a store, and the content key of its result."""
-
-    app: App
-    cell: Cell
-    inputs: dict[str, StoredFiles]
-    key: str
-    store: str
-    devices: tuple[str, ...]
-    again: bool
-
-
 def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool) -> BuildElsewhere:
     """Returns a function that builds cells on the workers of a scheduler, for example `tcp://10.0.0.1:8786`.
 
@@ -73,19 +61,25 @@ def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, a
     def build(cells: Sequence[Cell]) -> Iterator[CellResult]:
         if not cells:
             return
-        digests = Digests(app.out / STORE)
-        with _dask() as distributed, _connect(distributed, scheduler) as client:
-            futures: dict[Any, Cell] = {}
-            found: dict[str, CellResult] = {}
+        table, digests = app.table, Digests(app.out / STORE)
+        # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
+        lean = AppTable(
+            models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
+        )
+        slots = dict.fromkeys(list_slots(app), 1)
+        with _connected(scheduler) as (distributed, client):
+            futures, found = dict[Any, Cell](), dict[str, CellResult]()
             for rank, cell in enumerate(cells):
                 try:
-                    order = _make_order(app, cell, store, digests, again=again)
+                    key, beside = find_key(app, cell, digests)
+                    files = list_inputs(cell, beside).items()
+                    inputs = {what: store_files(paths, store, digests) for what, paths in files}
                 except EdgekitError as error:
-                    found[cell.name] = fail_cell(cell, f"It cannot be built: {error}.")
+                    found[cell.name] = fail_cell(cell, error)
                     continue
+                order = partial(fill_order, lean, cell, inputs, key, store.place, again=again)
                 # Named by its content: two apps that ask for the same cell share one task.
-                name, slots = f"{_KEY}{order.key}", dict.fromkeys(order.devices, 1)
-                future = client.submit(fill_order, order, key=name, resources=slots or None, priority=-rank, pure=False)
+                future = client.submit(order, key=f"{_KEY}{key}", resources=slots or None, priority=-rank, pure=False)
                 futures[future] = cell
             for future in distributed.as_completed(futures, loop=client.loop):
                 cell = futures[future]
@@ -96,41 +90,42 @@ def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, a
     return build
 
 
-def fill_order(order: Order) -> CellResult | None:
-    """Builds a cell on a worker and puts the result into the store; returns None if the store has one already.
+def fill_order(
+    table: AppTable, cell: Cell, inputs: Mapping[str, StoredFiles], key: str, place: str, *, again: bool
+) -> CellResult | None:
+    """Builds a cell on a worker, from the files that lie in the store at `place`, and puts the result there.
 
-    If the store cannot be used, or this worker would build something else than the key names, the result says so.
+    Returns None if the store has it already. If the store cannot be used, or this worker would build something else
+    than the `key` names, the result says so.
     """
     try:
         distributed = importlib.import_module("distributed")
-        worker, store = distributed.get_worker(), open_store(order.store)
-        place = Path(worker.local_directory) / "edgekit"
-        cell = _place(order.cell, {what: fetch_files(each, store, place) for what, each in order.inputs.items()})
+        worker, store = distributed.get_worker(), open_store(place)
+        folder = Path(worker.local_directory) / "edgekit"
+        cell = _place(cell, {what: fetch_files(each, store, folder) for what, each in inputs.items()})
         # A folder for each key: another app may have a cell of this name. The calibration cache serves them all.
-        app = msgspec.structs.replace(order.app, path=place / order.key / "edgekit.toml")
-        digests = Digests(place / "digests.json")
-        key, _ = find_key(app, cell, digests)
-        if key != order.key:
+        app, digests = App(path=folder / key / "edgekit.toml", table=table), Digests(folder / "digests.json")
+        if find_key(app, cell, digests)[0] != key:
             raise DeviceError(
                 f"worker '{worker.address}' would make something else: its versions or its data functions differ",
                 hint="install there what is installed here",
             )
-        if not order.again and store.has(name_cell(key)):
+        if not again and store.has(name_cell(key)):
             return None
         with ExitStack() as leases:
-            for device in order.devices:
+            for device in list_slots(app):
                 # A lock on a device expires by itself some seconds after its worker was killed.
                 leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
             facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
             worker.log_event(TOPIC, {"what": "begin", **facts})
-            result = build_cell(app, cell, digests, say_nothing, Kept(folder=place / CACHE))
+            result = build_cell(app, cell, digests, say_nothing, Kept(folder=folder / CACHE))
             if result.bundle:
                 publish_cell(app, cell, key, store)
             worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
         forget_cell(app, cell)
         return result
     except EdgekitError as error:
-        return fail_cell(order.cell, f"It cannot be built: {error}.")
+        return fail_cell(cell, error)
 
 
 def list_slots(app: App) -> tuple[str, ...]:
@@ -142,17 +137,14 @@ def list_slots(app: App) -> tuple[str, ...]:
     return tuple(name for name in named if name.partition(":")[0] in REMOTE)
 
 
-def _connect(distributed: Any, scheduler: str) -> Any:
-    try:
-        return distributed.Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
-    except (OSError, ValueError) as error:
-        hint = "dask scheduler starts one; its address looks like tcp://HOST:8786"
-        raise DeviceError(f"no scheduler answers at '{scheduler}': {quote_error(error)}", hint=hint) from error
-
-
 @contextmanager
-def _dask() -> Generator[Any]:
-    """Yields Dask distributed with its log switched off: a lost connection is one line of edgekit, not a traceback."""
+def _connected(scheduler: str) -> Generator[tuple[Any, Any]]:
+    """Yields Dask distributed and a client, with its log off: a lost connection is one line of edgekit, no traceback.
+
+    Raises:
+        MissingExtraError: Dask distributed is not installed.
+        DeviceError: there is no scheduler.
+    """
     try:
         distributed = importlib.import_module("distributed")
     except ImportError as error:
@@ -161,28 +153,15 @@ def _dask() -> Generator[Any]:
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield distributed
+        try:
+            client = distributed.Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            hint = "dask scheduler starts one; its address looks like tcp://HOST:8786"
+            raise DeviceError(f"no scheduler answers at '{scheduler}': {quote_error(error)}", hint=hint) from error
+        with client:
+            yield distributed, client
     finally:
         logger.setLevel(level)
-
-
-def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: bool) -> Order:
-    key, beside = find_key(app, cell, digests)
-    table = app.table
-    # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
-    lean = AppTable(
-        models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
-    )
-    inputs = {what: store_files(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
-    return Order(
-        app=App(path=Path(app.path.name), table=lean),
-        cell=cell,
-        inputs=inputs,
-        key=key,
-        store=store.place,
-        devices=list_slots(app),
-        again=again,
-    )
 
 
 def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> CellResult:
@@ -190,13 +169,13 @@ def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> Ce
         hint = "start it again, then run again: what was finished is kept"
         raise DeviceError(f"the scheduler at '{scheduler}' has gone", hint=hint)
     if future.status == "error":
-        return fail_cell(cell, f"It cannot be built: {quote_error(future.exception())}.")
+        return fail_cell(cell, quote_error(future.exception()))
     result: CellResult | None = future.result()
     if result is not None and not result.bundle:
         return msgspec.structs.replace(result, model=cell.model, target=cell.target)
     fetched = fetch_cell(app, cell, future.key.removeprefix(_KEY), store)
     if fetched is None:
-        return fail_cell(cell, f"Store '{store.place}' does not hold what its worker found.")
+        return fail_cell(cell, f"store '{store.place}' does not hold what its worker found")
     return msgspec.structs.replace(fetched, state="kept" if result is None else "built")
 
 
@@ -266,45 +245,40 @@ def use_processes(app: App, workers: int, progress: Progress, *, store: str | No
     def build(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
         size = max(1, min(_SHARE, len(cells) // (workers * _SHARES)))
         shares = [cells[start : start + size] for start in range(0, len(cells), size)]
-        build = partial(_build_share, app, progress=progress, store=store)
-        for found in run_together([partial(build, share) for share in shares], at_once=workers):
+        for found in run_together([partial(build_share, share) for share in shares], at_once=workers):
             yield from found
 
+    def build_share(cells: Sequence[Cell]) -> list[CellResult]:
+        found: dict[str, CellResult] = {}
+
+        def start(some: Sequence[Cell]) -> str:
+            """Builds cells in one process, and returns how it ended."""
+            only = [word for cell in some for word in ("--only", cell.name)]
+            shared = [] if store is None else ["--store", store]
+            argv = [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet"]
+            done = run_process([*argv, *shared], timeout_s=_TIMEOUT_S)
+            if done.status in _VERDICTS:
+                answer = msgspec.json.decode(done.stdout, type=_Answer).cells
+            else:
+                # It may have been killed after it wrote some results.
+                answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in some)))
+            found.update({f"{result.model}/{result.target}": result for result in answer})
+            return f"{done.ending}; {done.stderr.strip()[-300:]}"
+
+        for cell in cells:
+            # The old result is out of date and is removed: a result that is there after a process died is a new one.
+            (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
+        if len(cells) > 1:
+            progress(f"build {cells[0].name} and {len(cells) - 1} more")
+            start(cells)
+        for cell in cells:
+            ended = ""
+            for _ in range(0 if cell.name in found else _TRIES):
+                progress(f"{cell.name}: build")
+                ended = start([cell])
+                if cell.name in found:
+                    break
+            found.setdefault(cell.name, fail_cell(cell, f"its process died {_TRIES} times: {ended}"))
+        return [found[cell.name] for cell in cells]
+
     return build
-
-
-def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:
-    for cell in cells:
-        # The old result is out of date and is removed: a result that is there after a process died is a new one.
-        (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
-    if len(cells) > 1:
-        progress(f"build {cells[0].name} and {len(cells) - 1} more")
-        done = run_process(_command(app, cells, store), timeout_s=_TIMEOUT_S)
-        if done.status in _VERDICTS:
-            return list(_read_answer(done))
-    return [read_result(cell_folder(app, cell)) or _build(app, cell, progress, store) for cell in cells]
-
-
-def _build(app: App, cell: Cell, progress: Progress, store: str | None) -> CellResult:
-    progress(f"{cell.name}: build")
-    said = ""
-    for _ in range(_TRIES):
-        done = run_process(_command(app, [cell], store), timeout_s=_TIMEOUT_S)
-        if done.status in _VERDICTS:
-            return _read_answer(done)[0]
-        # It may have been killed after its result was written.
-        kept = read_result(cell_folder(app, cell))
-        if kept is not None:
-            return kept
-        said = f"{done.ending}; {done.stderr.strip()[-300:]}"
-    return fail_cell(cell, f"Its process died {_TRIES} times: {said}.")
-
-
-def _command(app: App, cells: Sequence[Cell], store: str | None) -> list[str]:
-    only = [word for cell in cells for word in ("--only", cell.name)]
-    shared = [] if store is None else ["--store", store]
-    return [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet", *shared]
-
-
-def _read_answer(done: Finished) -> tuple[CellResult, ...]:
-    return msgspec.json.decode(done.stdout, type=_Answer).cells

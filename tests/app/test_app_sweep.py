@@ -136,7 +136,7 @@ def test_a_cell_that_kills_its_process_fails_alone(
     app = _app(folder)
     one, two = run_app(app, elsewhere=use_processes(app, 1, say_nothing)).cells
     assert (one.state, one.verdict) == ("built", "pass")
-    assert two.headline.startswith("Its process died 1 times: ")
+    assert two.headline.startswith("It cannot be built: its process died 1 times: ")
 
 
 @pytest.fixture
