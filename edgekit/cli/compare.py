@@ -4,7 +4,6 @@ import platform
 from pathlib import Path
 from typing import Annotated
 
-import click
 import msgspec
 
 from edgekit._files import work_folder, write_file
@@ -26,7 +25,7 @@ from edgekit.prepare.shapes import size_inputs
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
-from edgekit.report.charts import draw_outputs
+from edgekit.report.charts import draw_worst
 from edgekit.report.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
@@ -43,15 +42,11 @@ def compare_command(
     preprocess: options.PreprocessFile,
     samples: options.SampleCount,
     formats: Annotated[bool, Option("In place of B: what each quantization format makes of A, in one table.")],
-    cpu: Annotated[
-        Cpu | None, Option("With --formats: whose kernels. Default: this machine's.", type=click.Choice(["arm", "x64"]))
-    ],
+    cpu: Annotated[Cpu | None, Option("With --formats: whose kernels. Default: this machine's.")],
     dims: options.Dims,
     freeze: options.Freeze,
     layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
-    min_sqnr: Annotated[
-        float | None, number("Fail below this signal-to-noise ratio in dB.", click.FloatRange(-200, 200))
-    ],
+    min_sqnr: Annotated[float | None, number("Fail below this signal-to-noise ratio in dB.", -200, 200)],
     device: Annotated[str | None, Option("Run B on this device; --layers then compares its layers.", "DEVICE", "--on")],
     target: Annotated[
         str | None, Option("The target whose session options open B; auto: this machine's. Default: nnapi.", "NAME")
@@ -114,7 +109,7 @@ def compare_command(
                 limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
             report = add_task(report, first, second, chosen, limit, labels=(labels, given))
     if html is not None:
-        write_file(html, render_comparison(report, draw_outputs(chosen, report), min_sqnr_db=min_sqnr).encode())
+        write_file(html, render_comparison(report, draw_worst(chosen, report), min_sqnr_db=min_sqnr).encode())
     code = options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
     return Answer(report, lambda: show_comparison(report, min_sqnr), code)
 

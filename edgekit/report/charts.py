@@ -1,7 +1,7 @@
 """Charts of a page: the waterfall of the loss, the layers, and images of samples. Only positions, no judgement."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 
 import msgspec
@@ -107,28 +107,17 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
     return Chart(marks=marks, lines={"sofar": sofar}, rows=rows, edges=(44, 995, 0, 240), height=240)
 
 
-def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
-    """Returns the worst samples of each run as images, for inputs that are images; `inputs` are the verified ones."""
+def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple[Picture, ...]:
+    """Returns the worst sample of each output as an image, for inputs that are images; `inputs` are those that ran."""
+    if isinstance(report, ModelComparison):
+        named = [(output.name, output) for output in report.outputs]
+    else:
+        each = [(run, output) for run in report.runs for output in run.outputs]
+        named = [(f"{output.name} on {run.device}{describe_answers(output)}", output) for run, output in each]
     captions: dict[int, list[str]] = {}
-    for run in report.runs:
-        for output in run.outputs:
-            if output.worst_sample is not None:
-                caption = f"{output.name} on {run.device}{describe_answers(output)}"
-                captions.setdefault(output.worst_sample, []).append(caption)
-    return draw_samples(inputs, captions)
-
-
-def draw_outputs(inputs: Samples, report: ModelComparison) -> tuple[Picture, ...]:
-    """Returns the worst sample of each output of a comparison as an image, if an input is an image."""
-    captions: dict[int, list[str]] = {}
-    for output in report.outputs:
+    for caption, output in named:
         if output.worst_sample is not None:
-            captions.setdefault(output.worst_sample, []).append(output.name)
-    return draw_samples(inputs, captions)
-
-
-def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tuple[Picture, ...]:
-    """Returns some samples as images, each with its caption, if an input is an image."""
+            captions.setdefault(output.worst_sample, []).append(caption)
     chosen = sorted(list(captions)[:_MOST_PICTURES])
     pictures: list[Picture] = []
     for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
@@ -141,7 +130,11 @@ def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tupl
 
 def draw_image(value: Array) -> str | None:
     """Returns a tensor of one image as a PNG in a data URI, stretched to full contrast; None if it is no image."""
-    planes = _find_planes(value)
+    if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
+        return None
+    # Of either layout; smaller planes are features, not images.
+    layouts = (np.moveaxis(value[0], 0, 2), value[0])
+    planes = next((each for each in layouts if each.shape[2] in {1, 3} and min(each.shape[:2]) >= 8), None)
     if planes is None:
         return None
     values = planes.astype(np.float64)
@@ -150,25 +143,13 @@ def draw_image(value: Array) -> str | None:
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
     image.thumbnail((_THUMB, _THUMB))
-    # Embedded in the page: a report is one file and loads nothing.
-    return min((_encode(image, form) for form in ("png", "jpeg")), key=len)
-
-
-def _encode(image: Image.Image, form: str) -> str:
-    buffer = BytesIO()
-    image.save(buffer, form, optimize=True, quality=80)
-    return f"data:image/{form};base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def _find_planes(value: Array) -> Array | None:
-    """Returns an image as [height, width, channels], from either of the two layouts."""
-    if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
-        return None
-    one: Array = value[0]
-    # Smaller planes are features, not images.
-    if one.shape[0] in {1, 3} and min(one.shape[1:]) >= 8:
-        return np.moveaxis(one, 0, 2)
-    return one if one.shape[2] in {1, 3} and min(one.shape[:2]) >= 8 else None
+    found: list[str] = []
+    for form in ("png", "jpeg"):
+        buffer = BytesIO()
+        image.save(buffer, form, optimize=True, quality=80)
+        # Embedded in the page: a report is one file and loads nothing.
+        found.append(f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    return min(found, key=len)
 
 
 def describe_answers(output: OutputReport) -> str:

@@ -422,13 +422,4 @@ def _describe(node: CheckedNode) -> Iterator[str]:
 
 def render_check(summary: CheckSummary) -> str:
     """Returns the checks of a model, by target, as an HTML page."""
-    return make_page(
-        "check",
-        tables,
-        sys.modules[__name__],
-        summary=summary,
-        reports=summary.targets,
-        observed=summary.observed,
-        recommendation=describe_recommendation(summary.recommended, summary.shipped, summary.assumed),
-        opinions=[] if summary.ort is None else list(list_ort_opinions(summary.ort, summary.targets)),
-    )
+    return make_page("check", tables, sys.modules[__name__], summary=summary)

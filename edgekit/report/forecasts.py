@@ -166,11 +166,4 @@ def draw_devices(report: ForecastReport) -> Chart | None:
 
 def render_forecast(report: ForecastReport) -> str:
     """Returns a forecast as an HTML page."""
-    return make_page(
-        "forecast",
-        sys.modules[__name__],
-        report=report,
-        headline=headline_forecast(report),
-        remarks=list(list_forecast_remarks(report)),
-        chart=draw_devices(report),
-    )
+    return make_page("forecast", sys.modules[__name__], report=report)

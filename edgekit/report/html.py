@@ -35,26 +35,12 @@ _MODULES = (charts, checked, tables, text)
 
 def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
     """Returns a build as an HTML page; `pictures` holds the images of the worst samples by target."""
-    return make_page(
-        "build",
-        *_MODULES,
-        report=report,
-        headline=text.headline_build(report),
-        verified=text.describe_verified(report),
-        pictures=pictures or {},
-    )
+    return make_page("build", *_MODULES, report=report, pictures=pictures or {})
 
 
 def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str:
     """Returns a verification as an HTML page."""
-    return make_page(
-        "verify",
-        *_MODULES,
-        report=report,
-        headline=text.headline_verify(report),
-        remarks=list(text.list_verify_remarks(report)),
-        pictures=pictures,
-    )
+    return make_page("verify", *_MODULES, report=report, pictures=pictures)
 
 
 def render_comparison(
@@ -63,17 +49,7 @@ def render_comparison(
     """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
     limits = limit_ratio(min_sqnr_db)
     verdicts = {output.name: weigh_output(output, limits).verdict for output in report.outputs}
-    remarks = list(text.list_comparison_remarks(report, min_sqnr_db))
-    return make_page(
-        "compare",
-        *_MODULES,
-        report=report,
-        verdicts=verdicts,
-        verdict=report.judge(min_sqnr_db),
-        min_sqnr_db=min_sqnr_db,
-        remarks=remarks,
-        pictures=pictures,
-    )
+    return make_page("compare", *_MODULES, report=report, verdicts=verdicts, min_sqnr_db=min_sqnr_db, pictures=pictures)
 
 
 def render_quantization(report: QuantizeReport) -> str:

@@ -347,15 +347,4 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
 
 def render_profile(run: ProfileRun) -> str:
     """Returns profiles as an HTML page."""
-    comparison = run.report.comparison
-    return make_page(
-        "profile",
-        tables,
-        sys.modules[__name__],
-        script="profile.js",
-        hues=HUES,
-        report=run.report,
-        profiled=run.profiled,
-        compared=None if comparison is None else describe_profiles(comparison),
-        remarks=list(list_report_remarks(run.report)),
-    )
+    return make_page("profile", tables, sys.modules[__name__], script="profile.js", hues=HUES, run=run)

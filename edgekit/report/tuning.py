@@ -189,12 +189,4 @@ def _list_ticks(axis: LogAxis) -> list[float]:
 
 def render_tuning(report: TuneReport) -> str:
     """Returns a search as an HTML page."""
-    return make_page(
-        "tune",
-        tables,
-        sys.modules[__name__],
-        report=report,
-        chart=draw_front(report),
-        headline=headline_tuning(report),
-        remarks=list(list_tuning_remarks(report)),
-    )
+    return make_page("tune", tables, sys.modules[__name__], report=report)
