@@ -17,7 +17,7 @@ from edgekit.data.samples import limit_samples, load_samples
 from edgekit.devices.find import find_device
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
-from edgekit.jobs.formats import FormatReport, compare_formats
+from edgekit.jobs.convert import FormatReport, compare_formats
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model

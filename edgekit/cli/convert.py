@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 
@@ -24,7 +24,6 @@ from edgekit.prepare.transformer import FuseOptions
 from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
-    WEIGHT_FORMS,
     BlockRounding,
     WeightForm,
     WeightOnlyOptions,
@@ -51,30 +50,6 @@ class _RoundingChoice(click.Choice[BlockRounding]):
         return super().convert(value, param, ctx)
 
 
-# Options that mean something beside another one alone, which that is, why, and what to add.
-_NEEDS = (
-    (
-        ("--model-type", "--heads", "--hidden-size"),
-        "--fuse",
-        "--model-type, --heads and --hidden-size say how to fuse",
-        "add --fuse transformer",
-    ),
-    (
-        ("--keep", "--block", "--rounding", "--lpbq", "--accuracy-level"),
-        "--weights",
-        "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
-        "add --weights int8",
-    ),
-    (("--preprocess",), "--data", "--preprocess says how to read --data", "add --data FOLDER"),
-    (
-        ("--soc", "--htp-arch", "--embed-context"),
-        "--target",
-        "--soc, --htp-arch and --embed-context are for a QNN context",
-        "add --target qnn",
-    ),
-)
-
-
 @as_command
 def convert_command(
     model: options.ModelFile,
@@ -87,7 +62,7 @@ def convert_command(
     settings: options.Settings,
     dims: options.Dims,
     freeze: options.Freeze,
-    style: Annotated[str | None, Option("Default: both.", type=click.Choice(sorted(_STYLES)))],
+    style: Annotated[Literal["both", "full", "runtime"] | None, Option("Default: both.")],
     levels: Annotated[
         tuple[str, ...],
         Option(
@@ -103,15 +78,11 @@ def convert_command(
     embedded: Annotated[bool, Option("Put the QNN context inside the ONNX file.", words="--embed-context")],
     mlpackage: Annotated[bool, Option("Write what Core ML would load too; for --target coreml.")],
     cache: Annotated[bool, Option("Write the Core ML provider's cache, for an app to ship.")],
-    fuse: Annotated[
-        str | None, Option("Fuse patterns into ONNX Runtime's own operators.", type=click.Choice(["transformer"]))
-    ],
+    fuse: Annotated[Literal["transformer"] | None, Option("Fuse patterns into ONNX Runtime's own operators.")],
     model_type: Annotated[str | None, Option("The family of the transformer. Default: bert.", "NAME")],
     heads: Annotated[int, Option("Its attention heads. Default: found out.", "N", default=0)],
     hidden_size: Annotated[int, Option("Its hidden size. Default: found out.", "N", default=0)],
-    weights: Annotated[
-        WeightForm | None, Option("Make weights smaller; activations stay float.", type=click.Choice(WEIGHT_FORMS))
-    ],
+    weights: Annotated[WeightForm | None, Option("Make weights smaller; activations stay float.")],
     keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
     block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
     rounding: Annotated[
@@ -153,9 +124,12 @@ def convert_command(
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
     given = options.list_given()
-    for idle, needed, said, hint in _NEEDS:
-        if given & {*idle} and needed not in given:
-            raise UsageError(said, hint=hint)
+    options.require_beside(
+        ("--model-type --heads --hidden-size", "--fuse transformer"),
+        ("--keep --block --rounding --lpbq --accuracy-level", "--weights int8"),
+        ("--preprocess", "--data FOLDER"),
+        ("--soc --htp-arch --embed-context", "--target qnn"),
+    )
     if (mlpackage or cache) and target != "coreml":
         raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
     named = [option for option in ("--style", "--level", "--cpu") if option in given]

@@ -54,21 +54,38 @@ class Argument:
         return click.Argument([name], **{**known, **self._told})
 
 
+class _Number(click.FloatRange):
+    # click's names of ranges would stand in a message: "'five' is not a valid float range".
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = super().convert(value, param, ctx)
+        # Every comparison with NaN is false, so that a range lets it pass and no figure would ever miss it.
+        if math.isnan(found):
+            self.fail(f"'{value}' is no number", param, ctx)
+        return found
+
+
+class _Integer(click.IntRange):
+    name = "integer"
+
+
 class Option:
-    """An option: its help, what stands for its value there, and its words where they are not the parameter's name."""
+    """An option: its help, what stands for its value there, and its words where they are not the parameter's name.
+
+    `within` are the least and the largest number that it takes.
+    """
 
     def __init__(self, help_text: str | None, metavar: str | None = None, words: str = "", **told: Any) -> None:
-        self._words = words.split()
+        self._words, self._within = words.split(), told.pop("within", None)
         self._told: dict[str, Any] = {"help": help_text, "metavar": metavar, **told}
 
     def make(self, name: str, hint: Any) -> click.Parameter:
         """Returns click's option for a parameter of this name and type."""
         kind, optional, several = _read_type(hint)
         known: dict[str, Any] = {"type": kind, "multiple": several, "required": not (optional or several)}
-        # click's names of ranges would stand in a message: "'five' is not a valid float range".
-        limits = self._told.get("type")
-        if isinstance(limits, click.FloatRange | click.IntRange):
-            limits.name = "number" if isinstance(limits, click.FloatRange) else "integer"
+        if self._within is not None:
+            known["type"] = _Integer(*self._within) if kind is int else _Number(*self._within)
         # The type is that of what the callback returns, and says nothing of what is typed.
         if "callback" in self._told:
             known = {}
@@ -86,16 +103,11 @@ class From:
         self.make = make
 
 
-def number(help_text: str, kind: click.FloatRange, words: str = "", metavar: str = "X") -> Option:
-    """Returns an option that takes a number within a range, and refuses NaN."""
-
-    def refuse_nan(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-        # Every comparison with NaN is false, so that a range lets it pass and no figure would ever miss it.
-        if value is not None and math.isnan(value):
-            raise click.BadParameter(f"'{value}' is no number")
-        return value
-
-    return Option(help_text, metavar, words, type=kind, callback=refuse_nan)
+def number(
+    help_text: str, low: float, high: float | None = None, words: str = "", metavar: str = "X", **told: Any
+) -> Option:
+    """Returns an option that takes a number between two, and refuses NaN."""
+    return Option(help_text, metavar, words, within=(low, high), **told)
 
 
 def as_command(function: _Function) -> click.Command:

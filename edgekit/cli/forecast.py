@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import click
-
 from edgekit._files import work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, number
@@ -37,7 +35,7 @@ def forecast_command(
     compiles: Annotated[
         bool, Option("Let QNN's compiler plan the float model: nearer, and slower.", words="--compile")
     ],
-    max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", click.FloatRange(min=0))],
+    max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", 0)],
     dims: options.Dims,
     freeze: options.Freeze,
     shapes: options.Shapes,

@@ -128,14 +128,10 @@ DimsOrBuckets = Annotated[
 Pad = Annotated[dict[str, float], _numbers("The number that fills an input up to the next size (default 0).")]
 Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
 Freeze = Annotated[dict[str, float], _numbers("Make an input a constant; the data may still contain it.")]
-SampleCount = Annotated[int | None, Option("Use at most N samples.", "N", type=click.IntRange(min=1))]
+SampleCount = Annotated[int | None, number("Use at most N samples.", 1, metavar="N")]
 Steps = Annotated[
     int | None,
-    Option(
-        "N samples in a row are one sequence: state is passed from each to the next.",
-        "N",
-        type=click.IntRange(min=1, max=MOST_STEPS),
-    ),
+    number("N samples in a row are one sequence: state is passed from each to the next.", 1, MOST_STEPS, metavar="N"),
 ]
 PrecisionWord = Annotated[
     PrecisionChoice | None, Option("Default: auto.", type=click.Choice(PRECISIONS, case_sensitive=False))
@@ -150,9 +146,7 @@ HtmlFile = Annotated[Path | None, Option("Write an HTML page as well.", "FILE")]
 Metric = Annotated[
     str | None, Option("A metric that needs labels: top1, miou, wer, ..., module:function, or a .toml.", "NAME")
 ]
-MetricDrop = Annotated[
-    float | None, number("Largest drop of the metric below the float model, in points.", click.FloatRange(min=0))
-]
+MetricDrop = Annotated[float | None, number("Largest drop of the metric below the float model, in points.", 0)]
 AcceptUnproven = Annotated[bool, Option('Count a verdict of "not proven" as a pass; the result says so.')]
 
 
@@ -180,6 +174,31 @@ def list_given() -> frozenset[str]:
     )
 
 
+def refuse_idle(idle: str, reason: str) -> None:
+    """Refuses options, one or more in a text, that mean nothing beside the others that were given.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    given = list_given()
+    for option in idle.split():
+        if option in given:
+            raise UsageError(f"{option} means nothing here", hint=reason)
+
+
+def require_beside(*needs: tuple[str, str]) -> None:
+    """Refuses options without the one that they need: each pair has some options, and what to add.
+
+    Raises:
+        UsageError: one was given, and what it needs was not.
+    """
+    given = list_given()
+    for idle, needed in needs:
+        for option in idle.split():
+            if option in given and needed.split()[0] not in given:
+                raise UsageError(f"{option} needs {needed}", hint=f"add {needed}")
+
+
 def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
     """Returns the exit code of a verdict; what is not proven is a yes where the user said so."""
     if verdict == "not proven":
@@ -189,7 +208,7 @@ def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
 
 def max_drop(help_text: str) -> Option:
     """Returns the option --max-drop, a percentage."""
-    return number(help_text, click.FloatRange(0, 100), metavar="PCT")
+    return number(help_text, 0, 100, metavar="PCT")
 
 
 def time_budget(help_text: str) -> Option:

@@ -1,7 +1,6 @@
 """`edgekit quantize`."""
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +17,6 @@ from edgekit.progress import Progress
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
 from edgekit.report.tables import describe_quantization
-
-# An option, the options that would have no effect beside it, and why.
-_ALONE = (
-    ("max_drop", ("method", "plan", "plan_only"), "plans by itself"),
-    ("plan", ("method", "plan_only", "time_budget"), "is applied as it stands"),
-    ("plan_only", ("out", "html", "labels"), "writes no model and measures none"),
-)
 
 
 @as_command
@@ -75,9 +67,15 @@ def quantize_command(
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": limit}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)
-    # A default was not typed, so it conflicts with nothing.
-    given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
-    _refuse_idle(given)
+    # What would have no effect is refused, and not ignored.
+    if chosen.max_drop is not None:
+        options.refuse_idle("--method --plan --plan-only", "--max-drop plans by itself")
+    elif state is not None:
+        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
+    if plan is not None:
+        options.refuse_idle("--method --plan-only --time-budget", "--plan is applied as it stands")
+    if plan_only:
+        options.refuse_idle("--out --html --labels", "--plan-only writes no model and measures none")
     options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     layers = html is not None
     how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget)
@@ -92,13 +90,3 @@ def quantize_command(
         pages = importlib.import_module("edgekit.report.html")
         write_file(html, pages.render_quantization(report).encode())
     return Answer(report, lambda: show_lines(describe_quantization(report)), NO if report.met is False else YES)
-
-
-def _refuse_idle(given: Mapping[str, object]) -> None:
-    """Refuses options that would have no effect beside another one."""
-    for option, idle, why in _ALONE:
-        unheard = ", ".join(f"--{name.replace('_', '-')}" for name in idle if given[name])
-        if given[option] is not None and given[option] is not False and unheard:
-            raise UsageError(f"--{option.replace('_', '-')} {why}", hint=f"leave out {unheard}")
-    if given["state"] and given["max_drop"] is None:
-        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")

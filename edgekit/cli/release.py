@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
-
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.archive import Kind as ArchiveKind
@@ -15,7 +13,7 @@ from edgekit.cli.options import AcceptUnproven
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
-from edgekit.package.package import FORMS, Kind, PackageReport
+from edgekit.package.package import Kind, PackageReport
 from edgekit.package.variant import Identity, parse_extras
 from edgekit.report.tables import list_size_remarks, table_files
 from edgekit.serialize import to_builtins
@@ -48,7 +46,7 @@ def describe_attested(result: TestResult) -> str:
 @as_command
 def package_command(
     bundles: Annotated[tuple[Path, ...], Argument()],
-    kind: Annotated[Kind, Option("What kind of package.", words="--as", type=click.Choice(sorted(FORMS)))],
+    kind: Annotated[Kind, Option("What kind of package.", words="--as")],
     out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
     name: Annotated[str, Option("The name of the package; default: the model's.", "NAME", default="")],
     group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import click
 import msgspec
 
 from edgekit._files import write_file
@@ -14,7 +13,7 @@ from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
 from edgekit.app.workers import run_anywhere
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Json, Option, Volume, as_command
+from edgekit.cli.declare import Argument, Json, Option, Volume, as_command, number
 from edgekit.cli.defaults import check_defaults
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
@@ -22,7 +21,7 @@ from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, 
 from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
-from edgekit.package.package import FORMS, Kind
+from edgekit.package.package import Kind
 from edgekit.progress import say_nothing
 from edgekit.recipe import Recipe
 from edgekit.report.tables import format_bytes, make_table
@@ -35,7 +34,7 @@ def run_command(
     only: Annotated[tuple[str, ...], Option("A model, a target, or model/target; may be repeated.", "NAME")],
     workers: Annotated[
         int | None,
-        Option("Build so many bundles at a time; 1 by default.", "N", default=None, type=click.IntRange(1, 64)),
+        number("Build so many bundles at a time; 1 by default.", 1, 64, metavar="N"),
     ],
     scheduler: Annotated[str | None, Option("Build on a Dask cluster: tcp://HOST:8786.", "ADDRESS")],
     store: Annotated[
@@ -117,9 +116,7 @@ def init_command(
     targets: Annotated[
         tuple[str, ...], Option(None, "NAME", "--target", default=("nnapi", "xnnpack"), show_default=True)
     ],
-    package: Annotated[
-        Kind | None, Option("Pack the bundles as this kind of package.", words="--as", type=click.Choice(sorted(FORMS)))
-    ],
+    package: Annotated[Kind | None, Option("Pack the bundles as this kind of package.", words="--as")],
     out: Annotated[Path, Option(None, "FILE", default=FILE, show_default=True)],
 ) -> int:
     """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
 import msgspec
 
 from edgekit.bench.subject import Opening
-from edgekit.cli.declare import From, Option
+from edgekit.cli.declare import From, Option, number
 from edgekit.cli.options import Dims, Freeze, parsing
 from edgekit.devices.register import DeviceChoice
 
 SessionTarget = Annotated[
     str | None, Option("Open a model with the session options of this target, or of this machine's (auto).", "NAME")
 ]
-Threads = Annotated[int, Option("Threads; 0: ONNX Runtime chooses.", "N", type=click.IntRange(0, 256), default=0)]
+Threads = Annotated[int, number("Threads; 0: ONNX Runtime chooses.", 0, 256, metavar="N", default=0)]
 FirstSample = Annotated[str | None, Option("Take the first sample from here; else a golden or a random one.", "DATA")]
 
 

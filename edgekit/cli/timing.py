@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 import msgspec
@@ -27,7 +27,7 @@ from edgekit.report import profiles, tuning
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 from edgekit.serialize import to_json
-from edgekit.tune.space import GOALS, Goal
+from edgekit.tune.space import Goal
 from edgekit.tune.tune import TuneReport, Tuning, tune_on
 
 _MOST = 65536
@@ -56,15 +56,13 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
 def bench_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
-    runs: Annotated[int | None, Option("Time N runs, whatever the spread.", "N", type=click.IntRange(1, 100_000))],
-    seconds: Annotated[float | None, number("Run at most X seconds a device (20).", click.FloatRange(0.1, 3600))],
+    runs: Annotated[int | None, number("Time N runs, whatever the spread.", 1, 100_000, metavar="N")],
+    seconds: Annotated[float | None, number("Run at most X seconds a device (20).", 0.1, 3600)],
     threads: Threads,
     inter_op_threads: Annotated[
-        int, Option("Nodes that run at once in parallel execution.", "N", type=click.IntRange(0, 256), default=0)
+        int, number("Nodes that run at once in parallel execution.", 0, 256, metavar="N", default=0)
     ],
-    execution_mode: Annotated[
-        str | None, Option("Default: sequential, or as tuned.", type=click.Choice(["sequential", "parallel"]))
-    ],
+    execution_mode: Annotated[Literal["sequential", "parallel"] | None, Option("Default: sequential, or as tuned.")],
     against: Annotated[Path | None, Option("Run OTHER in rounds interleaved with SUBJECT.", "OTHER")],
     batches: Annotated[
         tuple[int, ...], Option("Batch sizes to time, such as 1,2,4,8.", "N,N", "--batch", callback=_read_sizes)
@@ -88,9 +86,7 @@ def bench_command(
     markdown: Annotated[Path | None, Option("Write Markdown too, for a pull request.", "FILE")],
     series: Annotated[Path | None, Option("Write the figures for a dashboard too (.json).", "FILE")],
     history: Annotated[Path | None, Option("Compare with the last benchmark in this file, and add this one.", "FILE")],
-    max_slowdown: Annotated[
-        float | None, number("With --history: largest ratio of the median to the last one's.", click.FloatRange(min=1))
-    ],
+    max_slowdown: Annotated[float | None, number("With --history: largest ratio of the median to the last one's.", 1)],
     progress: Progress,
 ) -> Answer:
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
@@ -120,8 +116,7 @@ def bench_command(
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
     if against is not None and len(openings) * len(efforts) > 1:
         raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
-    if max_slowdown is not None and history is None:
-        raise UsageError("--max-slowdown compares with a history", hint="give --history FILE")
+    options.require_beside(("--max-slowdown", "--history FILE"))
     options.require_places((markdown, series, history), (subject, against))
     report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     if history is not None:
@@ -160,13 +155,11 @@ def profile_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],
-    runs: Annotated[int | None, Option("Watch N runs in each of three rounds.", "N", type=click.IntRange(1, 1000))],
-    seconds: Annotated[
-        float | None, number("Start no further round after X seconds (10).", click.FloatRange(0.1, 3600))
-    ],
+    runs: Annotated[int | None, number("Watch N runs in each of three rounds.", 1, 1000, metavar="N")],
+    seconds: Annotated[float | None, number("Start no further round after X seconds (10).", 0.1, 3600)],
     threads: Threads,
     opening: ModelOpening,
-    top: Annotated[int, Option("Show N rows of each table (15).", "N", type=click.IntRange(1, 10_000), default=15)],
+    top: Annotated[int, number("Show N rows of each table (15).", 1, 10_000, metavar="N", default=15)],
     trace: Annotated[
         Path | None,
         Option("Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.", "FILE"),
@@ -229,14 +222,15 @@ def show_profile(report: ProfileReport, top: int) -> None:
 def tune_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
-    goal: Annotated[Goal, Option("What to minimize (latency).", type=click.Choice(GOALS), default="latency")],
+    goal: Annotated[Goal, Option("What to minimize (latency).", default="latency")],
     candidates: Annotated[tuple[Path, ...], Option("Race FILE too: INT8, fp16.", "FILE", "--candidate")],
     opening: ModelOpening,
     min_sqnr_db: Annotated[
         float | None,
         number(
             "Least signal-to-noise ratio in dB against the reference; default: the bundle's limit, or 30.",
-            click.FloatRange(-200, 200),
+            -200,
+            200,
             "--min-sqnr",
         ),
     ],

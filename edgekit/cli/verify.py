@@ -1,9 +1,9 @@
 """`edgekit verify`, the limits on the command line that replace those of the target, and `edgekit runs`."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 import msgspec
@@ -40,53 +40,42 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `metric` names a metric of the task; `max_metric_drop` and `min_metric_share` are its limits.
     """
 
-    min_cosine: Annotated[float | None, number("Least cosine of an output.", click.FloatRange(-1, 1))]
-    min_sqnr_db: Annotated[
-        float | None, number("Least signal-to-noise ratio in dB.", click.FloatRange(-200, 200), "--min-sqnr")
-    ]
+    min_cosine: Annotated[float | None, number("Least cosine of an output.", -1, 1)]
+    min_sqnr_db: Annotated[float | None, number("Least signal-to-noise ratio in dB.", -200, 200, "--min-sqnr")]
     min_top1_agreement: Annotated[
         float | None,
         number(
             "Least share of samples whose top-1 agrees (of integer outputs: of equal elements).",
-            click.FloatRange(0, 1),
+            0,
+            1,
             "--min-top1",
         ),
     ]
     gate: Annotated[
-        str | None,
-        Option(
-            "Judge by the measured figures (estimate) or by their 95 % intervals (bound), also of the metric.",
-            type=click.Choice(["estimate", "bound"]),
-        ),
+        Literal["estimate", "bound"] | None,
+        Option("Judge by the measured figures (estimate) or by their 95 % intervals (bound), also of the metric."),
     ]
-    max_cpu_nodes: Annotated[
-        int | None, Option("Largest number of nodes left to the CPU.", "N", type=click.IntRange(min=0))
-    ]
+    max_cpu_nodes: Annotated[int | None, number("Largest number of nodes left to the CPU.", 0, metavar="N")]
     max_lost_share: Annotated[
         float | None,
         number(
             "Largest share of work that ran on the CPU although the rules predicted the provider.",
-            click.FloatRange(0, 1),
+            0,
+            1,
             "--max-lost",
         ),
     ]
     needs_placement: Annotated[
         bool | None, Option("Fail if no run observed which nodes the provider takes.", is_flag=True, default=None)
     ]
-    max_latency_ratio: Annotated[
-        float | None, number("Largest ratio of the latency to that of the earlier run.", click.FloatRange(min=0))
-    ]
-    max_memory_ratio: Annotated[
-        float | None, number("Largest ratio of the memory to that of the earlier run.", click.FloatRange(min=0))
-    ]
+    max_latency_ratio: Annotated[float | None, number("Largest ratio of the latency to that of the earlier run.", 0)]
+    max_memory_ratio: Annotated[float | None, number("Largest ratio of the memory to that of the earlier run.", 0)]
     max_size_bytes: Annotated[
-        int | None, Option("Largest size of the model file.", "BYTES", "--max-size", type=click.IntRange(min=0))
+        int | None, number("Largest size of the model file.", 0, words="--max-size", metavar="BYTES")
     ]
     metric: Metric
     max_metric_drop: MetricDrop
-    min_metric_share: Annotated[
-        float | None, number("Least share of the float model's metric.", click.FloatRange(0, 1))
-    ]
+    min_metric_share: Annotated[float | None, number("Least share of the float model's metric.", 0, 1)]
 
     def find_task(self, manifest: Manifest) -> TaskLimit | None:
         """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given.
@@ -114,10 +103,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return None if task is None else msgspec.structs.replace(task, **set_ones)
 
 
-# Options that mean something beside others alone.
-_OF_DEVICES = ("--on", "--on-file", "--set")
-_OF_DATA = ("--preprocess", "--labels", "--reference", "--samples")
-_OF_RUN = ("--import", "--run-key", "--export", "--sign-run")
+_OF_DATA = "--preprocess --labels --reference --samples"
+_OF_RUN = "--import --run-key --export --sign-run"
 
 
 @as_command
@@ -177,14 +164,10 @@ def verify_command(
     or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
     # Options that would have no effect are refused: a limit that is silently ignored passes what it should stop.
-    given = options.list_given()
-    _check_options(given)
+    _check_options()
     if files_only:
-        _refuse(
-            given,
-            (*_OF_DEVICES, "--data", "--layers", "--baseline", "--history", "--junit", "--html", "--markdown"),
-            "--files-only runs nothing",
-        )
+        idle = "--on --on-file --set --data --layers --baseline --history --junit --html --markdown"
+        options.refuse_idle(idle, "--files-only runs nothing")
         if bundle is None:
             raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
         return _check_files(bundle, key)
@@ -237,33 +220,24 @@ def verify_command(
     return Answer(report, lambda: show_verify(report), code)
 
 
-def _check_options(given: Collection[str]) -> None:
+def _check_options() -> None:
+    given = options.list_given()
     if ("bundle" in given) == ("--recheck" in given):
         raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
-    if "--run-key" in given and "--import" not in given:
-        raise UsageError("--run-key is the key of an imported run", hint="add --import FILE")
-    if "--sign-run" in given and "--export" not in given:
-        raise UsageError("--sign-run signs an exported run", hint="add --export FILE")
     if "--recheck" in given:
-        of_bundle = (*_OF_DEVICES, "--require", *_OF_RUN, "--layers", "--key", "--target", "--data", *_OF_DATA)
-        _refuse(given, of_bundle, "--recheck runs nothing")
-    elif "--data" not in given:
-        _refuse(given, _OF_DATA, "the golden samples stand in the bundle with their labels; --data gives others")
+        idle = f"--on --on-file --set --require {_OF_RUN} --layers --key --target --data {_OF_DATA}"
+        options.refuse_idle(idle, "--recheck runs nothing")
+    options.require_beside(("--run-key", "--import FILE"), ("--sign-run", "--export FILE"))
+    if "--data" in given:
+        options.refuse_idle(_OF_RUN, "a run as a file is one with the golden samples")
+        options.require_beside(("--data", "--reference MODEL"))
     else:
-        _refuse(given, _OF_RUN, "a run as a file is one with the golden samples")
-        if "--reference" not in given:
-            raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
+        options.refuse_idle(_OF_DATA, "the golden samples stand in the bundle with their labels; --data gives others")
     earlier = {"--baseline", "--history"} & {*given}
     if {"--max-latency-ratio", "--max-memory-ratio"} & {*given} and not earlier:
         raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
     if len(earlier) > 1:
         raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
-
-
-def _refuse(given: Collection[str], idle: Sequence[str], reason: str) -> None:
-    for option in idle:
-        if option in given:
-            raise UsageError(f"{option} means nothing here", hint=reason)
 
 
 def _check_files(bundle: Path, key: Path | None) -> Answer:
