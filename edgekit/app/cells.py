@@ -1,23 +1,31 @@
-"""Builds and verifies one cell of an app: one model, or group of models, on one target. The result is stored."""
+"""Builds and verifies one cell of an app: one model, or group of models, on one target. The result is stored.
 
+Machines share the inputs and the results of cells through a store, each as one archive. A store is a folder, or any
+place that fsspec opens (S3, GCS, HTTP).
+"""
+
+import importlib
+import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgekit._files import digest_file, write_file
+from edgekit._files import copy_file, digest_bytes, digest_file, replace_file, staged_entries, work_folder, write_file
 from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
-from edgekit.app.store import Store, cell_folder, fetch_cell
+from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, open_group
-from edgekit.errors import EdgekitError
+from edgekit.bundle.manifest import encode_json
+from edgekit.errors import BundleError, DataError, DeviceError, EdgekitError, MissingExtraError, UsageError, quote_error
 from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.group import build_group, read_group_file
+from edgekit.machine import spell_install
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, name_steps
 from edgekit.report.html import render_build
@@ -27,6 +35,225 @@ from edgekit.serialize import to_json
 from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.on_devices import verify_on
 from edgekit.verify.report import require_devices
+
+_FILE = "file://"
+
+
+class FolderStore(msgspec.Struct, frozen=True):
+    """A store in a folder, which may be a mounted one: objects under names with `/`, each of them complete."""
+
+    folder: Path
+
+    @property
+    def place(self) -> str:
+        """The absolute path of the folder, by which another process opens the same store."""
+        return str(self.folder.absolute())
+
+    def has(self, name: str) -> bool:
+        """Returns True if there is such an object."""
+        return (self.folder / name).is_file()
+
+    def get(self, name: str, path: Path) -> bool:
+        """Copies an object into a file; returns False if there is none."""
+        if self.has(name):
+            copy_file(self.folder / name, path)
+        return self.has(name)
+
+    def put(self, name: str, path: Path) -> None:
+        """Copies a file into an object, whole or not at all; an existing object is replaced."""
+        replace_file(path, self.folder / name)
+
+
+class RemoteStore(msgspec.Struct, frozen=True):
+    """A store that fsspec opens by its URL; over HTTP it is read-only.
+
+    An upload becomes visible only when it is complete: S3 and GCS guarantee that for an object, and fsspec makes one
+    upload.
+    """
+
+    place: str
+    files: Any
+    root: str
+
+    def has(self, name: str) -> bool:
+        """Returns True if there is such an object."""
+        return bool(self._ask("look into", self.files.exists, f"{self.root}/{name}"))
+
+    def get(self, name: str, path: Path) -> bool:
+        """Copies an object into a file; returns False if there is none."""
+        if not self.has(name):
+            return False
+        self._ask("read", self.files.get_file, f"{self.root}/{name}", str(path))
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        """Copies a file into an object; does nothing if the protocol cannot write (HTTP)."""
+        place = f"{self.root}/{name}"
+        try:
+            self._ask("write", self.files.makedirs, place.rpartition("/")[0], True)  # noqa: FBT003 - fsspec's exist_ok
+            self._ask("write", self.files.put_file, str(path), place)
+        except NotImplementedError:
+            return
+
+    def _ask(self, what: str, call: Any, *words: object) -> Any:
+        try:
+            return call(*words)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            reason = quote_error(error)
+            raise DeviceError(
+                f"cannot {what} store '{self.place}': {reason}",
+                hint="check that it is there, and that you may read and write it",
+            ) from error
+
+
+Store = FolderStore | RemoteStore
+
+
+def open_store(place: str) -> Store:
+    """Opens a store by the path of a folder or by a URL of fsspec, for example `s3://bucket/edgekit`.
+
+    Raises:
+        MissingExtraError: fsspec, or the package that it needs for this kind of URL, is not installed.
+        UsageError: there is no such kind of URL.
+    """
+    if "://" not in place or place.startswith(_FILE):
+        return FolderStore(Path(place.removeprefix(_FILE)))
+    try:
+        files, root = importlib.import_module("fsspec.core").url_to_fs(place)
+    except ImportError as error:
+        wanted = "fsspec" if error.name == "fsspec" else quote_error(error)
+        raise MissingExtraError(f"store '{place}' needs {wanted}", hint=spell_install("fsspec s3fs")) from error
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"cannot open store '{place}': {quote_error(error)}", hint="a folder, or a URL that fsspec opens"
+        ) from error
+    return RemoteStore(place=place, files=files, root=str(root).rstrip("/"))
+
+
+# Archives that edgekit made itself: a result may be as large as its model, and is stored uncompressed.
+_LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
+_REPORT = "report.json"
+
+
+class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of one folder in a store: the digest of their names and contents, and the name of the first file."""
+
+    sha256: str
+    name: str
+
+
+def cell_folder(app: App, cell: Cell) -> Path:
+    """Returns the folder of a cell's results."""
+    return app.out / cell.model / cell.target
+
+
+def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> StoredFiles:
+    """Puts files, or a folder with all its files, into a store unless it has them; returns the key to fetch them by.
+
+    Raises:
+        EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
+    """
+    first, entries = paths[0], dict[str, Path]()
+    for path in paths:
+        inner = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        for file in inner:
+            # Computed from the paths alone, without following links.
+            name = Path(os.path.relpath(file, first.parent)).as_posix()
+            if name.startswith("../"):
+                words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
+                raise DataError(words, hint="put it there, or run without --scheduler")
+            entries[name] = file
+    digest = _digest(entries, digests)
+    if not store.has(_name_inputs(digest)):
+        with work_folder() as work:
+            write_archive(entries, work / "inputs.tar", "tar")
+            store.put(_name_inputs(digest), work / "inputs.tar")
+    return StoredFiles(sha256=digest, name=first.name)
+
+
+def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
+    """Returns the first of these files, or its folder, unpacked below `place` if it is not there yet.
+
+    Raises:
+        DataError: the store does not hold it, or something else under its name.
+    """
+    if not (place / files.sha256).is_dir():
+        with work_folder() as work, staged_entries(place) as staging:
+            if not store.get(_name_inputs(files.sha256), work / "inputs.tar"):
+                raise DataError(f"store '{store.place}' has lost '{files.name}'", hint="run again")
+            unpack_archive(work / "inputs.tar", staging / files.sha256, _LIMITS)
+            found = _digest(list_files(staging / files.sha256), Digests(work / "digests"))
+            if found != files.sha256:
+                raise DataError(f"store '{store.place}' holds another '{files.name}'", hint="empty it, then run again")
+    return place / files.sha256 / files.name
+
+
+def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
+    """Puts the results of a cell into a store as one object, so that they are there whole or not at all.
+
+    Raises:
+        EdgekitError: the store cannot be written.
+    """
+    with work_folder() as work:
+        write_archive(list_files(cell_folder(app, cell)), work / "cell.tar", "tar")
+        store.put(name_cell(key), work / "cell.tar")
+
+
+def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
+    """Returns the result that a store holds for a key, with its files in the cell's folder; None if none is usable.
+
+    Raises:
+        DeviceError: the store cannot be asked.
+        OutputError: the folder cannot be written.
+    """
+    with work_folder() as work:
+        if not store.get(name_cell(key), work / "cell.tar"):
+            return None
+        try:
+            with staged_entries(app.out / cell.model) as staging:
+                unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
+                return _adopt(app, cell, key, staging / cell.target)
+        except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
+            # Damaged: the cell is built again, and its result then replaces the object.
+            return None
+
+
+def name_cell(key: str) -> str:
+    """Returns the name of the object that holds the results of a key."""
+    return f"cells/{key[:2]}/{key}.tar"
+
+
+def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
+    """Rewrites the paths in results that were made elsewhere, perhaps for a cell of another name."""
+    result = read_result(folder)
+    if result is None or result.key != key:
+        raise DataError("the results of another cell", hint="they are made again")
+    here, name = cell_folder(app, cell), Path(result.bundle).name
+    opened = open_group(folder / name) if cell.is_group else open_bundle(folder / name)
+    if opened.sha256 != result.sha256:
+        raise DataError("the bundle of another cell", hint="they are made again")
+    placed, page = here.relative_to(app.out).as_posix(), Path(result.report).name
+    result = msgspec.structs.replace(
+        result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/{page}"
+    )
+    write_result(folder, result)
+    report: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
+    report["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
+    if not cell.is_group:
+        report["report"] = str(here / page)
+    write_file(folder / _REPORT, to_json(report).encode())
+    return result
+
+
+def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
+    return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
+
+
+def _name_inputs(digest: str) -> str:
+    return f"inputs/{digest[:2]}/{digest}.tar"
+
 
 CACHE = ".cache"
 

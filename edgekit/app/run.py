@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, staged_entries, work_folder, write_file
-from edgekit.app.cells import CACHE, build_cell, find_kept, forget_cell
+from edgekit.app.cells import CACHE, Store, build_cell, find_kept, forget_cell, publish_cell
 from edgekit.app.config import App, Cell, KeyTable, list_cells
 from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
-from edgekit.app.store import Store, publish_cell
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json

@@ -16,21 +16,24 @@ from typing import Any
 import msgspec
 
 from edgekit._proc import run_process
-from edgekit.app.cells import CACHE, build_cell, find_key, forget_cell
-from edgekit.app.config import App, AppTable, Cell
-from edgekit.app.result import RESULT, STORE, AppReport, CellResult, Digests, fail_cell, list_inputs, read_result
-from edgekit.app.run import BuildElsewhere, run_app
-from edgekit.app.store import (
+from edgekit.app.cells import (
+    CACHE,
     Store,
     StoredFiles,
+    build_cell,
     cell_folder,
     fetch_cell,
     fetch_files,
+    find_key,
+    forget_cell,
     name_cell,
     open_store,
     publish_cell,
     store_files,
 )
+from edgekit.app.config import App, AppTable, Cell
+from edgekit.app.result import RESULT, STORE, AppReport, CellResult, Digests, fail_cell, list_inputs, read_result
+from edgekit.app.run import BuildElsewhere, run_app
 from edgekit.devices.parallel import run_together
 from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error

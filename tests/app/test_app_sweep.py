@@ -16,10 +16,10 @@ from group_models import make_talk
 from tiny_models import parse_model
 
 from edgekit.app import result
+from edgekit.app.cells import open_store
 from edgekit.app.config import App, SweepTable, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
-from edgekit.app.store import open_store
 from edgekit.app.workers import TOPIC, list_slots, run_anywhere, use_processes
 from edgekit.bundle.group.group import open_group
 from edgekit.cli.main import run_command
