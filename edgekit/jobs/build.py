@@ -4,11 +4,12 @@ import math
 import shutil
 import time
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import msgspec
 
@@ -63,6 +64,7 @@ class _Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Ladder = Generator[ReadyBundle, str]
+_Made = TypeVar("_Made")
 
 
 def build(
@@ -111,68 +113,50 @@ def build(
             watch=watch,
             memo=msgspec.structs.replace(kept.memo, budget=Budget()),
         )
-        inputs = read_build_inputs(given, data, job)
-        inputs, built, reports = _build_all(inputs, job, verify=verify)
-        report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
-        report = msgspec.structs.replace(report, forecast=told)
+        inputs, ends = _build_all(read_build_inputs(given, data, job), job, verify=verify)
+        facts, feeds = inputs.samples.facts, inputs.state.feeds
+        warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
+        if feeds and inputs.state.steps == 1:
+            pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
+            said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
+            warnings.insert(0, said)
+        if isinstance(inputs.calibration, Calibration):
+            warnings += inputs.calibration.notes
+        report = BuildReport(
+            model=inputs.source.name,
+            sha256=job.origin,
+            verified=verify,
+            calibration_samples=inputs.samples.calibration.count,
+            data_warnings=tuple(warnings),
+            fixed_axes=find_neglected_axes(inputs.source, targets),
+            golden_samples=inputs.golden.samples,
+            fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
+            bundles=tuple(_summarize(inputs.source, *each, out) for each in zip(targets, ends, strict=True)),
+            seconds=round(time.monotonic() - start, 2),
+            stages=job.watch.end(),
+            peak_rss_bytes=own_peak_bytes(with_child=True),
+            versions=list_versions(),
+            report=out / "report.html",
+            forecast=told,
+        )
         write_file(staging / "report.json", to_json(report).encode())
-        whole = {result.contents.target.name: result for result in built if isinstance(result, BuiltBundle)}
         pictures = {
-            name: draw_worst(read_inputs(whole[name].bundle.golden), found)
-            for name, found in reports.items()
-            if name in whole
+            target.name: draw_worst(read_inputs(end.built.bundle.golden), end.report)
+            for target, end in zip(targets, ends, strict=True)
+            if isinstance(end.built, BuiltBundle) and end.report is not None
         }
         write_file(staging / "report.html", render_build(report, pictures).encode())
     return report
 
 
-def _sum_up(
-    inputs: BuildInputs,
-    job: BuildJob,
-    built: Sequence[BuiltBundle | EdgekitError],
-    reports: Mapping[str, VerifyReport],
-    *,
-    verified: bool,
-    out: Path,
-    start: float,
-) -> BuildReport:
-    facts, feeds = inputs.samples.facts, inputs.state.feeds
-    warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
-    if feeds and inputs.state.steps == 1:
-        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
-        said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
-        warnings.insert(0, said)
-    if isinstance(inputs.calibration, Calibration):
-        warnings += inputs.calibration.notes
-    return BuildReport(
-        model=inputs.source.name,
-        sha256=job.origin,
-        verified=verified,
-        calibration_samples=inputs.samples.calibration.count,
-        data_warnings=tuple(warnings),
-        fixed_axes=find_neglected_axes(inputs.source, job.targets),
-        golden_samples=inputs.golden.samples,
-        fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
-        bundles=tuple(_summarize(inputs.source, *each, reports, out) for each in zip(job.targets, built, strict=True)),
-        seconds=round(time.monotonic() - start, 2),
-        stages=job.watch.end(),
-        peak_rss_bytes=own_peak_bytes(with_child=True),
-        versions=list_versions(),
-        report=out / "report.html",
-    )
-
-
-def _build_all(
-    inputs: BuildInputs, job: BuildJob, *, verify: bool
-) -> tuple[BuildInputs, list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
-    """Returns the inputs, calibrated if a target needs that; what was built for each target; and how it was verified.
+def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[BuildInputs, list[_Finished]]:
+    """Returns the inputs, calibrated if a target needs that, and what was built for each target.
 
     A bundle is written and verified while the next target is planned. Targets without a plan come first, before the
     calibration: their emulators, most of which keep one core busy, start early.
     """
-    failed: dict[str, EdgekitError] = {}
-    finished: dict[str, Future[_Finished]] = {}
-    ladders: dict[str, _Ladder] = {}
+    ends: dict[str, _Finished] = {}
+    begun: dict[str, tuple[Future[_Finished], _Ladder, Target]] = {}
     order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
     writing = Lock()
     finish = partial(_finish, job=job, verify=verify, writing=writing)
@@ -184,20 +168,17 @@ def _build_all(
                 with writing:
                     inputs = calibrate_inputs(inputs, job)
             limited = job.limit_planning(planned_share * job.seconds_left(waiting))
-            ladders[target.name] = ready_bundles(inputs, target, limited, job.work / target.name)
-            made = _ready_target(ladders[target.name], target, job)
+            ladder = ready_bundles(inputs, target, limited, job.work / target.name)
+            made = _ready_target(ladder, target, job)
             # Freed memory would otherwise stay with this process while emulators need it.
             release_memory()
             if isinstance(made, ReadyBundle):
-                finished[target.name] = begin((made, waiting))
+                begun[target.name] = begin((made, waiting)), ladder, target
             else:
-                failed[target.name] = made
+                ends[target.name] = _Finished(built=made)
         job.watch.begin("verify" if verify else "write")
-    targets = {target.name: target for target in job.targets}
-    ends = {name: _step_down(each.result(), ladders[name], targets[name], job) for name, each in finished.items()}
-    built = {**failed, **{name: end.built for name, end in ends.items()}}
-    reports = {name: end.report for name, end in ends.items() if end.report is not None}
-    return inputs, [built[target.name] for target in job.targets], reports
+    ends |= {name: _step_down(end.result(), ladder, target, job) for name, (end, ladder, target) in begun.items()}
+    return inputs, [ends[target.name] for target in job.targets]
 
 
 def _rank(target: Target) -> tuple[bool, bool]:
@@ -213,12 +194,7 @@ def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str =
     """Returns the best bundle of a target, or the next one where a device refused what came before."""
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
-    try:
-        return ladder.send(refusal) if refusal else next(ladder)
-    except EdgekitError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - a fault of ours in one target must leave the others whole
-        return _report_fault(error, target, job)
+    return _guard(partial(ladder.send, refusal) if refusal else partial(next, ladder), target, job)
 
 
 def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
@@ -236,33 +212,39 @@ def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writi
     """Writes and verifies a bundle; of the time that is left it takes one share of as many as targets are left."""
     ready, waiting = each
     target = ready.contents.target
+    # Comparing layers takes the most memory of a build: one bundle at a time.
+    with writing:
+        built = _guard(partial(write_ready, ready), target, job)
+    if isinstance(built, EdgekitError) or not verify:
+        return _Finished(built=built)
+    report = _guard(partial(_verify, built, job, waiting), target, job, raises=True)
+    if isinstance(report, EdgekitError):
+        # The bundle is whole, and stays not verified.
+        notes = (*built.notes, f"it was not verified: {report}")
+        return _Finished(built=msgspec.structs.replace(built, notes=notes))
+    return _Finished(built=built, report=report)
+
+
+def _guard(make: Callable[[], _Made], target: Target, job: BuildJob, *, raises: bool = False) -> _Made | EdgekitError:
+    """Returns what a step of one target makes, or why not: a fault of ours must leave the other targets whole.
+
+    For a fault a file for a bug report is written beside the bundles; what is no fault is raised if it `raises`.
+    """
     try:
-        # Comparing layers takes the most memory of a build: one bundle at a time.
-        with writing:
-            built = write_ready(ready)
+        return make()
     except EdgekitError as error:
-        return _Finished(built=error)
-    except Exception as error:  # noqa: BLE001 - as above
-        return _Finished(built=_report_fault(error, target, job))
-    try:
-        return _Finished(built=built, report=_verify(built, job, waiting) if verify else None)
-    except EdgekitError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as above; the bundle is whole, and stays not verified
-        note = f"it was not verified: {_report_fault(error, target, job)}"
-        return _Finished(built=msgspec.structs.replace(built, notes=(*built.notes, note)))
-
-
-def _report_fault(error: Exception, target: Target, job: BuildJob) -> EdgekitError:
-    """Writes a file for a bug report beside the bundles, and returns the error that the report of the build shows."""
-    name = f"fault-{target.name}.txt"
-    facts = {"target": target.name, "settings": target.settings, "model sha256": job.origin, **list_versions()}
-    lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]
-    write_file(job.staging / name, "\n".join(lines).encode())
-    return ModelError(
-        f"edgekit ended in a fault of its own, {type(error).__name__}: {quote_error(error)}",
-        hint=f"send '{name}' of this build to its makers: it holds no weights and no data",
-    )
+        if raises:
+            raise
+        return error
+    except Exception as error:  # noqa: BLE001 - see above
+        name = f"fault-{target.name}.txt"
+        facts = {"target": target.name, "settings": target.settings, "model sha256": job.origin, **list_versions()}
+        lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]
+        write_file(job.staging / name, "\n".join(lines).encode())
+        return ModelError(
+            f"edgekit ended in a fault of its own, {type(error).__name__}: {quote_error(error)}",
+            hint=f"send '{name}' of this build to its makers: it holds no weights and no data",
+        )
 
 
 def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
@@ -296,13 +278,8 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
     return report
 
 
-def _summarize(
-    source: Model,
-    target: Target,
-    result: BuiltBundle | EdgekitError,
-    reports: Mapping[str, VerifyReport],
-    out: Path,
-) -> BundleSummary:
+def _summarize(source: Model, target: Target, end: _Finished, out: Path) -> BundleSummary:
+    result = end.built
     if isinstance(result, EdgekitError):
         return BundleSummary(target=target.name, title=target.title, failure=str(result))
     manifest = result.bundle.manifest
@@ -323,5 +300,5 @@ def _summarize(
         float_nodes=0 if result.quantized is None else len(result.quantized.float_nodes),
         census={form: dict(counts) for form, counts in result.converted.census.items()},
         check=result.contents.check,
-        verify=reports.get(target.name),
+        verify=end.report,
     )
