@@ -14,6 +14,7 @@ import msgspec
 import onnx
 
 from edgekit._files import work_folder
+from edgekit.bench.bench import BenchRun
 from edgekit.bench.history import list_benches
 from edgekit.bundle.folder import open_bundle
 from edgekit.check.check import check_graph, count_crossings
@@ -46,6 +47,7 @@ from edgekit.recipe import Recipe, choose_precision
 from edgekit.report.tables import format_bytes
 from edgekit.target import Precision, Target, load_target
 from edgekit.verify.history import list_runs
+from edgekit.verify.run_report import RunReport
 
 BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
 """What the table calls a precision of a bundle."""
@@ -59,17 +61,6 @@ class CpuTime(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     machine: str
     ms: float
-
-
-class _Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded time of one sample at a time."""
-
-    device: str
-    evidence: Evidence
-    provider: str
-    soc: str
-    ms: float
-    source: str
 
 
 def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
@@ -104,17 +95,18 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
     numbers = {soc.casefold(): int(number) for number, soc in load_target("qnn").socs.items()}
     found: dict[str, KnownTime] = {}
     # What an emulator took says nothing of a phone.
-    for past in _list_recorded(path, name):
-        if past.provider == "QNNExecutionProvider" and past.evidence is Evidence.DEVICE:
-            number = numbers.get(past.soc.casefold())
+    for run, ms, source in _list_recorded(path, name):
+        if run.provider == "QNNExecutionProvider" and run.evidence is Evidence.DEVICE:
+            soc = run.versions.get("soc", "")
+            number = numbers.get(soc.casefold())
             known = (phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone")
             phone = next(known, None)
             if phone is None:
                 raise UsageError(
-                    f"{past.source}: '{past.device}' says that its chip is '{past.soc}', which edgekit has no name for",
-                    hint=f'give the time by hand: --measured "DEVICE={past.ms:.4g}ms"',
+                    f"{source}: '{run.device}' says that its chip is '{soc}', which edgekit has no name for",
+                    hint=f'give the time by hand: --measured "DEVICE={ms:.4g}ms"',
                 )
-            found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=past.ms, source=past.source)
+            found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=ms, source=source)
     if not found:
         raise UsageError(
             f"'{path}' holds no time of '{name}' on the NPU of a phone",
@@ -140,11 +132,8 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
         return (CpuTime(model=model, machine=f"the CPU that ran {model.name}", ms=ms),)
     if re.match(r"\s*([-+.0-9]|nan|inf)", given) and not Path(given).exists():
         raise UsageError(f"--on-cpu {text}: '{given}' is no time", hint="a positive number with us, ms or s: 12ms")
-    found = {
-        f"{past.device} ({_CPUS[past.provider]})": past.ms
-        for past in _list_recorded(Path(given), model.resolve().name)
-        if past.provider in _CPUS
-    }
+    recorded = _list_recorded(Path(given), model.resolve().name)
+    found = {f"{run.device} ({_CPUS[run.provider]})": ms for run, ms, _ in recorded if run.provider in _CPUS}
     if not found:
         raise UsageError(
             f"'{given}' holds no time of '{model.name}' on a CPU", hint=f"edgekit bench {model} --history {given}"
@@ -152,28 +141,21 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
     return tuple(CpuTime(model=model, machine=machine, ms=ms) for machine, ms in found.items())
 
 
-def _list_recorded(path: Path, subject: str) -> Iterator[_Recorded]:
-    """Yields what a history holds of a subject, oldest first, but for batches, queues and runs side by side."""
+def _list_recorded(path: Path, subject: str) -> Iterator[tuple[BenchRun | RunReport, float, str]]:
+    """Yields the runs of one sample at a time that a history holds of a subject, with milliseconds and source.
+
+    The oldest come first; batches, queues and runs side by side are left out.
+    """
     for bench in list_benches(path, subject=subject):
         for timed in bench.report.runs:
-            if (
-                timed.failure is None
-                and timed.median_ms > 0
-                and timed.batch == timed.concurrency == 1
-                and not timed.queue
-            ):
-                yield _Recorded(
-                    device=timed.device, evidence=timed.evidence, provider=timed.provider,
-                    soc=timed.versions.get("soc", ""), ms=timed.median_ms, source=f"bench {bench.id} of {path.name}",
-                )  # fmt: skip
+            is_alone = timed.batch == timed.concurrency == 1 and not timed.queue
+            if timed.failure is None and timed.median_ms > 0 and is_alone:
+                yield timed, timed.median_ms, f"bench {bench.id} of {path.name}"
     for past in list_runs(path, bundle=subject):
         for run in past.report.runs:
             taken = run.failure is None and run.provider_nodes.get(run.provider, 0)
             if taken and run.latency_ms is not None and run.latency_ms.median > 0:
-                yield _Recorded(
-                    device=run.device, evidence=run.evidence, provider=run.provider,
-                    soc=run.versions.get("soc", ""), ms=run.latency_ms.median, source=f"run {past.id} of {path.name}",
-                )  # fmt: skip
+                yield run, run.latency_ms.median, f"run {past.id} of {path.name}"
 
 
 def _read_ms(text: str) -> float | None:
@@ -231,10 +213,15 @@ def forecast(
     subject = Path(subject)
     path, bits = _open(subject)
     chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else BITS))
-    others = {name: maker for name in devices if (maker := _find_other(name)) is not None}
-    named = tuple(dict.fromkeys(name for name in devices if name not in others))
-    phones = load_phones() if every else () if others and not named else choose_phones()
-    phones = tuple(dict.fromkeys(find_phone(name, load_phones()) for name in named)) if named and not every else phones
+    # Of several makers that fit a name the first counts.
+    others = {
+        name: (maker, target)
+        for name in devices
+        for maker, target, words in reversed(_NO_GROUND)
+        if re.search(words, name.casefold())
+    }
+    found = dict.fromkeys(find_phone(name, load_phones()) for name in devices if name not in others)
+    phones = load_phones() if every else tuple(found) if devices else choose_phones()
     source = load_model(path)
     graph, counted = _count_work(source, dims or {})
     # One with an HTP that QNN's rules do not know is as the next older.
@@ -255,9 +242,23 @@ def forecast(
         for name, (maker, target) in others.items()
         for bit in chosen
     )  # fmt: skip
-    unlike: tuple[Bits, ...] = tuple(
-        bit for bit, far in distances.items() if far > load_fitted()[0].precisions[bit].farthest
-    )
+    fitted = load_fitted()[0].precisions
+    unlike: tuple[Bits, ...] = tuple(bit for bit, far in distances.items() if far > fitted[bit].farthest)
+    remarks: list[str] = []
+    if unlike:
+        remarks.append(
+            f"no measured network is like this one in {', '.join(unlike)}: it lies further off than any that the"
+            " forecast was tried on, so that even the wide interval promises nothing"
+        )
+    if counted.recurrent:
+        remarks.append(f"{counted.recurrent} recurrent layers run step by step on an NPU, which was not learned from")
+    if on_cpu:
+        remarks.append(
+            "times on a CPU are scaled by the work from another model's; the interval is that of a PC, in float on one"
+            " thread"
+        )
+    moved = "moved the forecast of every device"
+    remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in known]
     table = load_table()
     return ForecastReport(
         model=source.name,
@@ -269,10 +270,10 @@ def forecast(
         rows=rows,
         known=tuple(known),
         distance={bit: round(far, 3) for bit, far in distances.items()},
-        faster={bit: load_fitted()[0].precisions[bit].faster for bit in chosen},
+        faster={bit: fitted[bit].faster for bit in chosen},
         unlike=unlike,
         traffic=traffic,
-        remarks=(*_list_remarks(counted, unlike, known, on_cpu), *filter(None, [said])),
+        remarks=(*remarks, *filter(None, [said])),
         ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
         max_ms=max_ms,
     )
@@ -331,11 +332,6 @@ def _count_timed(path: Path, dims: Mapping[str, int]) -> Work:
     return _count_work(model, {name: dims.get(name, 1) for name in find_unset(model.inputs, {})})[1]
 
 
-def _find_other(name: str) -> tuple[str, str] | None:
-    found = ((maker, target) for maker, target, words in _NO_GROUND if re.search(words, name.casefold()))
-    return next(found, None)
-
-
 def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
     target = load_target(name, settings)
     options = {**target.session.provider_options, **target.settings}
@@ -349,27 +345,6 @@ def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
         cpu_ops=dict(Counter(node.op for node in left).most_common()),
         reasons=tuple(dict.fromkeys(reason for node in left for reason in node.reasons[:1]))[:5],
     )
-
-
-def _list_remarks(
-    work: Work, unlike: Sequence[Bits], measured: Sequence[KnownTime], on_cpu: Sequence[CpuTime]
-) -> list[str]:
-    remarks: list[str] = []
-    if unlike:
-        remarks.append(
-            f"no measured network is like this one in {', '.join(unlike)}: it lies further off than any that the"
-            " forecast was tried on, so that even the wide interval promises nothing"
-        )
-    if work.recurrent:
-        remarks.append(f"{work.recurrent} recurrent layers run step by step on an NPU, which was not learned from")
-    if on_cpu:
-        remarks.append(
-            "times on a CPU are scaled by the work from another model's; the interval is that of a PC, in float on one"
-            " thread"
-        )
-    moved = "moved the forecast of every device"
-    remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in measured]
-    return remarks
 
 
 def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple[Traffic | None, str]:
