@@ -19,7 +19,7 @@ from edgekit.data.data_check import accept_pixels
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
-from edgekit.data.split import SampleSets, Sequences, read_sample_sets
+from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels
@@ -28,7 +28,7 @@ from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
@@ -38,7 +38,7 @@ from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
-from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
+from edgekit.quantize.calibration.store import CacheSettings, open_cache
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
@@ -217,6 +217,14 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     sized = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
     outputs = check_outputs(recipe.outputs, prepared)
     sequences = plan_sequences(source, recipe.state, prepared.inputs, prepared.outputs, folder)
+    if sized is not None:
+        if sequences.state.steps > 1:
+            raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
+
+        def fill(samples: Samples, _: str) -> Samples:
+            return pad_samples(sized.padding, samples, sized.largest)
+
+        sequences = msgspec.structs.replace(sequences, unroll=fill)
     job.begin("samples", "read the samples")
     samples = read_sample_sets(
         prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
@@ -226,7 +234,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         preprocess=data.preprocess,
         most=recipe.samples,
         idle=recipe.freeze,
-        sequences=_filling(sequences, sized),
+        sequences=sequences,
     )
     facts = accept_pixels(samples.facts, partial(takes_raw_pixels, read_graph(prepared)))
     samples = msgspec.structs.replace(samples, facts=facts)
@@ -285,23 +293,6 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     return inputs
 
 
-def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:
-    """Returns sequences whose samples are filled up to the largest size, where there are several.
-
-    Raises:
-        UsageError: the model has state.
-    """
-    if sized is None:
-        return sequences
-    if sequences.state.steps > 1:
-        raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
-
-    def fill(samples: Samples, _: str) -> Samples:
-        return pad_samples(sized.padding, samples, sized.largest)
-
-    return msgspec.structs.replace(sequences, unroll=fill)
-
-
 def _run_unpadded(
     source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], folder: Path
 ) -> BucketInputs:
@@ -331,33 +322,26 @@ def _run_float(source: Model, samples: SampleSets, job: BuildJob, place: Path) -
     facts = source.sha256, list_versions(), describe_machine()
     key = digest_bytes(msgspec.json.encode(facts, order="sorted"))
     with open_cache(CacheSettings(folder=job.kept.folder, digests=()), key, job.progress, "golden") as cache:
-        found = cache.load(OUTPUTS, None, 2 * _MOST_KEPT_BYTES)
-        outputs = {} if found is None else _split_outputs(found, cache)
-        known = KnownOutputs(outputs=outputs, room_bytes=_MOST_KEPT_BYTES)
+        found, outputs = cache.load(OUTPUTS, None, 2 * _MOST_KEPT_BYTES), dict[bytes, dict[str, Array]]()
+        if found is not None:
+            try:
+                for label, value in found.arrays.items():
+                    number, name = label.split(" ", 1)
+                    outputs.setdefault(found.seen[int(number)], {})[name] = value
+            except (LookupError, ValueError):
+                outputs.clear()
+            if len(outputs) < len(found.seen) or len({frozenset(each) for each in outputs.values()}) != 1:
+                cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
+                outputs = {}
+        known = KnownOutputs(outputs={**outputs}, room_bytes=_MOST_KEPT_BYTES)
         golden = make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True, known=known)
         if not known.ran:
             job.progress(f"what the float model gives for {golden.samples} samples is read from the cache")
-        elif outputs:
-            arrays = {
-                f"{place} {name}": value for place, each in enumerate(outputs.values()) for name, value in each.items()
-            }
-            cache.save(OUTPUTS, dict(enumerate(outputs)), lambda: arrays, now=True)
+        elif known.outputs:
+            each = enumerate(known.outputs.values())
+            arrays = {f"{number} {name}": value for number, gave in each for name, value in gave.items()}
+            cache.save(OUTPUTS, dict(enumerate(known.outputs)), lambda: arrays, now=True)
     return golden
-
-
-def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Tensors]:
-    """Returns outputs by the digest of their sample, nothing where they do not belong together."""
-    known: dict[bytes, dict[str, Array]] = {digest: {} for digest in found.seen.values()}
-    try:
-        for key, value in found.arrays.items():
-            place, name = key.split(" ", 1)
-            known[found.seen[int(place)]][name] = value
-    except (LookupError, ValueError):
-        known.clear()
-    if len({frozenset(each) for each in known.values()}) == 1:
-        return dict(known)
-    cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
-    return {}
 
 
 def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | ModelError:

@@ -210,19 +210,31 @@ def _remake(inputs: BuildInputs, made: Made, work: Path) -> Model:
 def _share(
     models: Mapping[int, Model], sized: BucketInputs, name: str, work: Path, notes: list[str]
 ) -> tuple[tuple[Path, ...], Buckets]:
-    largest = sized.models.largest
+    largest, folder = sized.models.largest, work / "together"
     names = {size: name if size == largest else f"{name}-{size}" for size in models}
-    # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
     shared, _ = share_models({names[size]: model for size, model in models.items()}, work)
-    made = {size: shared.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()}
-    # In one folder, as in the bundle: a model loads where its weights lie beside it.
-    of_each = {size: tuple(_gather(path, work, work / "together") for path in paths) for size, paths in made.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def gather(path: Path, file: str) -> Path:
+        """Puts a file into the folder, once: a file that was made in `work` is moved, any other is copied."""
+        place = folder / file
+        if not place.exists():
+            (move_file if path.is_relative_to(work) else copy_file)(path, place)
+        return place
+
+    # In one folder, as in the bundle: a model loads where its weights lie beside it. Each has a name of its own, also
+    # where it shares no weight.
+    of_each: dict[int, tuple[Path, ...]] = {}
+    for size, model in models.items():
+        alone = (model.path, *(model.path.parent / file for file in model.external_files))
+        first, *others = shared.get(names[size], alone)
+        of_each[size] = gather(first, f"{names[size]}.onnx"), *(gather(path, path.name) for path in others)
     files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))
     whole = sum(path.stat().st_size for path in files)
-    alone = sum(path.stat().st_size for paths in of_each.values() for path in paths)
+    apart = sum(path.stat().st_size for paths in of_each.values() for path in paths)
     sizes = ", ".join(str(size) for size in sized.models.sizes)
     notes.append(
-        f"a model for each {sized.models.padding.dim} of {sizes}: {whole} bytes together, {alone} without the weights"
+        f"a model for each {sized.models.padding.dim} of {sizes}: {whole} bytes together, {apart} without the weights"
         f" that they share; in ONNX form alone, since files in ORT format and contexts have weights of their own"
     )
     buckets = Buckets(
@@ -231,20 +243,3 @@ def _share(
         lengths=sized.lengths,
     )
     return files, buckets
-
-
-def _gather(path: Path, work: Path, folder: Path) -> Path:
-    """Puts a file into a folder, once: a file that was made in `work` is moved, any other is copied."""
-    place = folder / path.name
-    if not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (move_file if path.is_relative_to(work) else copy_file)(path, place)
-    return place
-
-
-def _rename(model: Model, name: str, work: Path) -> tuple[Path, ...]:
-    """Returns the files of a model that shares no weight, the first under another name."""
-    path = work / name / f"{name}.onnx"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    copy_file(model.path, path)
-    return (path, *(model.path.parent / file for file in model.external_files))

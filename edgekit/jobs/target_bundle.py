@@ -14,7 +14,7 @@ import msgspec
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest import Ancestry, encode_json
+from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
@@ -124,25 +124,27 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
     """
     work.mkdir()
     ladder = _Ladder(inputs, target, job, work)
-    first, why, last = None, "", None
+    first, why = None, ""
     for turn, way in enumerate(ladder.ways()):
         first = first or way
         try:
             ready = ladder.make(way, work / str(turn))
         except FAILURES as error:
-            ladder.failed, last = error, error
+            ladder.failed = error
             why = why or (error.message if isinstance(error, EdgekitError) else quote_error(error))
             continue
         told = (f"{_describe_loss(first, way)}, because {why}",) if why else ()
         refused = yield msgspec.structs.replace(ready, notes=(*told, *ready.notes))
-        ladder.failed = last = ModelError(
+        ladder.failed = ModelError(
             f"'{target.name}' makes no session of the {way.precision} model: {refused}",
             hint="edgekit check --observe MODEL asks the provider about each node",
         )
-        why = why or last.message
-    if isinstance(last, EdgekitError):
-        raise last
-    raise ModelError(f"no model can be made for '{target.name}': {why}", hint="build for its fallback") from last
+        why = why or ladder.failed.message
+    if isinstance(ladder.failed, EdgekitError):
+        raise ladder.failed
+    raise ModelError(
+        f"no model can be made for '{target.name}': {why}", hint="build for its fallback"
+    ) from ladder.failed
 
 
 def _describe_loss(first: Way, way: Way) -> str:
@@ -185,9 +187,7 @@ class _Ladder:
                 yield way
                 stop = self.failed
             yield from unrewritten if is_last else ()
-            if not takes_plans:
-                continue
-            if isinstance(self.failed, _NoSessionError) or planned is None:
+            if not takes_plans or planned is None or isinstance(self.failed, _NoSessionError):
                 continue
             if planned.plan.narrow.bits:
                 yield msgspec.structs.replace(way, plan="wide")
@@ -210,13 +210,8 @@ class _Ladder:
         deployed = deploy_model(made, inputs, job, work, notes)
         self._refuse(way, deployed.check)
         sized = make_sizes(deployed, inputs, job, work, notes)
-        contents = _collect(inputs, deployed, job)
-        if sized is not None and inputs.buckets is not None:
-            files, buckets = sized
-            unpadded = inputs.buckets.unpadded
-            contents = msgspec.structs.replace(contents, files={"onnx": files}, buckets=buckets, unpadded=unpadded)
         return ReadyBundle(
-            contents=msgspec.structs.replace(contents, check=_check_shipped(contents)),
+            contents=_collect(inputs, deployed, job, sized),
             prepared=inputs.prepared,
             converted=deployed.converted,
             quantized=made.quantized,
@@ -374,18 +369,6 @@ def change_plan(
     return msgspec.structs.replace(plan, float_nodes=tuple(floats.values()))
 
 
-def _check_shipped(contents: Contents) -> CheckReport:
-    """Returns the check of the ONNX file that is shipped, by its digest."""
-    files, check = contents.files.get("onnx"), contents.check
-    if not files:
-        return check
-    shipped = load_model(files[0], custom_ops=contents.source.custom_ops)
-    # A file that is stamped as the checked one has its graph.
-    if read_stamp(shipped) != check.sha256:
-        check = check_model(shipped, contents.target)
-    return msgspec.structs.replace(check, model=shipped.path.name, sha256=shipped.sha256)
-
-
 def write_ready(ready: ReadyBundle) -> BuiltBundle:
     """Compares the layers of a bundle with the float model's, and writes it.
 
@@ -411,18 +394,31 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
     return BuiltBundle(**{**msgspec.structs.asdict(ready), "bundle": bundle, "models": models, "notes": tuple(notes)})
 
 
-def _collect(inputs: BuildInputs, deployed: Deployed, job: BuildJob) -> Contents:
-    target, converted, quantized = deployed.target, deployed.converted, deployed.quantized
+def _collect(
+    inputs: BuildInputs, deployed: Deployed, job: BuildJob, sized: tuple[tuple[Path, ...], Buckets] | None
+) -> Contents:
+    target, converted, quantized, check = deployed.target, deployed.converted, deployed.quantized, deployed.check
     listed = read_list(inputs.golden)
     rows = spread_indices(inputs.golden.samples, READ_FROM)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
+    files = {form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()}
+    if sized is not None:
+        files = {"onnx": sized[0]}
+    if files.get("onnx"):
+        # The check is that of the ONNX file that is shipped; one that is stamped as the checked one has its graph.
+        shipped = load_model(files["onnx"][0], custom_ops=inputs.source.custom_ops)
+        if read_stamp(shipped) != check.sha256:
+            check = check_model(shipped, target)
+        check = msgspec.structs.replace(check, model=shipped.path.name, sha256=shipped.sha256)
     return Contents(
         source=inputs.source,
         target=target,
         precision=deployed.precision,
-        files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
+        files=files,
         golden=inputs.golden,
-        check=deployed.check,
+        check=check,
+        buckets=None if sized is None else sized[1],
+        unpadded=None if inputs.buckets is None else inputs.buckets.unpadded,
         ancestry=Ancestry(
             source=job.origin,
             prepared=inputs.prepared.sha256,

@@ -17,7 +17,7 @@ from edgekit.convert.fusions import Fusions, trace_fusions
 from edgekit.convert.levels import write_level
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.report import OrtNode, read_graph, replay_saved
-from edgekit.jobs.formats import optimize_levels
+from edgekit.jobs.convert import optimize_levels
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 
