@@ -4,22 +4,22 @@ A package is remade only if one of its bundles changed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, staged_entries, work_folder, write_file
-from edgekit.app.cells import CACHE, Store, build_cell, find_kept, forget_cell, publish_cell
-from edgekit.app.config import App, Cell, KeyTable, list_cells
+from edgekit._files import digest_bytes, staged_entries, write_file
+from edgekit.app.cells import find_kept, forget_cell, open_store
+from edgekit.app.config import App, KeyTable, list_cells
 from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
+from edgekit.app.workers import build_cells
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, DataError, EdgekitError, UsageError, suggest_name
-from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
 from edgekit.package.variant import Identity, name_package, sort_bundles
@@ -28,8 +28,8 @@ from edgekit.report.ci import render_junit, render_markdown
 from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport, read_report
 
-BuildElsewhere = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
-"""Builds cells elsewhere and yields the result of each, in their order; None means: build this one here."""
+SHARED = ".store"
+"""The store of a sweep that names none, below the app's results: for workers that see the same folders."""
 
 
 def run_app(
@@ -38,8 +38,6 @@ def run_app(
     only: Sequence[str] = (),
     again: bool = False,
     bare: bool = False,
-    elsewhere: BuildElsewhere | None = None,
-    store: Store | None = None,
     progress: Progress | None = None,
     landed: Progress = say_nothing,
 ) -> AppReport:
@@ -47,14 +45,15 @@ def run_app(
 
     `only` names cells (`model/target`), models or targets; only these are returned. The written report has the other
     cells as an earlier run left them, and packages whose cells are all up to date. Each cell is stored when it is
-    finished, so that a run that is interrupted can be continued. With `again` no earlier result is used. `elsewhere`
-    builds cells in other processes; such a process uses `bare`, for cells without packages and reports. Results that
-    `store` holds are taken from there, and results that are built here are put there. `progress` is called with each
-    step, `landed` with each cell that was built.
+    finished, so that a run that is interrupted can be continued. With `again` no earlier result is used. The `[sweep]`
+    of the app says where cells are built, and which store has results that other machines made; a process that builds
+    for another one uses `bare`, for cells without packages and reports. `progress` is called with each step, `landed`
+    with each cell that was built.
 
     Raises:
         UsageError: `only` names nothing.
-        EdgekitError: a target or a preprocessing file cannot be read.
+        EdgekitError: a target or a preprocessing file cannot be read, the store cannot be used, or the scheduler does
+            not answer.
     """
     start, progress = time.monotonic(), progress or say_nothing
     if not bare and app.table.keys is not None:
@@ -69,26 +68,21 @@ def run_app(
     if again:
         for cell in cells:
             forget_cell(app, cell)
-    shared = None if again else store
-    found = {cell.name: find_kept(app, cell, digests, shared) for cell in cells}
+    place = app.table.sweep.store
+    if place is not None and "://" not in place:
+        place = str(app.path.parent.absolute() / place)
+    elif place is None and app.table.sweep.scheduler is not None:
+        place = str(app.out.absolute() / SHARED)
+    store = None if place is None else open_store(place)
+    found = {cell.name: find_kept(app, cell, digests, None if again else store) for cell in cells}
     waiting = [cell for cell in cells if found[cell.name] is None]
-    built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
-    began, kept = time.monotonic(), Kept()
-    with ExitStack() as opened:
-        for number, cell in enumerate(waiting, 1):
-            # Cells of one model follow each other: intermediate results of another model would only take space.
-            if number == 1 or waiting[number - 2].model != cell.model:
-                opened.close()
-                kept = Kept(folder=app.out / CACHE, work=opened.enter_context(work_folder()))
-            result = next(built)
-            if result is None:
-                result = build_cell(app, cell, digests, progress, kept)
-                if store is not None and result.bundle:
-                    publish_cell(app, cell, result.key, store)
-            found[cell.name] = result
-            left_s = (time.monotonic() - began) / number * (len(waiting) - number)
-            left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
-            landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
+    began = time.monotonic()
+    built = build_cells(app, waiting, digests, store, progress, again=again)
+    for number, (cell, result) in enumerate(zip(waiting, built, strict=True), 1):
+        found[cell.name] = result
+        left_s = (time.monotonic() - began) / number * (len(waiting) - number)
+        left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
+        landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
     results = tuple(result for result in found.values() if result is not None)
     beside = {cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in every if not bare}
     digests.save()

@@ -1,4 +1,4 @@
-"""Builds cells in parallel: in several processes of this machine, or on the workers of a Dask cluster.
+"""Builds cells in turn, in parallel in several processes of this machine, or on the workers of a Dask cluster.
 
 Each process runs `edgekit run --only CELL...`. Workers of a cluster read their inputs from a store, and write their
 results to it.
@@ -10,11 +10,13 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from edgekit._files import work_folder
 from edgekit._proc import run_process
 from edgekit.app.cells import (
     CACHE,
@@ -32,8 +34,7 @@ from edgekit.app.cells import (
     store_files,
 )
 from edgekit.app.config import App, AppTable, Cell
-from edgekit.app.result import RESULT, STORE, AppReport, CellResult, Digests, fail_cell, list_inputs, read_result
-from edgekit.app.run import BuildElsewhere, run_app
+from edgekit.app.result import RESULT, STORE, CellResult, Digests, fail_cell, list_inputs, read_result
 from edgekit.devices.parallel import run_together
 from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
@@ -49,48 +50,72 @@ _CONNECT_S = 10
 _KEY = "edgekit-"
 
 
-def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool) -> BuildElsewhere:
-    """Returns a function that builds cells on the workers of a scheduler, for example `tcp://10.0.0.1:8786`.
+def build_cells(
+    app: App, cells: Sequence[Cell], digests: Digests, store: Store | None, progress: Progress, *, again: bool
+) -> Iterator[CellResult]:
+    """Yields the result of each cell in order, built with the workers or on the scheduler of the app's `[sweep]`.
+
+    Raises:
+        EdgekitError: as `use_cluster`; or the store cannot be written.
+    """
+    sweep = app.table.sweep
+    if sweep.scheduler is not None and store is not None:
+        yield from use_cluster(app, cells, sweep.scheduler, store, progress, again=again)
+        return
+    if sweep.workers > 1:
+        yield from use_processes(app, cells, sweep.workers, progress, store=None if store is None else store.place)
+        return
+    # Cells of one model follow each other: intermediate results of another model would only take space.
+    for _, group in groupby(cells, key=lambda cell: cell.model):
+        with work_folder() as work:
+            kept = Kept(folder=app.out / CACHE, work=work)
+            for cell in group:
+                result = build_cell(app, cell, digests, progress, kept)
+                if store is not None and result.bundle:
+                    publish_cell(app, cell, result.key, store)
+                yield result
+
+
+def use_cluster(
+    app: App, cells: Sequence[Cell], scheduler: str, store: Store, progress: Progress, *, again: bool
+) -> Iterator[CellResult]:
+    """Yields the results of cells that the workers of a scheduler build, for example `tcp://10.0.0.1:8786`.
 
     A finished cell is in the store: it is not lost if a worker or the scheduler dies, and is built again only with
     `again`. A cell that is verified on phones or boards runs only on workers whose resources list them (`dask worker
     --resources "adb:SERIAL=1"`), and only one cell at a time uses each of them.
 
-    The `BuildElsewhere` raises:
+    Raises:
         MissingExtraError: Dask distributed is not installed.
         DeviceError: there is no scheduler, or it has gone.
     """
-
-    def build(cells: Sequence[Cell]) -> Iterator[CellResult]:
-        if not cells:
-            return
-        table, digests = app.table, Digests(app.out / STORE)
-        # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
-        lean = AppTable(
-            models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
-        )
-        slots = dict.fromkeys(list_slots(app), 1)
-        with _connected(scheduler) as (distributed, client):
-            futures, found = dict[Any, Cell](), dict[str, CellResult]()
-            for rank, cell in enumerate(cells):
-                try:
-                    key, beside = find_key(app, cell, digests)
-                    files = list_inputs(cell, beside).items()
-                    inputs = {what: store_files(paths, store, digests) for what, paths in files}
-                except EdgekitError as error:
-                    found[cell.name] = fail_cell(cell, error)
-                    continue
-                order = partial(fill_order, lean, cell, inputs, key, store.place, again=again)
-                # Named by its content: two apps that ask for the same cell share one task.
-                future = client.submit(order, key=f"{_KEY}{key}", resources=slots or None, priority=-rank, pure=False)
-                futures[future] = cell
-            for future in distributed.as_completed(futures, loop=client.loop):
-                cell = futures[future]
-                found[cell.name] = _land(app, cell, future, store, scheduler)
-                progress(f"{len(found)} of {len(cells)} cells, the last one {cell.name}")
-        yield from (found[cell.name] for cell in cells)
-
-    return build
+    if not cells:
+        return
+    table, digests = app.table, Digests(app.out / STORE)
+    # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
+    lean = AppTable(
+        models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
+    )
+    slots = dict.fromkeys(list_slots(app), 1)
+    with _connected(scheduler) as (distributed, client):
+        futures, found = dict[Any, Cell](), dict[str, CellResult]()
+        for rank, cell in enumerate(cells):
+            try:
+                key, beside = find_key(app, cell, digests)
+                files = list_inputs(cell, beside).items()
+                inputs = {what: store_files(paths, store, digests) for what, paths in files}
+            except EdgekitError as error:
+                found[cell.name] = fail_cell(cell, error)
+                continue
+            order = partial(fill_order, lean, cell, inputs, key, store.place, again=again)
+            # Named by its content: two apps that ask for the same cell share one task.
+            future = client.submit(order, key=f"{_KEY}{key}", resources=slots or None, priority=-rank, pure=False)
+            futures[future] = cell
+        for future in distributed.as_completed(futures, loop=client.loop):
+            cell = futures[future]
+            found[cell.name] = _land(app, cell, future, store, scheduler)
+            progress(f"{len(found)} of {len(cells)} cells, the last one {cell.name}")
+    yield from (found[cell.name] for cell in cells)
 
 
 def fill_order(
@@ -197,8 +222,6 @@ _TRIES = 3
 # Starting a process takes as long as a small cell, so each process builds several; but few enough that all end at about
 # the same time.
 _SHARE, _SHARES = 16, 4
-SHARED = ".store"
-"""The store of a sweep that names none, below the app's results: for workers that see the same folders."""
 # Exit codes of a child that finished: pass, fail, not proven.
 _VERDICTS = frozenset({0, 1, 3})
 
@@ -207,81 +230,50 @@ class _Answer(msgspec.Struct, frozen=True):
     cells: tuple[CellResult, ...]
 
 
-def run_anywhere(
-    app: App,
-    *,
-    only: Sequence[str] = (),
-    again: bool = False,
-    bare: bool = False,
-    progress: Progress = say_nothing,
-    landed: Progress = say_nothing,
-) -> AppReport:
-    """Runs an app as `run_app`, with the workers, the scheduler and the store of its `[sweep]`.
-
-    Raises:
-        EdgekitError: as `run_app` and `open_store`; or the scheduler does not answer.
-    """
-    sweep = app.table.sweep
-    place = sweep.store
-    if place is not None and "://" not in place:
-        place = str(app.path.parent.absolute() / place)
-    elif place is None and sweep.scheduler is not None:
-        place = str(app.out.absolute() / SHARED)
-    store = None if place is None else open_store(place)
-    elsewhere: BuildElsewhere | None = None
-    if sweep.scheduler is not None and store is not None:
-        elsewhere = use_cluster(app, sweep.scheduler, store, progress, again=again)
-    elif sweep.workers > 1:
-        elsewhere = use_processes(app, sweep.workers, progress, store=place)
-    return run_app(
-        app, only=only, again=again, bare=bare, elsewhere=elsewhere, store=store, progress=progress, landed=landed
-    )
-
-
-def use_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> BuildElsewhere:
-    """Returns a function that builds cells in so many processes at a time; each of them builds several cells in turn.
+def use_processes(
+    app: App, cells: Sequence[Cell], workers: int, progress: Progress, *, store: str | None = None
+) -> Iterator[CellResult]:
+    """Yields the results of cells from so many processes at a time; each of them builds several cells in turn.
 
     If a process is killed, or crashes in a native library, its finished cells stay. Each of its other cells is then
     built in a process of its own, which is started up to three times.
     """
+    size = max(1, min(_SHARE, len(cells) // (workers * _SHARES)))
+    shares = [cells[start : start + size] for start in range(0, len(cells), size)]
+    build = partial(_build_share, app, progress=progress, store=store)
+    for found in run_together([partial(build, share) for share in shares], at_once=workers):
+        yield from found
 
-    def build(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
-        size = max(1, min(_SHARE, len(cells) // (workers * _SHARES)))
-        shares = [cells[start : start + size] for start in range(0, len(cells), size)]
-        for found in run_together([partial(build_share, share) for share in shares], at_once=workers):
-            yield from found
 
-    def build_share(cells: Sequence[Cell]) -> list[CellResult]:
-        found: dict[str, CellResult] = {}
+def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:
+    found: dict[str, CellResult] = {}
 
-        def start(some: Sequence[Cell]) -> str:
-            """Builds cells in one process, and returns how it ended."""
-            only = [word for cell in some for word in ("--only", cell.name)]
-            shared = [] if store is None else ["--store", store]
-            argv = [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet"]
-            done = run_process([*argv, *shared], timeout_s=_TIMEOUT_S)
-            if done.status in _VERDICTS:
-                answer = msgspec.json.decode(done.stdout, type=_Answer).cells
-            else:
-                # It may have been killed after it wrote some results.
-                answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in some)))
-            found.update({f"{result.model}/{result.target}": result for result in answer})
-            return f"{done.ending}; {done.stderr.strip()[-300:]}"
+    def start(some: Sequence[Cell]) -> str:
+        """Builds cells in one process, and returns how it ended."""
+        only = [word for cell in some for word in ("--only", cell.name)]
+        shared = [] if store is None else ["--store", store]
+        argv = [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet"]
+        done = run_process([*argv, *shared], timeout_s=_TIMEOUT_S)
+        if done.status in _VERDICTS:
+            answer = msgspec.json.decode(done.stdout, type=_Answer).cells
+        else:
+            # It may have been killed after it wrote some results.
+            answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in some)))
+        found.update({f"{result.model}/{result.target}": result for result in answer})
+        return f"{done.ending}; {done.stderr.strip()[-300:]}"
 
-        for cell in cells:
-            # The old result is out of date and is removed: a result that is there after a process died is a new one.
-            (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
-        if len(cells) > 1:
-            progress(f"build {cells[0].name} and {len(cells) - 1} more")
-            start(cells)
-        for cell in cells:
-            ended = ""
-            for _ in range(0 if cell.name in found else _TRIES):
-                progress(f"{cell.name}: build")
-                ended = start([cell])
-                if cell.name in found:
-                    break
-            found.setdefault(cell.name, fail_cell(cell, f"its process died {_TRIES} times: {ended}"))
-        return [found[cell.name] for cell in cells]
-
-    return build
+    for cell in cells:
+        # The old result is out of date and is removed: a result that is there after a process died is a new one.
+        (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
+    if len(cells) > 1:
+        progress(f"build {cells[0].name} and {len(cells) - 1} more")
+        start(cells)
+    for cell in cells:
+        ended = ""
+        for _ in range(0 if cell.name in found else _TRIES):
+            progress(f"{cell.name}: build")
+            ended = start([cell])
+            if cell.name in found:
+                break
+        found.setdefault(cell.name, fail_cell(cell, f"its process died {_TRIES} times: {ended}"))
+    return [found[cell.name] for cell in cells]

@@ -11,7 +11,7 @@ from edgekit._files import write_file
 from edgekit.app.config import FILE, App, list_cells, load_app
 from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
-from edgekit.app.workers import run_anywhere
+from edgekit.app.run import run_app
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Json, Option, Volume, as_command, number
 from edgekit.cli.defaults import check_defaults
@@ -75,7 +75,7 @@ def run_command(
         app = msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=sweep))
         with showing_progress(volume) as progress:
             landed = say_nothing if volume < 0 else partial(show_line, aside=True)
-            report = run_anywhere(app, only=only, again=again, bare=bare, progress=progress, landed=landed)
+            report = run_app(app, only=only, again=again, bare=bare, progress=progress, landed=landed)
         show_json(report) if as_json else show_run(report)
         if not watch:
             accepts = accept_unproven or app.table.verify.accept_unproven

@@ -17,10 +17,10 @@ from tiny_models import parse_model
 
 from edgekit.app import result
 from edgekit.app.cells import open_store
-from edgekit.app.config import App, SweepTable, load_app
+from edgekit.app.config import App, SweepTable, list_cells, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
-from edgekit.app.workers import TOPIC, list_slots, run_anywhere, use_processes
+from edgekit.app.workers import TOPIC, list_slots, use_processes
 from edgekit.bundle.group.group import open_group
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
@@ -99,11 +99,11 @@ def test_a_store_that_cannot_be_used_is_one_line(
 
 def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     store = str(tmp_path_factory.mktemp("store"))
-    first = run_anywhere(_app(folder, store=store))
+    first = run_app(_app(folder, store=store))
     other = tmp_path_factory.mktemp("other") / "app"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("build"))
     (other / "edgekit.toml").write_text(TEXT.replace("models.one", "models.uno"))
-    second = run_anywhere(_app(other, store=store))
+    second = run_app(_app(other, store=store))
     sha = {name: found[1] for name, found in _told(first).items()}
     assert _told(second) == {"uno/cpu": ("kept", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
     told = json.loads((other / "build/uno/cpu/report.json").read_bytes())
@@ -113,10 +113,10 @@ def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_facto
     damaged = next(path for path in Path(store).rglob("*.tar") if second.cells[0].key in path.name)
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     shutil.rmtree(other / "build")
-    third = run_anywhere(_app(other, store=store))
+    third = run_app(_app(other, store=store))
     assert _told(third) == {"uno/cpu": ("built", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
     shutil.rmtree(other / "build")
-    assert {state for state, _ in _told(run_anywhere(_app(other, store=store))).values()} == {"kept"}
+    assert {state for state, _ in _told(run_app(_app(other, store=store))).values()} == {"kept"}
 
 
 @pytest.mark.long
@@ -134,7 +134,7 @@ def test_a_cell_that_kills_its_process_fails_alone(
     monkeypatch.setattr("edgekit.app.workers._SHARES", 1)
     monkeypatch.setattr("edgekit.app.workers._TRIES", 1)
     app = _app(folder)
-    one, two = run_app(app, elsewhere=use_processes(app, 1, say_nothing)).cells
+    one, two = use_processes(app, list_cells(app), 1, say_nothing)
     assert (one.state, one.verdict) == ("built", "pass")
     assert two.headline.startswith("It cannot be built: its process died 1 times: ")
 
@@ -165,7 +165,7 @@ def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Pa
     (folder / "edgekit.toml").write_text(text)
     app = _app(folder, scheduler=cluster.scheduler_address)
     assert list_slots(app) == ("ssh:board",)
-    report = run_anywhere(app)
+    report = run_app(app)
     assert {(cell.verdict, cell.evidence) for cell in report.cells} == {("fail", "none")}
     # Two slots are on offer, and still the board is one's alone.
     said = [(event["what"], event["worker"]) for _, event in _events(cluster)]
@@ -177,7 +177,7 @@ def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Pa
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
     distributed = pytest.importorskip("distributed")
-    alone = _told(run_anywhere(_app(folder)))
+    alone = _told(run_app(_app(folder)))
     shutil.rmtree(folder / "build")
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
     with distributed.LocalCluster(**options) as cluster:
@@ -195,7 +195,7 @@ def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
+            report = run_app(_app(folder, scheduler=cluster.scheduler_address))
         finally:
             ended.set()
             killer.join()
@@ -214,18 +214,18 @@ def test_a_group_is_built_by_a_worker_and_taken_from_the_store(tmp_path: Path, c
     make_talk(folder, samples=4)
     (folder / "edgekit.toml").write_text(GROUP)
     shutil.copytree(folder, other)
-    (cell,) = run_anywhere(_app(folder, scheduler=cluster.scheduler_address, store=str(tmp_path / "store"))).cells
+    (cell,) = run_app(_app(folder, scheduler=cluster.scheduler_address, store=str(tmp_path / "store"))).cells
     assert (cell.state, [event["what"] for _, event in _events(cluster)]) == ("built", ["begin", "done"])
     assert open_group(folder / "build" / cell.bundle).sha256 == cell.sha256
     (other / "edgekit.toml").write_text(GROUP.replace("groups.talk", "groups.said"))
-    (kept,) = run_anywhere(_app(other, store=str(tmp_path / "store"))).cells
+    (kept,) = run_app(_app(other, store=str(tmp_path / "store"))).cells
     assert (kept.state, kept.sha256, kept.report) == ("kept", cell.sha256, "said/cpu/report.json")
     told = json.loads((other / "build" / kept.report).read_bytes())
     assert told["targets"][0]["path"] == str(other / "build" / kept.bundle)
     # A store has the folder of the group alone.
     text = (folder / "talk.toml").read_text()
     (folder / "talk.toml").write_text(text.replace("decode.onnx", "../other/decode.onnx"))
-    (lost,) = run_anywhere(_app(folder, scheduler=cluster.scheduler_address)).cells
+    (lost,) = run_app(_app(folder, scheduler=cluster.scheduler_address)).cells
     assert "decode.onnx' lies outside of the folder of 'talk.toml'" in lost.headline
 
 
@@ -235,5 +235,5 @@ def test_a_worker_of_another_version_says_so(folder: Path, cluster: Any, monkeyp
     # The one call of the client comes first; what a worker would make then has another key.
     calls = iter([False] * 4)
     monkeypatch.setattr("edgekit.app.cells.make_key", lambda *words: honest(*words) + "x" * next(calls, True))
-    report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
+    report = run_app(_app(folder, scheduler=cluster.scheduler_address))
     assert all("would make something else" in cell.headline for cell in report.cells)
