@@ -392,9 +392,8 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, beside:
     report = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress)
     (target,) = report.targets
     if target.path is not None and verify.enabled and not here:
-        found = verify_group(
-            open_group(target.path), choosing(choose_for(app)), required=verify.require, progress=progress
-        )
+        devices = choosing(choose_for(app))
+        found = verify_group(open_group(target.path), devices, required=verify.require, progress=progress)
         target = msgspec.structs.replace(target, verify=found)
     runs = () if target.verify is None else target.verify.runs
     facts = {

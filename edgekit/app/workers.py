@@ -93,9 +93,7 @@ def use_cluster(
         return
     table, digests = app.table, Digests(app.out / STORE)
     # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
-    lean = AppTable(
-        models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
-    )
+    lean = AppTable(targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s)
     slots = dict.fromkeys(list_slots(app), 1)
     with _connected(scheduler) as (distributed, client):
         futures, found = dict[Any, Cell](), dict[str, CellResult]()

@@ -45,7 +45,7 @@ def check_command(
         "dims": options.add_shapes(dims, shapes, model),
         "freeze": freeze,
     }
-    chosen = options.choose_recipe(recipe, tables, {"targets": targets}, None)
+    chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
         write_file(html, checked.render_check(summary).encode())

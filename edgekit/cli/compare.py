@@ -48,9 +48,7 @@ def compare_command(
     layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
     min_sqnr: Annotated[float | None, number("Fail below this signal-to-noise ratio in dB.", -200, 200)],
     device: Annotated[str | None, Option("Run B on this device; --layers then compares its layers.", "DEVICE", "--on")],
-    target: Annotated[
-        str | None, Option("The target whose session options open B; auto: this machine's. Default: nnapi.", "NAME")
-    ],
+    target: Annotated[str | None, Option("The target whose session options open B, or auto. Default: nnapi.", "NAME")],
     metric: options.Metric,
     labels: Annotated[Path | None, Option("The label of each sample.", "FILE")],
     max_metric_drop: options.MetricDrop,

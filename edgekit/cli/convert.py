@@ -109,9 +109,7 @@ def convert_command(
             default="",
         ),
     ],
-    checked: Annotated[
-        bool, Option("Run each .ort file against its source.", words="--check/--no-check", default=True)
-    ],
+    checked: Annotated[bool, Option("Run .ort files against their source.", words="--check/--no-check", default=True)],
     out: Annotated[Path, Option("Where the files go.", "DIR")],
     progress: Progress,
 ) -> Answer:
@@ -177,9 +175,7 @@ def _read_release(text: str) -> str:
     """
     oldest = READS[0].since
     if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
-        raise UsageError(
-            f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"for example --ort {oldest}, or newer"
-        )
+        raise UsageError(f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"give --ort {oldest}, or newer")
     return text
 
 

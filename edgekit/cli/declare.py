@@ -103,11 +103,9 @@ class From:
         self.make = make
 
 
-def number(
-    help_text: str, low: float, high: float | None = None, words: str = "", metavar: str = "X", **told: Any
-) -> Option:
+def number(help_text: str, low: float, high: float | None = None, metavar: str = "X", **told: Any) -> Option:
     """Returns an option that takes a number between two, and refuses NaN."""
-    return Option(help_text, metavar, words, within=(low, high), **told)
+    return Option(help_text, metavar, within=(low, high), **told)
 
 
 def as_command(function: _Function) -> click.Command:
@@ -199,8 +197,5 @@ def _read_type(hint: Any) -> tuple[Any, bool, bool]:
         return click.Path(path_type=Path), len(members) > 1, several
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind)), len(members) > 1, several
-    return (
-        (kind if isinstance(kind, type) and issubclass(kind, str | int | float | bool) else None),
-        len(members) > 1,
-        several,
-    )
+    is_plain = isinstance(kind, type) and issubclass(kind, str | int | float | bool)
+    return kind if is_plain else None, len(members) > 1, several

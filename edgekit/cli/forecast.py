@@ -22,19 +22,11 @@ def forecast_command(
     subject: Annotated[Path, Argument()],
     devices: Annotated[tuple[str, ...], Option('A device: "Galaxy S24", "RB3 Gen 2".', "NAME", "--device")],
     every: Annotated[bool, Option("Every device that is known by name.", words="--all")],
-    bits: Annotated[
-        str | None, Option("Some of float, w8a8, w8a16, with commas between them.", "NAMES", "--precision")
-    ],
-    measured: Annotated[
-        tuple[str, ...], Option('A time that is known: "Galaxy S25=1.9ms".', "DEVICE[:PRECISION]=TIME")
-    ],
+    bits: Annotated[str | None, Option("Some of float, w8a8, w8a16, with commas.", "NAMES", "--precision")],
+    measured: Annotated[tuple[str, ...], Option('A known time: "Galaxy S25=1.9ms".', "DEVICE[:PRECISION]=TIME")],
     history: Annotated[Path | None, Option("Take times on phones from what bench recorded.", "FILE")],
-    on_cpu: Annotated[
-        tuple[str, ...], Option("What another model took on a CPU at hand: other.onnx=12ms.", "MODEL=TIME")
-    ],
-    compiles: Annotated[
-        bool, Option("Let QNN's compiler plan the float model: nearer, and slower.", words="--compile")
-    ],
+    on_cpu: Annotated[tuple[str, ...], Option("What another model took on a CPU here: other.onnx=12ms.", "MODEL=TIME")],
+    compiles: Annotated[bool, Option("Let QNN's compiler plan the float model: nearer, slower.", words="--compile")],
     max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", 0)],
     dims: options.Dims,
     freeze: options.Freeze,
@@ -72,9 +64,8 @@ def forecast_command(
         report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
         write_file(html, text.render_forecast(report).encode())
-    return Answer(
-        report, lambda: _show_forecast(report), NO if report.too_slow else UNPROVEN if report.unproven else YES
-    )
+    code = NO if report.too_slow else UNPROVEN if report.unproven else YES
+    return Answer(report, lambda: _show_forecast(report), code)
 
 
 def _show_forecast(report: ForecastReport) -> None:

@@ -35,12 +35,8 @@ def build(
     data: options.DataSource,
     preprocess: options.PreprocessFile,
     evaluation: options.EvaluationSource,
-    labels: Annotated[
-        Path | None, Option("The result that the whole group should give for each --eval sample.", "FILE")
-    ],
-    targets: Annotated[
-        tuple[str, ...], Option("A target, its folder, all (the default), or auto.", "NAME", "--target")
-    ],
+    labels: Annotated[Path | None, Option("What the whole group should give for each --eval sample.", "FILE")],
+    targets: Annotated[tuple[str, ...], Option("A target, its folder, all (default), or auto.", "NAME", "--target")],
     settings: options.Settings,
     precision: options.PrecisionWord,
     samples: options.SampleCount,
@@ -61,9 +57,7 @@ def build(
     Exit code 0: every target passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
     tables = {"settings": settings}
-    chosen = options.choose_recipe(
-        recipe, tables, {"targets": targets, "precision": precision, "samples": samples}, None
-    )
+    chosen = options.choose_recipe(recipe, tables, {"targets": targets, "precision": precision, "samples": samples})
     given = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)
     report = build_group(group, given, out, chosen, verify=verify, progress=progress)
     code = options.exit_code(report.verdict, accept_unproven=accept_unproven)

@@ -64,9 +64,7 @@ def operators_command(
     models: options.ModelFiles,
     out: Annotated[Path | None, Option("Write the config of a build for MODELS.", "FILE")],
     types: Annotated[bool, Option("Limit each operator to the data types of its nodes too, for a smaller build.")],
-    compare: Annotated[
-        Path | None, Option("List the operators of MODELS that a build with this config lacks.", "CONFIG")
-    ],
+    compare: Annotated[Path | None, Option("List the operators of MODELS that this config lacks.", "CONFIG")],
 ) -> Answer:
     """Write the operators config that lets a custom build of ONNX Runtime run MODELS (.ort), or say what a build lacks.
 
@@ -75,9 +73,7 @@ def operators_command(
       edgekit operators converted/*.ort --types --out required.config
     """
     if types and out is None and compare is not None:
-        raise UsageError(
-            "--types says what to list or to write", hint="leave it out: --compare looks at types by itself"
-        )
+        raise UsageError("--types says what to list or to write", hint="leave it out: --compare looks at types itself")
     if out is not None:
         write_operators(models, out, types=types)
     lacking = {str(model): find_lacking(model, compare) for model in models} if compare else {}

@@ -138,14 +138,10 @@ PrecisionWord = Annotated[
 ]
 RecipeFile = Annotated[Path | None, Option("These options in a .toml file.", "FILE")]
 CacheFolder = Annotated[Path | None, Option("Keep the calibration here; an interrupted one goes on.", "DIR")]
-CustomOps = Annotated[
-    tuple[Path, ...], Option("A library with custom operators; it is loaded and its code runs.", "LIB.so")
-]
+CustomOps = Annotated[tuple[Path, ...], Option("A library with custom operators; its code is run.", "LIB.so")]
 PublicKey = Annotated[Path | None, Option("Refuse what the owner of this public key (PEM) did not sign.", "FILE")]
 HtmlFile = Annotated[Path | None, Option("Write an HTML page as well.", "FILE")]
-Metric = Annotated[
-    str | None, Option("A metric that needs labels: top1, miou, wer, ..., module:function, or a .toml.", "NAME")
-]
+Metric = Annotated[str | None, Option("A metric with labels: top1, miou, wer, ..., module:function, or .toml.", "NAME")]
 MetricDrop = Annotated[float | None, number("Largest drop of the metric below the float model, in points.", 0)]
 AcceptUnproven = Annotated[bool, Option('Count a verdict of "not proven" as a pass; the result says so.')]
 
@@ -275,7 +271,9 @@ def split_names(names: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
 
 
-def choose_recipe(path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any], steps: int | None) -> Recipe:
+def choose_recipe(
+    path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any], steps: int | None = None
+) -> Recipe:
     """Returns the recipe in a file with the options that are given: entries of tables, and values.
 
     Options win over the recipe; what was not given, None or (), leaves it as it is.

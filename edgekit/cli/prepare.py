@@ -24,9 +24,7 @@ def prepare_command(
     outputs: Annotated[str | None, Option("Keep these outputs only, and what they need.", "A,B")],
     freeze: options.Freeze,
     renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],
-    layouts: Annotated[
-        tuple[str, ...], Option("The layout in which the app passes an input.", "INPUT=nhwc", "--layout")
-    ],
+    layouts: Annotated[tuple[str, ...], Option("Layout in which the app passes an input.", "INPUT=nhwc", "--layout")],
     embedded: Annotated[
         str | None,
         Option(

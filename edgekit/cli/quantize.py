@@ -34,9 +34,7 @@ def quantize_command(
         PrecisionChoice | None, Option("Default: auto.", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False))
     ],
     method: Annotated[str, Option(f"The range method: {', '.join(METHODS)}.", "NAME", default="auto")],
-    max_drop: Annotated[
-        float | None, options.max_drop("Search for a plan whose accuracy drops by at most this percentage.")
-    ],
+    max_drop: Annotated[float | None, options.max_drop("Search for a plan that drops by at most this percentage.")],
     labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
     metric: options.Metric,
     recipe: Annotated[Path | None, Option("Options in a .toml file, such as [outputs].", "FILE")],

@@ -50,13 +50,11 @@ def package_command(
     out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
     name: Annotated[str, Option("The name of the package; default: the model's.", "NAME", default="")],
     group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
-    package_version: Annotated[
-        str, Option("The version of the package; default: derived from its content.", "X", default="")
-    ],
+    package_version: Annotated[str, Option("The package's version; default: from its content.", "X", default="")],
     key: Annotated[Path | None, Option("Pack only what this public key signed.", "FILE")],
     extras: Annotated[
         tuple[str, ...],
-        Option("What to add of each bundle: golden, forms, onnx, or all.", "NAME,...", "--with"),
+        Option("What to add: golden, forms, onnx, or all.", "NAME,...", "--with"),
     ],
     allowed: Allowance,
 ) -> Answer:

@@ -37,9 +37,7 @@ def run_command(
         number("Build so many bundles at a time; 1 by default.", 1, 64, metavar="N"),
     ],
     scheduler: Annotated[str | None, Option("Build on a Dask cluster: tcp://HOST:8786.", "ADDRESS")],
-    store: Annotated[
-        str | None, Option("Share results: a folder, or a URL that fsspec opens (s3://, gs://).", "PLACE")
-    ],
+    store: Annotated[str | None, Option("Share results: a folder, or a URL of fsspec (s3://, gs://).", "PLACE")],
     bare: Annotated[bool, Option("Build bundles alone, without packages and reports, as workers do.")],
     again: Annotated[bool, Option("Build everything again, whatever earlier runs kept.")],
     watch: Annotated[bool, Option("Run again whenever a file changes, until Ctrl-C.")],

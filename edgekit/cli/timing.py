@@ -59,14 +59,10 @@ def bench_command(
     runs: Annotated[int | None, number("Time N runs, whatever the spread.", 1, 100_000, metavar="N")],
     seconds: Annotated[float | None, number("Run at most X seconds a device (20).", 0.1, 3600)],
     threads: Threads,
-    inter_op_threads: Annotated[
-        int, number("Nodes that run at once in parallel execution.", 0, 256, metavar="N", default=0)
-    ],
+    inter_op_threads: Annotated[int, number("Nodes at once in parallel execution.", 0, 256, metavar="N", default=0)],
     execution_mode: Annotated[Literal["sequential", "parallel"] | None, Option("Default: sequential, or as tuned.")],
     against: Annotated[Path | None, Option("Run OTHER in rounds interleaved with SUBJECT.", "OTHER")],
-    batches: Annotated[
-        tuple[int, ...], Option("Batch sizes to time, such as 1,2,4,8.", "N,N", "--batch", callback=_read_sizes)
-    ],
+    batches: Annotated[tuple[int, ...], Option("Batch sizes: 1,2,4,8.", "N,N", "--batch", callback=_read_sizes)],
     concurrency: Annotated[
         tuple[int, ...], Option("Runs at once in one session to time, such as 1,2,4.", "N,N", callback=_read_sizes)
     ],
@@ -231,13 +227,11 @@ def tune_command(
             "Least signal-to-noise ratio in dB against the reference; default: the bundle's limit, or 30.",
             -200,
             200,
-            "--min-sqnr",
+            words="--min-sqnr",
         ),
     ],
     time_budget: Annotated[float | None, options.time_budget("Search no longer than that")],
-    state: Annotated[
-        Path | None, Option("Keep measurements in FILE: an interrupted search continues from it.", "FILE")
-    ],
+    state: Annotated[Path | None, Option("Keep measurements in FILE: an interrupted search continues.", "FILE")],
     apply: Annotated[bool, Option("Write the settings into the bundle, for this kind of machine.")],
     html: options.HtmlFile,
     progress: Progress,

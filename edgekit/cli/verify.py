@@ -41,14 +41,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     min_cosine: Annotated[float | None, number("Least cosine of an output.", -1, 1)]
-    min_sqnr_db: Annotated[float | None, number("Least signal-to-noise ratio in dB.", -200, 200, "--min-sqnr")]
+    min_sqnr_db: Annotated[float | None, number("Least signal-to-noise ratio in dB.", -200, 200, words="--min-sqnr")]
     min_top1_agreement: Annotated[
         float | None,
         number(
             "Least share of samples whose top-1 agrees (of integer outputs: of equal elements).",
             0,
             1,
-            "--min-top1",
+            words="--min-top1",
         ),
     ]
     gate: Annotated[
@@ -62,7 +62,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             "Largest share of work that ran on the CPU although the rules predicted the provider.",
             0,
             1,
-            "--max-lost",
+            words="--max-lost",
         ),
     ]
     needs_placement: Annotated[
@@ -70,9 +70,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ]
     max_latency_ratio: Annotated[float | None, number("Largest ratio of the latency to that of the earlier run.", 0)]
     max_memory_ratio: Annotated[float | None, number("Largest ratio of the memory to that of the earlier run.", 0)]
-    max_size_bytes: Annotated[
-        int | None, number("Largest size of the model file.", 0, words="--max-size", metavar="BYTES")
-    ]
+    max_size_bytes: Annotated[int | None, number("Largest size of the model.", 0, words="--max-size", metavar="BYTES")]
     metric: Metric
     max_metric_drop: MetricDrop
     min_metric_share: Annotated[float | None, number("Least share of the float model's metric.", 0, 1)]
@@ -121,9 +119,7 @@ def verify_command(
     run_key: Annotated[Path | None, Option("Refuse an imported run that this public key did not sign.", "FILE")],
     export: Annotated[Path | None, Option("Write the run of the device as a file, to judge elsewhere.", "FILE")],
     sign_key: Annotated[Path | None, Option("Sign it with this private key (PEM).", "FILE", "--sign-run")],
-    layers: Annotated[
-        bool, Option("Compare each layer on the device with this machine, even where the outputs agree.")
-    ],
+    layers: Annotated[bool, Option("Compare each layer on the device with this machine, even where outputs agree.")],
     recheck: Annotated[Path | None, Option("Judge this verify.json again; nothing runs.", "FILE")],
     key: options.PublicKey,
     target: Annotated[str | None, Option("Which variant of a bundle of several targets.", "NAME")],
@@ -279,7 +275,7 @@ def runs_command() -> None:
 @subcommand(runs_command, "list")
 def list_command(
     history: History,
-    bundle: Annotated[str | None, Option("Only those of this bundle.", "NAME")],
+    bundle: Annotated[str | None, Option("Those of this bundle.", "NAME")],
 ) -> Answer:
     """List the verifications, oldest first."""
     runs = list_runs(history, bundle=bundle)

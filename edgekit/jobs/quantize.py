@@ -199,9 +199,7 @@ def _open_job(
     if data.labels is not None:
         # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
         if samples.count < every.count:
-            raise UsageError(
-                "--labels with --samples", hint="give as many samples as there are labels, or leave one out"
-            )
+            raise UsageError("--labels with --samples", hint="give as many samples as labels, or leave one out")
         # Before the calibration, which takes the most time.
         labels = read_task_labels(data.labels, find_metric(limit).labels, every)
     samples = sequences.unroll(samples, "calibration")

@@ -45,13 +45,11 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
         return self.failed or (self.unproven and doubt.verdict == "not proven")
 
 
-NOTHING_ALLOWED = Allowed()
+NOTHING = Allowed()
 """Only what passed is released."""
 
 
-def sign_verified(
-    folder: Path, key: Path, *, allowed: Allowed = NOTHING_ALLOWED
-) -> tuple[SignedBundle, tuple[Doubt, ...]]:
+def sign_verified(folder: Path, key: Path, *, allowed: Allowed = NOTHING) -> tuple[SignedBundle, tuple[Doubt, ...]]:
     """Signs a folder of one target, of several or of a group, and returns also what `allowed` let through.
 
     Raises:
@@ -217,9 +215,8 @@ def _describe(folder: Path, name: str, manifest: str, sha256: str, report: Verif
     elif verdict == "fail":
         reason = "did not pass its verification"
     elif verdict != "pass":
-        reason = (
-            f"is not proven: {next(iter((*report.unproven, *(line for run in report.runs for line in run.unproven))))}"
-        )
+        lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
+        reason = f"is not proven: {lines[0]}"
     return _Released(
         name=name,
         manifest=manifest,

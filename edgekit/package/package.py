@@ -53,9 +53,9 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     collect: Collect
-    platform: str
-    providers: frozenset[str]
-    archive: Literal["zip", "tar"] | None
+    platform: str = ""
+    providers: frozenset[str] = frozenset()
+    archive: Literal["zip", "tar"] | None = None
     needs_runtime: bool = False
     shares: bool = True
     refuse: Callable[[Manifest], str | None] = lambda _manifest: None
@@ -71,19 +71,12 @@ _ANDROID = _name_providers("CPU", "Nnapi", "QNN", "Xnnpack")
 _APPLE = _name_providers("CPU", "CoreML", "Xnnpack")
 
 FORMS: dict[Kind, Form] = {
-    "aar": Form(collect=formats.collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
-    "ort-package": Form(
-        collect=formats.collect_ort_package, platform="", providers=frozenset(), archive=None, shares=False
-    ),
+    "aar": Form(collect=formats.collect_aar, platform="android", providers=_ANDROID, needs_runtime=True),
+    "ort-package": Form(collect=formats.collect_ort_package, shares=False),
     "react-native": Form(
-        collect=collect_react_native,
-        platform="",
-        providers=PROVIDERS,
-        archive=None,
-        refuse=find_unsupported,
-        remark=list_remarks,
+        collect=collect_react_native, providers=PROVIDERS, refuse=find_unsupported, remark=list_remarks
     ),
-    "swiftpm": Form(collect=formats.collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
+    "swiftpm": Form(collect=formats.collect_swiftpm, platform="ios", providers=_APPLE),
     "tar": Form(collect=formats.collect_board, platform="linux", providers=_BOARD, archive="tar"),
     "zip": Form(collect=formats.collect_board, platform="linux", providers=_BOARD, archive="zip"),
 }

@@ -339,9 +339,7 @@ def _describe(bundle: Bundle, packed: Mapping[str, Path], test: Mapping[str, Any
     manifest, files = bundle.manifest, {name: BundledFile.describe(path) for name, path in packed.items()}
     # Loaders compare the file in the package with the digest compiled into them.
     if files[MANIFEST].sha256 != bundle.sha256:
-        raise BundleError(
-            f"'{bundle.folder / MANIFEST}' is not in edgekit's canonical form", hint="build the bundle again"
-        )
+        raise BundleError(f"'{bundle.folder / MANIFEST}' is not in edgekit's canonical form", hint="build it again")
     has_numbers = any(each.kind in {"values", "embedding"} for each in (manifest.readings or {}).values())
     own = manifest.platforms.get(platform)
     options = own.provider_options if own is not None else manifest.provider_options

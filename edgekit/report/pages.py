@@ -46,9 +46,7 @@ def _environment(modules: tuple[ModuleType, ...]) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     for module in modules:
-        templates.filters.update(
-            {name: value for name, value in vars(module).items() if isinstance(value, FunctionType)}
-        )
+        templates.filters.update({name: it for name, it in vars(module).items() if isinstance(it, FunctionType)})
     return templates
 
 

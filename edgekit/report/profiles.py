@@ -194,8 +194,6 @@ HUES = (
     "#9b5b3b",
     "#7d8894",
 )
-# Boxes below this share of the time are too small to see: they are merged into one.
-_LEAST = 0.001
 _LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 
@@ -212,26 +210,16 @@ def draw_treemap(profile: DeviceProfile) -> Chart:
     groups: dict[str, list[NodeTime]] = defaultdict(list)
     for node in rank_nodes(profile):
         groups[node.op].append(node)
-    ranked = sorted(groups, key=lambda op: -sum(node.share for node in groups[op]))
-    weights = [sum(node.share for node in groups[op]) for op in ranked]
-    boxes = (
-        box
-        for op, area in zip(ranked, split_area(weights, (0.0, 0.0, WIDTH, HEIGHT)), strict=True)
-        for box in _fill(groups[op], area, hues[op])
-    )
-    return Chart(marks=tuple(boxes))
-
-
-def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hue: int) -> Iterator[Mark]:
-    seen = [node for node in nodes if node.share >= _LEAST]
-    rest = nodes[len(seen) :]
-    weights = [node.share for node in seen] + ([sum(node.share for node in rest)] if rest else [])
-    for index, (x, y, width, height) in enumerate(split_area(weights, area)):
-        node = seen[index] if index < len(seen) else None
-        label = nodes[0].op if width > _LETTER * len(nodes[0].op) and height > _LINE else ""
-        said = f"{len(rest)} more {nodes[0].op}" if node is None else describe_node(node)
-        sizes = {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": round(height, 1)}
-        yield Mark(**sizes, kind=f"hue{hue}", label=label, title=said)
+    weights = {op: sum(node.share for node in nodes) for op, nodes in groups.items()}
+    ranked = sorted(groups, key=lambda op: -weights[op])
+    marks: list[Mark] = []
+    for op, area in zip(ranked, split_area([weights[op] for op in ranked], (0.0, 0.0, WIDTH, HEIGHT)), strict=True):
+        boxes = split_area([node.share for node in groups[op]], area)
+        for node, (x, y, width, height) in zip(groups[op], boxes, strict=True):
+            label = op if width > _LETTER * len(op) and height > _LINE else ""
+            sizes = {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": round(height, 1)}
+            marks.append(Mark(**sizes, kind=f"hue{hues[op]}", label=label, title=describe_node(node)))
+    return Chart(marks=tuple(marks))
 
 
 def describe_node(node: NodeTime) -> str:
