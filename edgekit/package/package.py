@@ -7,16 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgekit._files import (
-    AnyPath,
-    as_path,
-    copy_into,
-    digest_bytes,
-    digest_file,
-    measure_content,
-    staged_entries,
-    work_folder,
-)
+from edgekit import _files
+from edgekit._files import AnyPath, as_path
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import Bundle
@@ -25,23 +17,12 @@ from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import OutputError, UsageError, suggest_name
-from edgekit.package import formats
+from edgekit.package import formats, variant
 from edgekit.package.react_native import PROVIDERS, collect_react_native, find_unsupported, list_remarks
-from edgekit.package.variant import (
-    UNNAMED,
-    Extra,
-    Identity,
-    Part,
-    Variant,
-    Workplace,
-    identify,
-    make_parts,
-    sort_bundles,
-)
 from edgekit.target import read_version
 
 Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
-Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]
+Collect = Callable[[Sequence[variant.Part], variant.Identity, variant.Workplace], Mapping[str, Path | bytes]]
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +40,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     needs_runtime: bool = False
     shares: bool = True
     refuse: Callable[[Manifest], str | None] = lambda _manifest: None
-    remark: Callable[[Sequence[Part]], Iterable[str]] = lambda _parts: ()
+    remark: Callable[[Sequence[variant.Part]], Iterable[str]] = lambda _parts: ()
 
 
 def _name_providers(*names: str) -> frozenset[str]:
@@ -104,7 +85,7 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     out: str
     sha256: str
-    bundles: tuple[Variant, ...]
+    bundles: tuple[variant.Variant, ...]
     left_out: tuple[LeftOut, ...]
     files: dict[str, str]
     sizes: dict[str, int]
@@ -128,9 +109,9 @@ def package_bundles(
     kind: Kind,
     out: AnyPath,
     *,
-    names: Identity = UNNAMED,
+    names: variant.Identity = variant.UNNAMED,
     key: AnyPath | None = None,
-    extras: tuple[Extra, ...] = (),
+    extras: tuple[variant.Extra, ...] = (),
     runtime: AppRuntime | None = None,
     accept: Callable[[Sequence[Bundle]], None] = lambda _bundles: None,
 ) -> PackageReport:
@@ -158,7 +139,7 @@ def package_bundles(
     # Opened first, so that nothing is written if a bundle was altered.
     found = find_bundles(places, key=key)
     is_build = len(places) == 1 and found[0].folder != places[0]
-    found = sort_bundles(found) if is_build else found
+    found = variant.sort_bundles(found) if is_build else found
     misfits = {bundle.folder: _find_misfit(bundle, kind, made_for) for bundle in found}
     bundles = tuple(bundle for bundle in found if misfits[bundle.folder] is None)
     left_out = tuple(LeftOut(path=str(folder), reason=why) for folder, why in misfits.items() if why is not None)
@@ -167,16 +148,16 @@ def package_bundles(
         hint = "leave it out, or choose another --as"
         raise UsageError(f"bundle '{left_out[0].path}': {left_out[0].reason}", hint=hint)
     accept(bundles)
-    identity = identify(bundles, names, extras)
-    with work_folder() as work:
-        parts = make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
+    identity = variant.identify(bundles, names, extras)
+    with _files.work_folder() as work:
+        parts = variant.make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
         # Of the model files, each content once.
         sizes: dict[str, int] = {}
         for part in parts:
             models = {name for names in part.bundle.manifest.forms.values() for name in names}
             sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in models}
         return _write(
-            form.collect(parts, identity, Workplace(folder=work, runtime=made_for)),
+            form.collect(parts, identity, variant.Workplace(folder=work, runtime=made_for)),
             kind,
             out,
             bundles=tuple(part.variant for part in parts),
@@ -210,27 +191,27 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
     # Before anything is written, so that the report names what was to be packed.
     files, sizes = dict[str, str](), dict[str, int]()
     for name, source in sorted(entries.items()):
-        files[name] = digest_bytes(source) if isinstance(source, bytes) else digest_file(source)
+        files[name] = _files.digest_bytes(source) if isinstance(source, bytes) else _files.digest_file(source)
         if isinstance(source, Path) and name.endswith(".aar"):
             # An app gets the files inside one by one.
             with zipfile.ZipFile(source) as aar:
                 sizes |= {f"aar/{entry.filename}": entry.file_size for entry in aar.infolist()}
         else:
-            sizes[name] = measure_content(source)
+            sizes[name] = _files.measure_content(source)
     archive = FORMS[kind].archive
     if archive is not None:
         write_archive(entries, out, archive)
-        sha256 = digest_file(out)
+        sha256 = _files.digest_file(out)
     else:
         if out.is_dir() and any(out.iterdir()):
             raise OutputError(f"'{out}' holds something already", hint="give a folder that does not exist yet")
-        with staged_entries(out) as staging:
+        with _files.staged_entries(out) as staging:
             for name, source in entries.items():
                 place = staging / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with place.open("xb") as file:
-                    copy_into(source, file)
-        sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in files.items()).encode())
+                    _files.copy_into(source, file)
+        sha256 = _files.digest_bytes("".join(f"{digest}  {name}\n" for name, digest in files.items()).encode())
     return PackageReport(kind=kind, out=str(out), sha256=sha256, files=files, sizes=sizes, **facts)
 
 
