@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import click
 
@@ -22,12 +22,7 @@ from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, c
 from edgekit.model.model import READS
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.progress import Progress
-from edgekit.quantize.weight_only.convert import (
-    BLOCK_ROUNDINGS,
-    BlockRounding,
-    WeightForm,
-    WeightOnlyOptions,
-)
+from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
 from edgekit.recipe import Recipe
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, read_version
@@ -87,7 +82,7 @@ def convert_command(
     block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
     rounding: Annotated[
         BlockRounding | None,
-        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(BLOCK_ROUNDINGS)),
+        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(get_args(BlockRounding))),
     ],
     accuracy: Annotated[
         int | None, Option("The accuracy_level of MatMulNBits; 4 multiplies in int8.", "0-4", "--accuracy-level")

@@ -47,20 +47,10 @@ _MORE_AFTERWARDS = 1
 
 
 class _Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was written, or why it was not, and what verifying it found.
-
-    `refusal` says why the target's own runtime made no session of it, "" where it did or was not asked.
-    """
+    """A bundle that was written, or why it was not, and what verifying it found."""
 
     built: BuiltBundle | EdgekitError
     report: VerifyReport | None = None
-
-    @property
-    def refusal(self) -> str:
-        """Why a device made no session; one that died said nothing of itself, not even its ONNX Runtime."""
-        runs = () if self.report is None else self.report.runs
-        refused = (run for run in runs if run.failure is not None and not run.load_ms and "onnxruntime" in run.versions)
-        return next((run.failure or "" for run in refused), "")
 
 
 _Ladder = Generator[ReadyBundle, str]
@@ -199,9 +189,14 @@ def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str =
 
 def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
     """Builds the next best bundle for as long as the device refuses to make a session; returns the last one built."""
-    while end.refusal and isinstance(end.built, BuiltBundle):
+    while isinstance(end.built, BuiltBundle) and end.report is not None:
+        # A device that died said nothing of itself, not even its ONNX Runtime: that is no refusal.
+        asked = (run for run in end.report.runs if not run.load_ms and "onnxruntime" in run.versions)
+        refusal = next((run.failure for run in asked if run.failure), None)
+        if refusal is None:
+            break
         shutil.rmtree(end.built.bundle.folder)
-        ready = _ready_target(ladder, target, job, end.refusal)
+        ready = _ready_target(ladder, target, job, refusal)
         if isinstance(ready, EdgekitError):
             return _Finished(built=ready)
         end = _finish((ready, 1), job, verify=True, writing=Lock())

@@ -77,11 +77,6 @@ class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     metric: TaskLimit = DEFAULT_METRIC
     name: str = ""
 
-    @property
-    def wiring(self) -> Wiring:
-        """The stages and tokens as they stand in the file."""
-        return Wiring(stages=self.stages, tokens=self.tokens)
-
 
 _TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
 # The key that may be meant, of any table, or those of the file.
@@ -292,7 +287,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
                 hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
             raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
         interfaces[name] = describe_interface(ready.inputs, ready.outputs)
-    wiring = resolve_wiring(file.wiring, interfaces)
+    wiring = resolve_wiring(Wiring(stages=file.stages, tokens=file.tokens), interfaces)
     fault = find_fault(wiring, interfaces)
     if fault is not None:
         raise UsageError(f"'{path}' {fault[0]}", hint=fault[1])
