@@ -61,11 +61,11 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     return parsed
 
 
-def _parse_size(name: str, value: str) -> int:
+def _parse_size(option: str, name: str, value: str) -> int:
     # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
     if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
         hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0"
-        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint=hint)
+        raise UsageError(f"{option} {name}={value}: '{value}' is no size", hint=hint)
     return int(value)
 
 
@@ -77,24 +77,22 @@ def _parse_number(option: str, name: str, text: str) -> float:
         raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
-def parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
-    """Returns what makes a dict of an option's NAME=VALUE pairs: of texts, of sizes or of numbers."""
+def parsing(
+    read: Callable[[str, str, str], Any] | None = None,
+) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
+    """Returns what makes a dict of an option's NAME=VALUE pairs: of texts, or of what `read` makes of each."""
 
     def parse(_context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
         option = parameter.opts[0]
         given = parse_assignments(pairs, option)
-        if kind is str:
-            return given
-        if kind is int:
-            return {name: _parse_size(name, value) for name, value in given.items()}
-        return {name: _parse_number(option, name, value) for name, value in given.items()}
+        return {name: value if read is None else read(option, name, value) for name, value in given.items()}
 
     return parse
 
 
 def _numbers(help_text: str) -> Option:
     """Returns an option that gives inputs a number."""
-    return Option(help_text, "INPUT=NUMBER", multiple=True, callback=parsing(float))
+    return Option(help_text, "INPUT=NUMBER", multiple=True, callback=parsing(_parse_number))
 
 
 ModelFile = Annotated[Path, Argument()]
@@ -115,11 +113,11 @@ TargetNames = Annotated[
 ]
 TargetName = Annotated[str, Option("A target, its folder, or this machine's (auto).", "NAME")]
 Settings = Annotated[
-    dict[str, str], Option("A parameter of the target.", "NAME=VALUE", "--set", multiple=True, callback=parsing(str))
+    dict[str, str], Option("A parameter of the target.", "NAME=VALUE", "--set", multiple=True, callback=parsing())
 ]
 Dims = Annotated[
     dict[str, int],
-    Option("The size of a dynamic dimension.", "NAME=INT", "--dim", multiple=True, callback=parsing(int)),
+    Option("The size of a dynamic dimension.", "NAME=INT", "--dim", multiple=True, callback=parsing(_parse_size)),
 ]
 DimsOrBuckets = Annotated[
     tuple[str, ...],
@@ -229,8 +227,8 @@ def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) ->
     """
     given = parse_assignments(dims, "--dim")
     several = {name: value.split(",") for name, value in given.items() if "," in value}
-    single = {name: _parse_size(name, value) for name, value in given.items() if name not in several}
-    buckets = {name: tuple(_parse_size(name, size) for size in sizes) for name, sizes in several.items()}
+    single = {name: _parse_size("--dim", name, value) for name, value in given.items() if name not in several}
+    buckets = {name: tuple(_parse_size("--dim", name, size) for size in sizes) for name, sizes in several.items()}
     return {"dims": add_shapes(single, shapes, path), "buckets": buckets}
 
 
@@ -255,7 +253,7 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
     for name, text in parse_assignments(pairs, "--shape").items():
         if name not in specs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
-        given = [_parse_size(f"{name}:{axis}", size) for axis, size in enumerate(text.split(","))]
+        given = [_parse_size("--dim", f"{name}:{axis}", size) for axis, size in enumerate(text.split(","))]
         # An input without a rank takes as many axes as are given.
         wanted = specs[name].shape or tuple(None for _ in given)
         if len(wanted) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(wanted, given, strict=True)):

@@ -22,12 +22,9 @@ def schema_command() -> Answer:
       edgekit schema --json
     """
     schema = describe_file()
-    context = click.Context(group, info_name="edgekit")
-    known = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
     commands = {
-        name: {"help": COMMANDS[name], "parameters": [_describe(each) for each in entry.params]}
-        for name, entry in known.items()
-        if entry is not None
+        name: {"help": COMMANDS[name], "parameters": [_describe(each) for each in command.params]}
+        for name, command in _list_commands().items()
     }
     value = {"schema_version": 1, "edgekit.toml": schema, "commands": commands}
     return Answer(value, lambda: show_json(schema))
@@ -35,14 +32,16 @@ def schema_command() -> Answer:
 
 def describe_file() -> dict[str, Any]:
     """Returns the JSON Schema of `edgekit.toml`, with every option of every command."""
-    schema, context = describe_schema(), click.Context(group, info_name="edgekit")
-    commands = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
-    table = schema["$defs"]["AppTable"]["properties"][SECTION]
-    table |= {
-        "properties": {name: describe_options(command) for name, command in commands.items() if command is not None},
-        "additionalProperties": False,
-    }
+    schema = describe_schema()
+    tables = {name: describe_options(command) for name, command in _list_commands().items()}
+    schema["$defs"]["AppTable"]["properties"][SECTION] |= {"properties": tables, "additionalProperties": False}
     return schema
+
+
+def _list_commands() -> dict[str, click.Command]:
+    context = click.Context(group, info_name="edgekit")
+    found = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
+    return {name: command for name, command in found.items() if command is not None}
 
 
 def _describe(parameter: click.Parameter) -> dict[str, Any]:

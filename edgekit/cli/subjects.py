@@ -28,7 +28,7 @@ def choose_devices(
             "NAME=VALUE",
             "--set",
             multiple=True,
-            callback=parsing(str),
+            callback=parsing(),
         ),
     ],
 ) -> DeviceChoice:
