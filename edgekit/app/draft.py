@@ -33,13 +33,6 @@ _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 _Value = TypeVar("_Value")
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of an `edgekit.toml`, and a line for each fact that was found or guessed."""
-
-    text: str
-    remarks: tuple[str, ...]
-
-
 class _Frozen(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     value: int
@@ -57,11 +50,11 @@ def draft_app(
     labels: Path | None,
     package: Kind | None,
     beside: str,
-) -> Draft:
-    """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
+) -> tuple[str, list[str]]:
+    """Returns the text of an `edgekit.toml` for a model, and a line for each fact that was found or guessed.
 
-    It packs the bundles as `package`, if that is given. If `beside` is the text of an existing `edgekit.toml`, the
-    model is added at its end, for the targets of that file.
+    Paths in it are relative to `folder`. It packs the bundles as `package`, if that is given. If `beside` is the text
+    of an existing `edgekit.toml`, the model is added at its end, for the targets of that file.
 
     Raises:
         EdgekitError: the model cannot be read, or there is no image, or data or a target that does not exist.
@@ -73,8 +66,8 @@ def draft_app(
     if unknown is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
-    metadata = _read_metadata(source)
-    dims = _guess_dims(source, images, metadata)
+    side, stride, known = _read_metadata(source)
+    dims = _guess_dims(source, images, side, stride)
     # `init` runs no code of the user's, so samples of a function tell nothing here.
     if data is not None and Path(data).exists():
         dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
@@ -84,7 +77,7 @@ def draft_app(
     preprocess = None
     if images is not None:
         guessed = _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
-        preprocess = msgspec.structs.replace(guessed, **metadata.preprocess)
+        preprocess = msgspec.structs.replace(guessed, **known)
         remarks.append(
             f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
             f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
@@ -106,23 +99,13 @@ def draft_app(
         beside=beside,
     )
     before = beside.rstrip("\n") + "\n" if beside else ""
-    return Draft(text=before + text, remarks=tuple(remarks))
+    return before + text, remarks
 
 
-class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an exporter wrote into the metadata of a model.
+def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:
+    """Returns what an exporter wrote into a model: the side of images in pixels, its step, and preprocessing keys.
 
-    `side` is the side of an image in pixels, sides are multiples of `stride`, and `preprocess` holds keys of a
-    preprocessing file.
-    """
-
-    side: int | None = None
-    stride: int
-    preprocess: dict[str, Any] = {}
-
-
-def _read_metadata(model: Model) -> _Metadata:
-    """Returns the metadata that are understood: `imgsz`, `stride`, `task`, `mean` and `std`.
+    Understood are `imgsz`, `stride`, `task`, `mean` and `std`.
 
     The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors (but not classifiers)
     are trained on images in a grey frame. Other values are ignored.
@@ -139,13 +122,12 @@ def _read_metadata(model: Model) -> _Metadata:
     if found.get("task") in {"detect", "segment", "pose", "obb"}:
         preprocess |= {"letterbox": 114, "resize": None}
     high, wide = read("imgsz", tuple[_Side, _Side]) or (0, 1)
-    return _Metadata(side=high if high == wide else None, stride=read("stride", _Side) or _STEP, preprocess=preprocess)
+    return high if high == wide else None, read("stride", _Side) or _STEP, preprocess
 
 
-def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[str, int]:
+def _guess_dims(model: Model, images: Path | None, side: int | None, step: int) -> dict[str, int]:
     """Returns a size for each dynamic dimension: the side of the images for height and width, else one."""
     sizes: dict[str, int] = {}
-    side, step = metadata.side, metadata.stride
     if side is None and images is not None:
         shorter = statistics.median(min(size) for size in _read_sizes(images))
         side = max(step, min(_USUAL_SIDE * 2, round(shorter / step) * step))

@@ -131,7 +131,7 @@ def init_command(
     known = load_app(out) if out.exists() else None
     if known is not None and load_model(model).name in known.table.models:
         raise UsageError(f"'{out}' has this model already", hint="change it there, or give another --out")
-    draft = draft_app(
+    text, remarks = draft_app(
         model,
         out.parent,
         data=data,
@@ -141,9 +141,9 @@ def init_command(
         package=package,
         beside="" if known is None else out.read_text(),
     )
-    write_file(out, draft.text.encode())
+    write_file(out, text.encode())
     # Beside it: editors find it by the first line, without a network.
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())
-    show_remarks(draft.remarks)
+    show_remarks(remarks)
     show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")
     return YES
