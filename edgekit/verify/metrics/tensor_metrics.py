@@ -197,21 +197,18 @@ def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
 
     Agreement is about ranks of classes and probabilities; the sums are those of `measure_errors`.
     """
-    shape = references.shape[1:]
     if not is_numeric(references):
         return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
     wanted, found = _as_rows(references), _as_rows(gots)
-    errors = _measure_rows(wanted, found)
+    errors, shape = _measure_rows(wanted, found), references.shape[1:]
+    # The ranks and probabilities of samples that are not finite mean nothing.
     good = [index for index, sample in enumerate(errors) if not sample.non_finite]
-    if not good or not wanted.shape[1]:
-        return errors
-    if len(good) < len(errors):
-        wanted, found = wanted[good], found[good]
     meanings: dict[str, Sequence[float | bool | None]] = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        if references.dtype.kind == "f":
+        wanted, found = wanted[good], found[good]
+        if wanted.size and references.dtype.kind == "f":
             meanings["kl"] = kl_divergences(wanted, found, shape)
-        if wanted.shape[1] > 1 and max(shape) == wanted.shape[1]:
+        if wanted.size and max(shape, default=1) == wanted.shape[1] > 1:
             meanings["top1"], meanings["top5"] = agree_at(wanted, found, 1), agree_at(wanted, found, 5)
             meanings["rank"] = rank_correlations(wanted, found)
     for row, index in enumerate(good):
