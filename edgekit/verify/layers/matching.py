@@ -267,7 +267,6 @@ def extract_part(proto: onnx.ModelProto, wanted: Iterable[str]) -> None:
     refill(graph.input, [value for value in graph.input if value.name not in unread])
     refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
     refill(graph.output, [known.get(name, onnx.ValueInfoProto(name=name)) for name in names])
-    del graph.value_info[:]
 
 
 def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:

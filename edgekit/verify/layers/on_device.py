@@ -309,8 +309,8 @@ def _is_wrong(layer: LayerReport) -> bool:
     return layer.channel_steps[0] > _MOST_CHANNEL_STEPS or layer.offset_steps > _MOST_OFFSET_STEPS
 
 
-def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, ...]]:
-    """Returns for each probe the outputs of the part of a model up to there; for the last one those of the model.
+def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns each layer with the outputs of the part of a model up to there; for the last one those of the model.
 
     They are the tensors that later nodes read. Of a quantized one it is the value after its DQ node, so that no cut
     separates a node from the Q and DQ after it: the node would then compute in float.
@@ -320,15 +320,16 @@ def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, ...]]:
     for place, probe in enumerate(probes):
         last_read |= dict.fromkeys(walk_back(graph, [probe.tensor], stops)[1], place)
     last_read |= dict.fromkeys(graph.outputs | walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
-    cuts: list[tuple[str, ...]] = []
+    cuts: list[tuple[str, tuple[str, ...]]] = []
     live: list[str] = []
     for place, probe in enumerate(probes):
         live = [name for name in (*live, probe.tensor) if last_read.get(name, -1) > place]
         dequantized = {
             name: node.output[0] for name in live for node in graph.readers(name) if node.op_type == DEQUANTIZE
         }
-        cuts.append(tuple(dequantized.get(name, name) for name in live))
-    return [*cuts[:-1], tuple(sorted(graph.outputs))] if cuts else []
+        if live:
+            cuts.append((probe.layer, tuple(dequantized.get(name, name) for name in live)))
+    return [*cuts[:-1], (cuts[-1][0], tuple(sorted(graph.outputs)))] if cuts else []
 
 
 def save_prefix(model: Model, outputs: Sequence[str], path: Path) -> Model:
@@ -356,14 +357,13 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         DeviceError: the device is not there.
     """
     model = load_model(job.model)
-    probes = plan_probes(model)
-    cuts = plan_cuts(view_model(read_proto(model, weights=False)), probes)
+    cuts = plan_cuts(view_model(read_proto(model, weights=False)), plan_probes(model))
     found = {-1: _WRONG_DB}
 
     def measure(place: int) -> None:
         folder = work / str(place)
         (folder / "run").mkdir(parents=True)
-        prefix = save_prefix(model, cuts[place], folder / "prefix.onnx")
+        prefix = save_prefix(model, cuts[place][1], folder / "prefix.onnx")
         ratio = _measure_prefix(device, job, prefix, folder / "run")
         found[place] = min(max(ratio, -_WRONG_DB), _WRONG_DB)
 
@@ -377,7 +377,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
     while layer is None and fall(steepest := max(spans, key=fall)) >= _CLOSER_DB:
         begin, end = steepest
         if end - begin == 1:
-            layer = probes[end].layer
+            layer = cuts[end][0]
         else:
             middle = (begin + end) // 2
             measure(middle)
