@@ -233,9 +233,9 @@ class Journal:
         if number < len(self._kept) and self._kept[number].entrants == tuple(entrants):
             self.rounds.append(self._kept[number])
             return self._kept[number].measured
-        if not self._ends_before(self.budget_s, len(entrants) + reserve) or not self._ends_before(
-            until_s, len(entrants)
-        ):
+        # Estimated by the slowest round, because about half of the rounds take longer than the average.
+        each_s = max((one.seconds / len(one.measured) for one in self.rounds), default=0.0)
+        if self.seconds + each_s * len(entrants) > min(until_s, self.budget_s - each_s * reserve):
             return None
         began = time.monotonic()
         places = list(range(len(entrants)))
@@ -248,11 +248,6 @@ class Journal:
         if self._path is not None:
             write_file(self._path, msgspec.json.encode(_Stored(key=self._key, rounds=tuple(self.rounds))))
         return measured
-
-    def _ends_before(self, limit_s: float, count: int) -> bool:
-        # Estimated by the slowest round, because about half of the rounds take longer than the average.
-        each = max((one.seconds / len(one.measured) for one in self.rounds), default=0.0)
-        return self.seconds + each * count <= limit_s
 
 
 TakeRound = Callable[[Sequence[Entrant]], Sequence[Measured] | None]

@@ -33,7 +33,7 @@ from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, doubt_output, judge_output
 from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.sizes import (
     KeptOutputs,
@@ -140,20 +140,16 @@ def verify_bundle(
         known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
     )
     runs, broken, kept = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
-    return VerifyReport(
+    report = VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
         target=manifest.target,
         runs=runs,
         skipped=skipped,
         chance=describe_chance(asked.golden or bundle.golden),
         taken_macs=manifest.placement.taken_macs,
-        min_taken_macs=manifest.thresholds.min_taken_macs,
         bundle_sha256=bundle.sha256,
         size_bytes=manifest.model_size_bytes,
         source_size_bytes=manifest.source_size_bytes,
-        max_size_bytes=manifest.thresholds.max_size_bytes,
-        max_size_share=manifest.thresholds.max_size_share,
-        needs_placement=manifest.thresholds.needs_placement,
         machine=describe_machine(),
         # What a provider was observed to take on a device outweighs what the rules predict.
         alterations=(
@@ -165,6 +161,7 @@ def verify_bundle(
         notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
         differences=tuple(describe_differences(kept)),
     )
+    return recheck_report(report, manifest.thresholds)
 
 
 def _run_devices(
