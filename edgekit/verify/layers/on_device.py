@@ -164,6 +164,7 @@ def find_device_layer(
     model, unprobed = load_model(job.model), _run(device, job, work / "unprobed")
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
     outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
+    same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
     planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
     specs = _describe_tensors(open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
@@ -184,7 +185,7 @@ def find_device_layer(
             return f"with tensors inside as outputs the device failed: {run.failure}"
         if not names <= next(iter(run.outputs), dict[str, Array]()).keys():
             return "the device does not give tensors inside"
-        if not _stays_same(outputs, compare_outputs(unprobed.outputs, run.outputs)):
+        if find_least_db(compare_outputs(unprobed.outputs, run.outputs)) < same_db:
             return "the outputs change when tensors inside become outputs too"
         more = ", ".join(f"{count} {op}" for op, count in sorted((_count_left(run) - _count_left(unprobed)).items()))
         if more:
@@ -281,20 +282,6 @@ def _measure_slice(
 def _run(device: Device, job: Job, folder: Path) -> DeviceRun:
     folder.mkdir(parents=True)
     return device.run_job(job, folder)
-
-
-def _stays_same(unprobed: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
-    """Returns True if the additional outputs changed the model's outputs little, or clearly less than their error."""
-    before = {report.name: report for report in unprobed}
-    for report in probed:
-        off = before.get(report.name)
-        if not report.samples or report.non_finite != report.reference_non_finite:
-            return False
-        distance = None if off is None else off.sqnr_db
-        least = _SAME_DB if distance is None else min(_SAME_DB, distance + _CLOSER_DB)
-        if report.sqnr_db is not None and report.sqnr_db < least:
-            return False
-    return True
 
 
 def _count_left(run: DeviceRun) -> Counter[str]:
