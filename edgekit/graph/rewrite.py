@@ -17,6 +17,9 @@ from edgekit.model.model import refill
 FLOATS = frozenset({"float32", "float16"})
 """The element types for which rewrites that add constants are written."""
 
+# Operators of which any output may be left out, also the first.
+_FREE_OUTPUTS = frozenset({"LSTM"})
+
 Write = Callable[["Writer"], None]
 """Writes the nodes that replace one node; it writes nothing where the node stays."""
 Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
@@ -78,7 +81,7 @@ def replace_nodes(
     if not any(node.op_type in ops for node in graph.node):
         return ()
     view = view_part(graph, opset, folder)
-    made: dict[str, Sequence[onnx.NodeProto]] = {}
+    made: dict[tuple[str, ...], Sequence[onnx.NodeProto]] = {}
     changed: list[str] = []
     for node in view.nodes:
         # What ONNX's checker refuses may lack inputs that a rewrite relies on.
@@ -88,16 +91,16 @@ def replace_nodes(
         if not floats or writer.dtype in FLOATS:
             write(writer)
         if writer.nodes:
-            made[node.output[0]] = writer.nodes
+            made[node.output] = writer.nodes
             changed.append(node.proto.name)
     if changed:
-        kept = [new for node in graph.node for new in made.get(node.output[0] if node.output else "", (node,))]
+        kept = [new for node in graph.node for new in made.get(tuple(node.output), (node,))]
         refill(graph.node, kept)
     return tuple(changed)
 
 
 def _is_valid(node: Node, opset: int) -> bool:
-    if not node.input[0] or not node.output[0]:
+    if not node.input[0] or not (node.output[0] or (node.op_type in _FREE_OUTPUTS and any(node.output))):
         return False
     if node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain):
         return True
@@ -127,6 +130,7 @@ class Writer(msgspec.Struct, kw_only=True):
     node: Node
     opset: int
     nodes: list[onnx.NodeProto] = []
+    cuts: dict[tuple[int, ...], str] = {}
 
     @property
     def dtype(self) -> str:
@@ -136,9 +140,20 @@ class Writer(msgspec.Struct, kw_only=True):
     def add(self, op: str, inputs: Sequence[str], part: str = "", **attributes: Any) -> str:
         """Adds a node and returns its output; without a `part` to name it, it is the last."""
         name = f"{self.node.proto.name}/{part}" if part else self.node.proto.name
-        output = f"{self.node.output[0]}/{part}" if part else self.node.output[0]
+        own = next(filter(None, self.node.output))
+        output = f"{own}/{part}" if part else own
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
+
+    def cut(self, name: str, part: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
+        """Adds a Split and returns its outputs; from opset 13 on its sizes are an input, written once for all."""
+        key = tuple(sizes)
+        if key not in self.cuts:
+            self.cuts[key] = self.constant(f"{part}_sizes", key, "int64")
+        first = self.add("Split", [name, self.cuts[key]], part, axis=axis)
+        names = (first, *(f"{first}_{place}" for place in range(1, len(sizes))))
+        self.nodes[-1].output[:] = names
+        return names
 
     def copy(self, node: Node) -> onnx.NodeProto:
         """Adds a copy of a node, to be changed."""

@@ -26,6 +26,7 @@ from edgekit.prepare.rewrites import (
     norms,
     planes,
     products,
+    recurrent,
     split_attention,
 )
 from edgekit.target import INTEGERS, Target
@@ -105,13 +106,17 @@ For a target, those are applied by which the check finds that it takes more.
 
 ASKED = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
-    activations.flatten_softplus
+    activations.flatten_softplus, recurrent.split_lstm
 )  # fmt: skip
 """Rewrites that gain no node but that a target needs all the same: in a float model (`list_asked`), or in integers
 (`fix_quantized`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
+
+
+# Around kernels of QNN's HTP that are wrong or coarse.
+_AROUND_QNN = (activations.part_silu.id, activations.flatten_softplus.id, recurrent.split_lstm.id)
 
 
 def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
@@ -188,7 +193,7 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
     rules = target.quantization
     ids = [
         *([products.UNSIGNED_WEIGHTS] if rules.unsigned_ops else ()),
-        *([activations.part_silu.id, activations.flatten_softplus.id] if rules.scheme == "qnn" else ()),
+        *(_AROUND_QNN if rules.scheme == "qnn" else ()),
     ]
     return fix_model(model, out, ids) if ids else FixedModel(model=model, fixes=())
 

@@ -11,9 +11,11 @@ from edgekit.errors import DataError, ModelError
 from edgekit.model.external import load_external
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
+from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites.activations import flatten_softplus, part_silu
 from edgekit.prepare.rewrites.products import store_unsigned
+from edgekit.prepare.rewrites.recurrent import split_lstm
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_graph
@@ -36,10 +38,13 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     float_constants: dict[str, int]
 
 
-def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath) -> QuantizedModel:
+def quantize_model(
+    model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath, *, is_trial: bool = False
+) -> QuantizedModel:
     """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
 
-    The calibration is the one that the plan was made with, or another one of the same samples.
+    The calibration is the one that the plan was made with, or another one of the same samples. In a trial, which only
+    runs on this PC, an LSTM stays one node: that is loaded in a hundredth of the time, and computes the same.
 
     Raises:
         DataError: the plan is of another model, or the calibration of other samples.
@@ -80,6 +85,8 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     if plan.scheme == "qnn":
         part_silu(quantized.graph, read_opset(quantized))
         flatten_softplus(quantized.graph, read_opset(quantized))
+        if not is_trial and split_lstm(quantized.graph, read_opset(quantized)):
+            drop_idle_nodes(quantized.graph)
     narrow_constants(quantized.graph, plan.narrow.bits)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)

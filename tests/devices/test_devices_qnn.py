@@ -16,7 +16,7 @@ from edgekit.jobs.build import build
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.fix import fix_quantized
+from edgekit.prepare.fix import fix_model, fix_quantized, list_asked
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
@@ -295,3 +295,46 @@ def test_floats_are_halves_and_the_logarithm_of_what_is_below_is_wrong(
     # Where halves hold the power, its logarithm is right.
     held = x**2 > 1e-5
     assert np.abs(wanted - found)[held].max() < 0.05
+
+
+def write_lstm(path: Path, direction: str = "forward") -> Path:
+    """Writes an LSTM of 24 steps with weights of usual sizes."""
+    rng, turns = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
+    shapes = {"w": (turns, 128, 16), "r": (turns, 128, 32), "b": (turns, 256)}
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[24,1,16] x) => (float[24,{turns},1,32] y)
+        {{ y = LSTM<hidden_size=32, direction="{direction}">(x, w, r, b) }}"""
+    proto = onnx.load(str(parse_model(text, path)))
+    for name, shape in shapes.items():
+        values: Array = rng.uniform(-0.35, 0.35, shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(values, name))
+    onnx.save(proto, str(path))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_the_kernel_of_an_lstm_is_coarse_and_its_parts_are_not(direction: str, tmp_path: Path) -> None:
+    path = write_lstm(tmp_path / "m.onnx", direction)
+    # If this fails with a new version of QNN, its kernel is right, and the rewrite can go.
+    assert 25 < measure_simulator(path, (24, 1, 16), tmp_path / "whole") < 45
+    target = load_target("qnn")
+    assert "split-lstm" in list_asked(target, stays_float=True)
+    fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_asked(target, stays_float=True))
+    assert [(fix.id, len(fix.nodes)) for fix in fixed.fixes] == [("split-lstm", 1)]
+    assert measure_simulator(fixed.model.path, (24, 1, 16), tmp_path / "parted") > 50
+
+
+def test_a_quantized_lstm_is_written_in_parts_and_computes_the_same(tmp_path: Path) -> None:
+    path, rng = write_lstm(tmp_path / "m.onnx"), np.random.default_rng(1)
+    rows: Array = rng.normal(size=(16, 24, 1, 16)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=rows)
+    data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("qnn",))
+    report = quantize_for(path, data, tmp_path / "parts.onnx", recipe)
+    assert report.taken == "277 of 277 nodes in 1 partitions"
+    ops = Counter(node.op_type for node in onnx.load(str(report.out)).graph.node)
+    assert (ops["LSTM"], ops["Tanh"]) == (0, 2 * 24)
+    # The plan was measured with one node, as it is written where the steps have no fixed number.
+    wanted, got = (CpuSession(each, SessionSettings()).run({"x": rows[0]})["y"] for each in (path, report.out))
+    assert 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()) == pytest.approx(
+        report.predicted.sqnr_db, abs=1.5
+    )

@@ -30,6 +30,9 @@ WITH = {
         => (float[2,2,1,2] y, float[2,1,1,2] z) {
         y = LSTM<hidden_size=2, direction="bidirectional", activations=["Sigmoid", "Tanh", "Tanh", "sigmoid", "tanh",
         "tanh"]>(x, w, r) z = GRU<hidden_size=2, activations=["Sigmoid", "Tanh"]>(x, u, v) }""",
+    "split-lstm": """g (float[3,2,4] x, float[2,8,4] w, float[2,8,2] r, float[2,16] b, float[2,2,2] h, float[2,2,2] c)
+        => (float[3,2,2,2] y, float[2,2,2] p, float[2,2,2] q) {
+        y, p, q = LSTM<hidden_size=2, direction="bidirectional">(x, w, r, b, , h, c) }""",
     # onnx's text form has float16 as integers of the same bits: 15360 is 1, 16384 is 2.
     "half-to-float": """g (bool c, float16[2,3] x, float[3,3] f) => (float16[2,3] y, float[2,3] z, float16[2,3] q)
         <float16[3] b = {15360, 16384, 17408}, int64[2] s = {2, 3}>
@@ -122,6 +125,8 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    "split-lstm": """g (float[3,1,4] x, float[1,8,4] w, float[1,8,2] r, int32[1] n) => (float[3,1,1,2] y) {
+        y = LSTM<hidden_size=2>(x, w, r, , n) }""",
     # Planes already, a weight that is computed, places of maxima.
     "conv-to-planes": """g (float[1,2,5,5] x, float[1,2,9] u, float[2,2,3] v)
         => (float[1,1,3,3] y, float[1,2,7] z, float[1,2,7] m, int64[1,2,7] p)
@@ -207,6 +212,7 @@ TOLERANCE = {
     "matmul-to-2d": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,
+    "split-lstm": 1e-6,
     "split-layer-norm": 1e-5,
     "split-rms-norm": 1e-5,
     "split-gelu": 1e-6,
@@ -288,6 +294,37 @@ def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
     text = f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}"
     assert rewrite(tmp_path, text, "join-hard-swish").fixes == ()
+
+
+@pytest.mark.parametrize(("steps", "direction"), [(3, "reverse"), (3, "forward"), (1, "forward")])
+def test_an_lstm_without_bias_and_states_may_return_its_last_state_alone(
+    tmp_path: Path, steps: int, direction: str
+) -> None:
+    text = f"""g (float[{steps},2,4] x, float[1,8,4] w, float[1,8,2] r) => (float[1,2,2] h)
+        {{ y, h = LSTM<hidden_size=2, direction="{direction}">(x, w, r) }}"""
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
+    proto.graph.node[0].output[0] = ""
+    fixed = fix_model(save_proto(proto, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["split-lstm"])
+    assert op_names(fixed.model.path).count("Tanh") == 2 * steps
+    assert_same(tmp_path, fixed, 1e-6, seeds=range(4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes", "inputs"),
+    [
+        ("3,1,4", ", clip=0.5", "x, w, r"),
+        ("3,1,4", ", input_forget=1", "x, w, r"),
+        ("1,3,4", ", layout=1", "x, w, r"),
+        ("3,1,4", ', activations=["Relu", "Tanh", "Tanh"]', "x, w, r"),
+        ("3,1,4", "", "x, w, r, , , , , p"),
+        ("N,1,4", "", "x, w, r"),
+        ("1025,1,4", "", "x, w, r"),
+    ],
+)
+def test_an_lstm_of_another_formula_or_length_stays(tmp_path: Path, shape: str, attributes: str, inputs: str) -> None:
+    text = f"""g (float[{shape}] x, float[1,8,4] w, float[1,8,2] r, float[1,6] p) => (float[A,B,C,D] y)
+        {{ y = LSTM<hidden_size=2{attributes}>({inputs}) }}"""
+    assert rewrite(tmp_path, text, "split-lstm").fixes == ()
 
 
 FLAX_NORM = """g (float[4,4] x, float[4,4] u) => (float[4,4] y) <int64[2] s = {4,1}, int64[2] t = {1,4}, float o = {0},

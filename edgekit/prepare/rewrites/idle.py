@@ -109,12 +109,16 @@ def drop_default_activations(graph: onnx.GraphProto, opset: int) -> tuple[str, .
     """Removes the attribute `activations` of LSTM, GRU and RNN where it states the default, in place."""
     changed: list[str] = []
     for node in view_part(graph, opset).nodes if any(node.op_type in _FUNCTIONS for node in graph.node) else ():
-        default = () if node.domain else _FUNCTIONS.get(node.op_type, ())
-        stated = tuple(name.lower() for name in node.attributes.get("activations", ()))
-        if stated and stated in {default, 2 * default}:
+        if not node.domain and node.attributes.get("activations") and has_default_activations(node):
             refill(node.proto.attribute, [each for each in node.proto.attribute if each.name != "activations"])
             changed.append(node.proto.name)
     return tuple(changed)
+
+
+def has_default_activations(node: Node) -> bool:
+    """Returns True if an LSTM, GRU or RNN has the activation functions of one that names none."""
+    default = _FUNCTIONS.get(node.op_type, ())
+    return tuple(name.lower() for name in node.attributes.get("activations", ())) in {(), default, 2 * default}
 
 
 @rewrite("drop-copies", "remove {count} of Identity or Dropout, which only hand on their input")

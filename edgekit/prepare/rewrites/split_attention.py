@@ -63,16 +63,6 @@ class Parts(msgspec.Struct, kw_only=True):
         """Adds a Reshape."""
         return self.writer.add("Reshape", [x, self.writer.constant(f"{part}_shape", list(shape), "int64")], part)
 
-    def cut(self, x: str, part: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
-        """Adds a Split."""
-        first = self.writer.add(
-            "Split", [x, self.writer.constant(f"{part}_sizes", list(sizes), "int64")], part, axis=axis
-        )
-        names = [first, *(f"{first}_{place}" for place in range(1, len(sizes)))]
-        del self.writer.nodes[-1].output[:]
-        self.writer.nodes[-1].output.extend(names)
-        return tuple(names)
-
     def to_heads(self, x: str, part: str, sizes: Sequence[int]) -> str:
         """Adds nodes from [batch, rows, heads * size] to [batch, heads, rows, size]; `sizes` is (heads, rows, size)."""
         heads, rows, size = sizes
@@ -185,7 +175,7 @@ def _expand_packed(writer: Writer) -> None:
     made = parts.writer.add("MatMul", [node.input[0], node.input[1]], "product")
     if node.has_input(2):
         made = parts.writer.add("Add", [made, node.input[2]], "shifted")
-    names = parts.cut(made, "packed", whole, 2)
+    names = parts.writer.cut(made, "packed", whole, 2)
     sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
     biases = _list_biases(parts, mask, _PACKED_BIAS, 0)
@@ -209,7 +199,7 @@ def _expand_multi(writer: Writer) -> None:
     sizes = (heads.size, heads.size, heads.value_size)
     shifts: Sequence[str] = ("", "", "")
     if node.has_input(_MULTI_BIAS):
-        shifts = parts.cut(node.input[_MULTI_BIAS], "shifts", [heads.heads * size for size in sizes], 0)
+        shifts = parts.writer.cut(node.input[_MULTI_BIAS], "shifts", [heads.heads * size for size in sizes], 0)
     made: list[str] = []
     for at, (part, shift, size) in enumerate(zip(("query", "key", "value"), shifts, sizes, strict=True)):
         x = node.input[at]
@@ -334,7 +324,7 @@ def split_grouped_attention(writer: Writer) -> None:
     query, key, value = node.input[:3]
     if not node.has_input(1):
         widths = [count * heads.size for count in (heads.heads, heads.keys, heads.keys)]
-        query, key, value = case.cut(node.input[0], "packed", widths, 2)
+        query, key, value = case.writer.cut(node.input[0], "packed", widths, 2)
     query = case.to_heads(query, "query", (heads.heads, heads.tokens, heads.size))
     new = (heads.keys, heads.tokens, heads.size)
     key, value = case.to_heads(key, "key", new), case.to_heads(value, "value", new)
@@ -410,7 +400,7 @@ def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
     """Adds a rotary embedding: the first `turned` elements of each head are rotated, the others are copied."""
     add, (cos, sin) = case.writer.add, turns
     rest = case.heads.size - case.turned
-    low, high, *others = case.cut(x, f"{part}_halves", [*[case.turned // 2] * 2, *([rest] if rest else [])], 3)
+    low, high, *others = case.writer.cut(x, f"{part}_halves", [*[case.turned // 2] * 2, *([rest] if rest else [])], 3)
 
     def turn(op: str, name: str, one: str, two: str) -> str:
         return add(op, [add("Mul", [one, cos], f"{name}_cos"), add("Mul", [two, sin], f"{name}_sin")], name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import copy_file
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import PLAIN_DROP
 from edgekit.quantize.accuracy.predict import Choose, Prediction
@@ -291,9 +292,14 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
         EdgekitError: as for `quantize_model`.
     """
     known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
-    # A model refers to its external data by file name, so it cannot be copied under another name.
-    if quantized is None or known != plan or quantized.model.external_files:
+    # A model refers to its external data by file name, so it cannot be copied under another name. In a trial an LSTM is
+    # one node, which QNN needs in parts.
+    if quantized is None or known != plan or quantized.model.external_files or _has_lstm(quantized.model):
         return quantize_model(search.model, plan, search.calibration, out)
     copy_file(quantized.model.path, out)
     model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
     return msgspec.structs.replace(quantized, model=model)
+
+
+def _has_lstm(model: Model) -> bool:
+    return any(node.op_type == "LSTM" for node in skim_model(model.path).graph.node)

@@ -476,6 +476,6 @@ def quantize_step(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:
     """Returns the model of a step of the search, which is written once."""
     known, quantized = search.tried.get(step, (None, None))
     if quantized is None or known != plan:
-        quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
+        quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx", is_trial=True)
         search.tried[step] = plan, quantized
     return quantized
