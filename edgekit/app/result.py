@@ -38,9 +38,8 @@ class Digests:
     """The sha256 of files; a file is read again only if its size or time changed."""
 
     def __init__(self, place: Path) -> None:
-        self._place = place
+        self._place, self._is_new = place, False
         self._known = read_kept(place, dict[str, Stamp]) or {}
-        self._used: dict[str, Stamp] = {}
 
     def digest(self, path: Path) -> str:
         """Returns the sha256 of a file, or of the files of a folder with their names; "" if there is none."""
@@ -53,14 +52,14 @@ class Digests:
         facts, name = path.stat(), str(path.absolute())
         known = self._known.get(name)
         if known is None or (known.size_bytes, known.mtime_ns) != (facts.st_size, facts.st_mtime_ns):
-            known = Stamp(facts.st_size, facts.st_mtime_ns, digest_file(path))
-        self._used[name] = known
+            self._known[name] = known = Stamp(facts.st_size, facts.st_mtime_ns, digest_file(path))
+            self._is_new = True
         return known.sha256
 
     def save(self) -> None:
         """Writes the digests for the next run."""
-        if self._used != self._known:
-            write_file(self._place, encode_json({**self._known, **self._used}))
+        if self._is_new:
+            write_file(self._place, encode_json(self._known))
 
 
 def list_inputs(cell: Cell, beside: Iterable[str]) -> dict[str, tuple[Path, ...]]:

@@ -40,11 +40,7 @@ def check_command(
     Exit code 0: no target's verdict is "no". 1: one is, the vendor's own code refused the model, or a phone of the
     recipe's [forecast] is forecast to miss its limit. 3: none of these, but a forecast does not prove its limit.
     """
-    tables = {
-        "settings": settings,
-        "dims": options.add_shapes(dims, shapes, model),
-        "freeze": freeze,
-    }
+    tables = {"settings": settings, "dims": options.add_shapes(dims, shapes, model), "freeze": freeze}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:

@@ -42,9 +42,7 @@ def devices_command(ctx: click.Context) -> int:
 
 
 @subcommand(devices_command, "list")
-def list_command(
-    target: Annotated[str | None, Option("Only those that can run this target.", "NAME")],
-) -> Answer:
+def list_command(target: Annotated[str | None, Option("Only those that can run this target.", "NAME")]) -> Answer:
     """List the devices, what they prove, and what they lack here."""
     statuses, offered = list_devices(load_target(target) if target else None), () if target else list_offered()
     return Answer({"devices": statuses, "providers": offered}, lambda: show_devices(statuses, offered))
@@ -65,10 +63,7 @@ def install_command(
 
 
 @subcommand(devices_command, "test")
-def test_command(
-    name: Annotated[str, Argument()],
-    progress: Progress,
-) -> Answer:
+def test_command(name: Annotated[str, Argument()], progress: Progress) -> Answer:
     """Try each provider of the device NAME with a model whose outputs are known, and with two on which it must say no.
 
     Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
@@ -86,10 +81,7 @@ def _show_test(test: SelfTest) -> None:
 
 
 @as_command
-def targets_command(
-    name: Annotated[str | None, Argument()],
-    settings: options.Settings,
-) -> Answer:
+def targets_command(name: Annotated[str | None, Argument()], settings: options.Settings) -> Answer:
     """List the targets, or show the one called NAME with its parameters.
 
     \b

@@ -52,10 +52,7 @@ def package_command(
     group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
     package_version: Annotated[str, Option("The package's version; default: from its content.", "X", default="")],
     key: Annotated[Path | None, Option("Pack only what this public key signed.", "FILE")],
-    extras: Annotated[
-        tuple[str, ...],
-        Option("What to add: golden, forms, onnx, or all.", "NAME,...", "--with"),
-    ],
+    extras: Annotated[tuple[str, ...], Option("What to add: golden, forms, onnx, or all.", "NAME,...", "--with")],
     allowed: Allowance,
 ) -> Answer:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.

@@ -32,10 +32,7 @@ from edgekit.serialize import to_json
 def run_command(
     file: Annotated[Path, Argument(default=FILE)],
     only: Annotated[tuple[str, ...], Option("A model, a target, or model/target; may be repeated.", "NAME")],
-    workers: Annotated[
-        int | None,
-        number("Build so many bundles at a time; 1 by default.", 1, 64, metavar="N"),
-    ],
+    workers: Annotated[int | None, number("Build so many bundles at a time; 1 by default.", 1, 64, metavar="N")],
     scheduler: Annotated[str | None, Option("Build on a Dask cluster: tcp://HOST:8786.", "ADDRESS")],
     store: Annotated[str | None, Option("Share results: a folder, or a URL of fsspec (s3://, gs://).", "PLACE")],
     bare: Annotated[bool, Option("Build bundles alone, without packages and reports, as workers do.")],

@@ -60,9 +60,7 @@ SHELLS = ("bash", "fish", "zsh")
 
 
 @as_command
-def completion_command(
-    shell: Annotated[str, Argument(type=click.Choice(SHELLS))],
-) -> int:
+def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))]) -> int:
     """Print what SHELL needs to complete edgekit's commands, options and their values.
 
     \b

@@ -273,10 +273,7 @@ def runs_command() -> None:
 
 
 @subcommand(runs_command, "list")
-def list_command(
-    history: History,
-    bundle: Annotated[str | None, Option("Those of this bundle.", "NAME")],
-) -> Answer:
+def list_command(history: History, bundle: Annotated[str | None, Option("Those of this bundle.", "NAME")]) -> Answer:
     """List the verifications, oldest first."""
     runs = list_runs(history, bundle=bundle)
     names = ("id", "time", "bundle", "target", "passed", "verdict")
@@ -302,21 +299,14 @@ def bench_command(
 
 
 @subcommand(runs_command, "show")
-def show_command(
-    number: Annotated[int, Argument()],
-    history: History,
-) -> Answer:
+def show_command(number: Annotated[int, Argument()], history: History) -> Answer:
     """Show one verification. Exit code 1: it failed. 3: it is not proven."""
     run = read_run(history, number)
     return Answer(run, lambda: show_verify(run.report), options.exit_code(run.verdict))
 
 
 @subcommand(runs_command, "diff")
-def diff_command(
-    before: Annotated[int, Argument()],
-    now: Annotated[int, Argument()],
-    history: History,
-) -> Answer:
+def diff_command(before: Annotated[int, Argument()], now: Annotated[int, Argument()], history: History) -> Answer:
     """Say what was different about two verifications. Exit code 1: something became worse."""
     found = diff_runs(read_run(history, before), read_run(history, now))
     count = len(found.regressions)

@@ -28,7 +28,7 @@ def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = Fal
     type "not proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`),
     which GitLab, GitHub Actions and Azure read too.
     """
-    suites: list[ET.Element] = []
+    root = _element("testsuites", name="edgekit verify")
     for report in reports:
         cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accept_unproven)]
         for skip in report.skipped:
@@ -41,11 +41,11 @@ def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = Fal
         cases.append(bundle)
         failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
         counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
-        suites.append(_element("testsuite", name=report.bundle, **counts))
-        suites[-1].extend(cases)
-    counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
-    root = _element("testsuites", name="edgekit verify", **counts)
-    root.extend(suites)
+        suite = _element("testsuite", name=report.bundle, **counts)
+        suite.extend(cases)
+        root.append(suite)
+    for name in ("tests", "failures", "errors"):
+        root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     ET.indent(root)
     data: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return data + b"\n"
@@ -66,14 +66,14 @@ def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.
         explanations = () if gate.failures else explanations
         if gate.name == "run":
             facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}", *run.notes]
-            case.append(_text("system-out", "\n".join(facts)))
+            case.append(_element("system-out", "\n".join(facts)))
         elif gate.name == "output":
-            case.append(_text("system-out", _describe_output(outputs[gate.subject])))
+            case.append(_element("system-out", _describe_output(outputs[gate.subject])))
         elif gate.name == "placement":
             counts = ", ".join(f"{provider} {count}" for provider, count in run.provider_nodes.items()) or "unknown"
-            case.append(_text("system-out", f"{counts} ({run.placement_source})"))
+            case.append(_element("system-out", f"{counts} ({run.placement_source})"))
         if gate.name == "run" and run.log:
-            case.append(_text("system-err", run.log))
+            case.append(_element("system-err", run.log))
         yield case
 
 
@@ -91,19 +91,14 @@ def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *
         case.append(_element("skipped", message=f"not proven: {unproven[0]}"))
     elif failures or unproven:
         lines = (*failures, *(f"not proven: {line}" for line in unproven))
-        failure = _element("failure", message=lines[0], type="verify" if failures else "not proven")
-        failure.text = _clean_xml("\n".join(lines))
-        case.append(failure)
+        kind = "verify" if failures else "not proven"
+        case.append(_element("failure", "\n".join(lines), message=lines[0], type=kind))
 
 
-def _text(tag: str, text: str) -> ET.Element:
-    element = _element(tag)
-    element.text = _clean_xml(text)
+def _element(tag: str, text: str = "", **attributes: str) -> ET.Element:
+    element = ET.Element(tag, {name: _clean_xml(value) for name, value in attributes.items()})
+    element.text = _clean_xml(text) or None
     return element
-
-
-def _element(tag: str, **attributes: str) -> ET.Element:
-    return ET.Element(tag, {name: _clean_xml(value) for name, value in attributes.items()})
 
 
 def _clean_xml(text: str) -> str:
