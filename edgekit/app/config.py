@@ -383,17 +383,14 @@ def _place(folder: Path, source: str) -> str:
 def _check_names(app: App, source: Source) -> None:
     """Refuses names of tables that are not there, and files that are missing, before anything runs."""
     table = app.table
-    for section, hint, subjects in (
-        ("models", "give its path", table.models),
-        ("groups", "give its group.toml", table.groups),
-    ):
+    for section, subjects in (("models", table.models), ("groups", table.groups)):
         for name, subject in subjects.items():
             for target in subject.targets:
                 source.require_name(target, table.targets, "target", section, name, "targets")
             path = app.path.parent / subject.path
             if not path.is_file():
                 words = f"there is no {section.removesuffix('s')} '{path}'"
-                raise source.refuse((section, name, "path"), words, hint=hint)
+                raise source.refuse((section, name, "path"), words, hint="give its path")
     for name, group in table.groups.items():
         if name in table.models:
             raise source.refuse(("groups", name), f"a model is called '{name}', too", hint="give it another name")

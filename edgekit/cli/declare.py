@@ -46,11 +46,8 @@ class Argument:
     def make(self, name: str, hint: Any) -> click.Parameter:
         """Returns click's argument for a parameter of this name and type."""
         kind, optional, several = _read_type(hint)
-        known: dict[str, Any] = {
-            "type": kind,
-            "required": not (optional or "default" in self._told),
-            "nargs": -1 if several else 1,
-        }
+        required = not (optional or "default" in self._told)
+        known: dict[str, Any] = {"type": kind, "required": required, "nargs": -1 if several else 1}
         return click.Argument([name], **{**known, **self._told})
 
 

@@ -194,7 +194,5 @@ def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProv
         table.add_row(status.name, status.evidence.value, here, status.versions.get("onnxruntime", "-"), about)
     print_table(table)
     if offered:
-        rows = [
-            (one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware)) for one in offered
-        ]
+        rows = [(it.provider, it.source, it.device or "-", it.failure or ", ".join(it.hardware)) for it in offered]
         print_table(make_table("provider", "from", "--on", "what it finds here, or what it lacks", rows=rows))

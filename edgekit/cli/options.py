@@ -77,31 +77,24 @@ def _parse_number(option: str, name: str, text: str) -> float:
         raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
-def parsing(
-    read: Callable[[str, str, str], Any] | None = None,
-) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
-    """Returns what makes a dict of an option's NAME=VALUE pairs: of texts, or of what `read` makes of each."""
+def name_values(
+    help_text: str, metavar: str, words: str = "", read: Callable[[str, str, str], Any] | None = None
+) -> Option:
+    """Returns an option of NAME=VALUE pairs, which makes a dict: of texts, or of what `read` makes of each."""
 
-    def parse(_context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
+    def parse(_context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
         option = parameter.opts[0]
-        given = parse_assignments(pairs, option)
-        return {name: value if read is None else read(option, name, value) for name, value in given.items()}
+        parsed = parse_assignments(given, option)
+        return {name: value if read is None else read(option, name, value) for name, value in parsed.items()}
 
-    return parse
-
-
-def _numbers(help_text: str) -> Option:
-    """Returns an option that gives inputs a number."""
-    return Option(help_text, "INPUT=NUMBER", multiple=True, callback=parsing(_parse_number))
+    return Option(help_text, metavar, words, multiple=True, callback=parse)
 
 
 ModelFile = Annotated[Path, Argument()]
 ModelFiles = Annotated[tuple[Path, ...], Argument()]
 DataSource = Annotated[str, Option("Sample inputs: .npz, folder, or module:function.", "DATA")]
 PreprocessFile = Annotated[Path | None, Option("How the model wants images (.toml).", "FILE")]
-EvaluationSource = Annotated[
-    str | None, Option("Samples to verify with; else some of --data are kept back.", "DATA", "--eval")
-]
+EvaluationSource = Annotated[str | None, Option("Samples to verify with; else some of --data.", "DATA", "--eval")]
 TargetNames = Annotated[
     tuple[str, ...],
     Option(
@@ -112,20 +105,21 @@ TargetNames = Annotated[
     ),
 ]
 TargetName = Annotated[str, Option("A target, its folder, or this machine's (auto).", "NAME")]
-Settings = Annotated[
-    dict[str, str], Option("A parameter of the target.", "NAME=VALUE", "--set", multiple=True, callback=parsing())
-]
-Dims = Annotated[
-    dict[str, int],
-    Option("The size of a dynamic dimension.", "NAME=INT", "--dim", multiple=True, callback=parsing(_parse_size)),
-]
+Settings = Annotated[dict[str, str], name_values("A parameter of the target.", "NAME=VALUE", "--set")]
+Dims = Annotated[dict[str, int], name_values("The size of a dynamic dimension.", "NAME=INT", "--dim", _parse_size)]
 DimsOrBuckets = Annotated[
     tuple[str, ...],
     Option("The size of a dynamic dimension; of one several, with a model for each.", "NAME=INT[,INT...]", "--dim"),
 ]
-Pad = Annotated[dict[str, float], _numbers("The number that fills an input up to the next size (default 0).")]
+Pad = Annotated[
+    dict[str, float],
+    name_values("What fills an input up to the next size (default 0).", "INPUT=NUMBER", "", _parse_number),
+]
 Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
-Freeze = Annotated[dict[str, float], _numbers("Make an input a constant; the data may still contain it.")]
+Freeze = Annotated[
+    dict[str, float],
+    name_values("Make an input a constant; the data may still contain it.", "INPUT=NUMBER", "", _parse_number),
+]
 SampleCount = Annotated[int | None, number("Use at most N samples.", 1, metavar="N")]
 Steps = Annotated[
     int | None,

@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit.bench.subject import Opening
 from edgekit.cli.declare import From, Option, number
-from edgekit.cli.options import Dims, Freeze, parsing
+from edgekit.cli.options import Dims, Freeze, name_values
 from edgekit.devices.register import DeviceChoice
 
 SessionTarget = Annotated[
@@ -22,14 +22,7 @@ def choose_devices(
     names: Annotated[tuple[str, ...], Option("A device; may be given several times.", "DEVICE", "--on")],
     on_file: Annotated[Path | None, Option("The devices that a devices.toml lists.", "FILE")],
     settings: Annotated[
-        dict[str, str],
-        Option(
-            "A setting of the device android, as phone=pixel-6.",
-            "NAME=VALUE",
-            "--set",
-            multiple=True,
-            callback=parsing(),
-        ),
+        dict[str, str], name_values("A setting of the device android, as phone=pixel-6.", "NAME=VALUE", "--set")
     ],
 ) -> DeviceChoice:
     """Returns the devices that --on, --on-file and --set name."""

@@ -86,7 +86,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, thresholds: Thresholds) -> Thresholds:
         """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
         given = {
-            name: getattr(self, name) for name in Thresholds.__struct_fields__ if getattr(self, name, None) is not None
+            name: value for name in Thresholds.__struct_fields__ if (value := getattr(self, name, None)) is not None
         }
         if self.min_top1_agreement is not None:
             # The samples that may differ were granted for the target's own share.

@@ -177,9 +177,8 @@ def make_sizes(
         fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
         rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
         samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
-        mine = msgspec.structs.replace(
-            inputs, prepared=prepared, golden=make_golden(inputs.source, samples, folder / "golden")
-        )
+        golden = make_golden(inputs.source, samples, folder / "golden")
+        mine = msgspec.structs.replace(inputs, prepared=prepared, golden=golden)
         model = _remake(mine, deployed, folder)
         same = msgspec.structs.replace(deployed, model=model, check=check_model(model, deployed.target))
         made = deploy_model(same, mine, job, folder, told)

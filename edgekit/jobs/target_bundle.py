@@ -143,9 +143,7 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         why = why or ladder.failed.message
     if isinstance(ladder.failed, EdgekitError):
         raise ladder.failed
-    raise ModelError(
-        f"no model can be made for '{target.name}': {why}", hint="build for its fallback"
-    ) from ladder.failed
+    raise ModelError(f"no model can be made for '{target.name}': {why}", hint="take its fallback") from ladder.failed
 
 
 def _describe_loss(first: Way, way: Way) -> str:

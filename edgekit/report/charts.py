@@ -46,9 +46,8 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep,
     low, high = min(ends), max(*ends, 1e-9)
     scale = 100.0 / (high - low)
     bars: list[tuple[AttributionStep, Mark]] = []
-    for step, share, start, end in zip(
-        steps, share_out([step.noise_share for step in steps]), ends, ends[1:], strict=False
-    ):
+    shares = share_out([step.noise_share for step in steps])
+    for step, share, start, end in zip(steps, shares, ends, ends[1:], strict=False):
         gains = end < start
         bar = Mark(
             x=(min(start, end) - low) * scale,

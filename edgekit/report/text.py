@@ -172,19 +172,16 @@ def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row for each device."""
     rows = (
         (
-            figures.device,
-            format_or_dash(figures.sqnr_db, "{:.1f} dB"),
-            format_or_dash(figures.top1_agreement, "{:.1%}"),
-            format_or_dash(figures.accuracy, "{:.1%}"),
-            *(
-                format_or_dash(getattr(figures.latency_ms, name, None), "{:.2f} ms")
-                for name in ("median", "p95", "p99")
-            ),
-            f"{figures.nodes_taken}/{figures.nodes}",
-            format_bytes(figures.peak_rss_bytes),
-            f"as {figures.same_as}" if figures.same_as else "own",
+            found.device,
+            format_or_dash(found.sqnr_db, "{:.1f} dB"),
+            format_or_dash(found.top1_agreement, "{:.1%}"),
+            format_or_dash(found.accuracy, "{:.1%}"),
+            *(format_or_dash(getattr(found.latency_ms, name, None), "{:.2f} ms") for name in ("median", "p95", "p99")),
+            f"{found.nodes_taken}/{found.nodes}",
+            format_bytes(found.peak_rss_bytes),
+            f"as {found.same_as}" if found.same_as else "own",
         )
-        for figures in report.comparison
+        for found in report.comparison
     )
     columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     return make_table(*columns, rows=rows)
