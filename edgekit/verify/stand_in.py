@@ -70,26 +70,27 @@ def add_stand_ins(
     if best is None:
         return reports
     metric, rows = find_metric(limit), sorted(best.records)
-    runs: list[RunReport] = []
-    for report, scored in found:
-        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
-            runs.append(report)
-            continue
-        reference = select_samples(read_outputs(golden), rows)
-        mine = list(read_records(limit, reference, [labels[row] for row in rows]))
-        task = compare_records(limit, mine, [best.records[row] for row in rows])
+    mine = read_records(limit, select_samples(read_outputs(golden), rows), [labels[row] for row in rows])
+    task = compare_records(limit, list(mine), [best.records[row] for row in rows])
+    task = msgspec.structs.replace(task, labelled=len(labels))
+
+    def stand_in(scored: Scored, best: Scored) -> StandIn:
         common = sorted(scored.records.keys() & best.records.keys())
         here, there = ([one.records[row] for row in common] for one in (scored, best))
         got, wanted = _score(metric, here), _score(metric, there)
-        lost = 0.0 if got is None or wanted is None else got - wanted
-        stand_in = StandIn(
+        return StandIn(
             device=best.device,
-            task=_shift(msgspec.structs.replace(task, labelled=len(labels)), lost),
+            task=_shift(task, 0.0 if got is None or wanted is None else got - wanted),
             compared=len(common),
-            agreeing=sum(_agree(metric, mine, theirs) for mine, theirs in zip(here, there, strict=True)),
+            agreeing=sum(_agree(metric, *pair) for pair in zip(here, there, strict=True)),
         )
-        runs.append(msgspec.structs.replace(report, stand_in=stand_in))
-    return tuple(runs)
+
+    return tuple(
+        report
+        if scored is None or report.failure is not None or len(scored.records) >= len(best.records)
+        else msgspec.structs.replace(report, stand_in=stand_in(scored, best))
+        for report, scored in found
+    )
 
 
 def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:
