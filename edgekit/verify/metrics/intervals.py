@@ -1,6 +1,7 @@
 """How certain a figure from few samples is: 95 % confidence intervals."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,16 +90,9 @@ def find_enough_hits(total: int, share: float, least: float) -> int | None:
 
 
 def _find_first(reaches: Callable[[int], bool], total: int) -> int | None:
-    """Returns approximately the first number of samples above `total` that is enough, or None."""
-    below, enough = total, 2 * total
-    while not reaches(enough):
-        below, enough = enough, 2 * enough
-        if enough > _MOST_SAMPLES:
-            return None
-    while enough - below > max(1, enough // 100):
-        middle = (below + enough) // 2
-        below, enough = (below, middle) if reaches(middle) else (middle, enough)
-    return enough
+    """Returns the first number of samples above `total` that is enough, or None; rounding may make it a few off."""
+    count = bisect_left(range(_MOST_SAMPLES), x=True, lo=total + 1, key=reaches)
+    return count if count < _MOST_SAMPLES else None
 
 
 def find_enough(samples: int, half: float, room: float) -> int | None:
