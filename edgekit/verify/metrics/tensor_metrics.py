@@ -107,14 +107,9 @@ def mean_iou(counts: npt.NDArray[Any]) -> float | None:
 
 def _rank(rows: Floats) -> Floats:
     """Returns the rank of each value in its row; equal values share the mean of their ranks."""
-    order = np.argsort(rows, axis=1)
-    ranked = np.take_along_axis(rows, order, axis=1)
     ranks = np.empty(rows.shape, dtype=np.float64)
-    counting = np.arange(1.0, rows.shape[1] + 1.0)
-    for rank, places in zip(ranks, order, strict=True):
-        rank[places] = counting
-    for index in np.flatnonzero(np.any(ranked[:, 1:] == ranked[:, :-1], axis=1)):
-        _, places, counts = np.unique(rows[index], return_inverse=True, return_counts=True)
+    for index, row in enumerate(rows):
+        _, places, counts = np.unique(row, return_inverse=True, return_counts=True)
         ranks[index] = (np.cumsum(counts) - (counts - 1) / 2.0)[places]
     return ranks
 
