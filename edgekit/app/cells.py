@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,9 @@ class RemoteStore(msgspec.Struct, frozen=True):
     def put(self, name: str, path: Path) -> None:
         """Copies a file into an object; does nothing if the protocol cannot write (HTTP)."""
         place = f"{self.root}/{name}"
-        try:
+        with suppress(NotImplementedError):
             self._ask("write", self.files.makedirs, place.rpartition("/")[0], True)  # noqa: FBT003 - fsspec's exist_ok
             self._ask("write", self.files.put_file, str(path), place)
-        except NotImplementedError:
-            return
 
     def _ask(self, what: str, call: Any, *words: object) -> Any:
         try:

@@ -5,7 +5,7 @@ in half precision is found out once, for the largest.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -137,14 +137,8 @@ def deploy_model(made: Made, inputs: BuildInputs, job: BuildJob, work: Path, not
     job.watch.begin("convert", target.name)
     golden, out = read_inputs(inputs.golden), work / "converted"
     convert = partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
-    converted = _convert(convert, target, notes)
-    return Deployed(**{**msgspec.structs.asdict(made), "target": target, "check": check, "converted": converted})
-
-
-def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
-    """Converts to every form, or to those that need no absent extra: then `notes` says what is missing."""
     try:
-        return convert(target=target)
+        converted = convert(target=target)
     except MissingExtraError as error:
         # A context needs the vendor's compiler; without it the other forms of the bundle are still good.
         forms = tuple(form for form in target.conversion.forms if form != "context")
@@ -152,7 +146,8 @@ def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list
             raise
         notes.append(f"no context model: {error}")
         conversion = msgspec.structs.replace(target.conversion, forms=forms)
-        return convert(target=msgspec.structs.replace(target, conversion=conversion))
+        converted = convert(target=msgspec.structs.replace(target, conversion=conversion))
+    return Deployed(**{**msgspec.structs.asdict(made), "target": target, "check": check, "converted": converted})
 
 
 def make_sizes(

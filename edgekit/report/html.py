@@ -19,9 +19,8 @@ from edgekit.report.checked import CheckSummary, render_check
 from edgekit.report.pages import Mark, make_page
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.serialize import escape_controls
-from edgekit.verify.metrics.outputs import weigh_output
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.two_models import ModelComparison, limit_ratio
+from edgekit.verify.two_models import ModelComparison
 
 CHART_HEIGHT = 180
 BAR_WIDTH = 9
@@ -47,9 +46,7 @@ def render_comparison(
     report: ModelComparison, pictures: Sequence[Picture] = (), *, min_sqnr_db: float | None = None
 ) -> str:
     """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
-    limits = limit_ratio(min_sqnr_db)
-    verdicts = {output.name: weigh_output(output, limits).verdict for output in report.outputs}
-    return make_page("compare", *_MODULES, report=report, verdicts=verdicts, min_sqnr_db=min_sqnr_db, pictures=pictures)
+    return make_page("compare", *_MODULES, report=report, min_sqnr_db=min_sqnr_db, pictures=pictures)
 
 
 def render_quantization(report: QuantizeReport) -> str:

@@ -17,12 +17,12 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
 from edgekit.serialize import to_builtins
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
-from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.state import describe_state
 from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score
-from edgekit.verify.two_models import ModelComparison
+from edgekit.verify.two_models import ModelComparison, limit_ratio
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 # Further reasons of one run are only counted.
@@ -228,6 +228,11 @@ def table_outputs(report: ModelComparison) -> Table:
         for output in report.outputs
     )
     return make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark", rows=rows)
+
+
+def judge_output(output: OutputReport, min_sqnr_db: float | None = None) -> Verdict:
+    """Returns whether an output of a model does as the other model's, judged as the command judges it."""
+    return weigh_output(output, limit_ratio(min_sqnr_db)).verdict
 
 
 def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None = None) -> Iterator[str]:
