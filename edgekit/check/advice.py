@@ -1,7 +1,9 @@
 """Advice: what to change so that a target takes more nodes. The same rules that check a model predict the gain."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -9,13 +11,14 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit.check.report import Advice, CheckedNode
-from edgekit.errors import ModelError
+from edgekit.check.report import YES_SHARE, Advice, CheckedNode
+from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs
+from edgekit.model.soundness import iterate_reads
 from edgekit.prepare.fix import REWRITES
-from edgekit.prepare.interface import drop_idle_nodes
+from edgekit.prepare.interface import drop_idle_nodes, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
@@ -67,13 +70,15 @@ def without_quantization(graph: Graph) -> Graph:
 Recheck = Callable[[Graph, int], Sequence[CheckedNode]]
 
 _NAMED = 3
+# An app hardly computes the rest of a model from more values than this: a choice.
+_MOST_ENDS = 8
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A checked graph, the protobuf it was read from, and a way to check it again after a change.
 
     `splits` is True if a refused node cuts the graph into pieces, `takes_integers` if the provider takes quantized
-    models at all.
+    models at all, `wants_whole` if a session needs every node taken.
     """
 
     proto: onnx.ModelProto
@@ -82,6 +87,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     recheck: Recheck
     splits: bool
     takes_integers: bool
+    wants_whole: bool
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
         """Returns the refused nodes that have a reason with this text; with `op`, only nodes of that operator."""
@@ -127,15 +133,20 @@ def give_advice(
     *,
     splits: bool = True,
     takes_integers: bool = True,
+    wants_whole: bool = False,
 ) -> tuple[Advice, ...]:
     """Returns what to change, the largest gain first; nothing if the provider takes every node.
 
     `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
-    little. Without `takes_integers` the provider takes no quantized model.
+    little. Without `takes_integers` the provider takes no quantized model, and where it `wants_whole` a session starts
+    only if it takes every node.
     """
     if all(node.taken for node in nodes):
         return ()
-    case = Case(proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits, takes_integers=takes_integers)
+    case = Case(
+        proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits, takes_integers=takes_integers,
+        wants_whole=wants_whole,
+    )  # fmt: skip
     found = [
         advice
         for adviser in ADVISERS
@@ -269,6 +280,28 @@ def _find_missing(case: Case) -> Iterator[Finding]:
         yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
 
 
+def _find_end(case: Case) -> Iterator[Finding]:
+    """Yields the end of the graph, if all before it holds nearly all of the work and the target may take that whole."""
+    refused, behind = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
+    macs, made = {node.name: node.macs for node in case.nodes}, set[str]()
+    for node in case.graph.nodes if case.wants_whole else ():
+        if node.name in refused or not made.isdisjoint(iterate_reads(node.proto)):
+            behind[node.name] = None
+            made.update(node.output)
+    kept = [node for node in case.graph.nodes if node.name not in behind]
+    ends = {name for node in case.graph.nodes if node.name in behind for name in iterate_reads(node.proto)}
+    names = [name for node in kept for name in node.output if name in ends | case.graph.outputs]
+    is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
+    if behind and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(case.proto)
+        # Values whose type is unknown cannot be outputs.
+        with suppress(UsageError):
+            keep_outputs(copy, names)
+            drop_idle_nodes(copy.graph)
+            yield Finding(nodes=(*behind,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
+
+
 def _find_fatal(case: Case) -> Iterator[Finding]:
     for node in case.nodes:
         if node.fatal:
@@ -322,6 +355,12 @@ ADVISERS: tuple[Adviser, ...] = (
         fix="manual",
         message="the provider has no {word}",
         find=_find_missing,
+    ),
+    Adviser(
+        id="cut-end",
+        fix="manual",
+        message="end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
+        find=_find_end,
     ),
     Adviser(
         id="session-fails",

@@ -55,8 +55,15 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
 
     nodes = recheck(graph, opset)
     crossings, crossing_bytes = count_crossings(graph, nodes)
-    splits, takes_integers = book.placing.style == "wave", book.units.qdq
-    advice = give_advice(proto, graph, nodes, recheck, splits=splits, takes_integers=takes_integers) if advises else ()
+    wants_whole = target.session.config.get("session.disable_cpu_ep_fallback") == "1"
+    advice = (
+        give_advice(
+            proto, graph, nodes, recheck, splits=book.placing.style == "wave", takes_integers=book.units.qdq,
+            wants_whole=wants_whole,
+        )
+        if advises
+        else ()
+    )  # fmt: skip
     return CheckReport(
         target=target.name,
         model=model.path.name,
@@ -67,7 +74,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
         advice=advice,
         crossings=crossings,
         crossing_bytes=crossing_bytes,
-        wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
+        wants_whole=wants_whole,
         style=book.placing.style,
         counted_at=sizes or msgspec.UNSET,
         unsized_nodes=count_unsized(graph) if sizes else msgspec.UNSET,

@@ -21,7 +21,10 @@ def prepare_command(
     dims: options.Dims,
     shapes: options.Shapes,
     opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
-    outputs: Annotated[str | None, Option("Keep these outputs only, and what they need.", "A,B")],
+    outputs: Annotated[
+        str | None,
+        Option("Keep these outputs, or values inside the graph, and what they need.", "A,B"),
+    ],
     freeze: options.Freeze,
     renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],
     layouts: Annotated[tuple[str, ...], Option("Layout in which the app passes an input.", "INPUT=nhwc", "--layout")],

@@ -66,7 +66,7 @@ def prepare_model(
         out: where the file goes.
         dims: a number for each dynamic dimension of the inputs, by its name or as `INPUT:AXIS`.
         opset: the opset to have, up or down.
-        outputs: the outputs to keep, all if none is named.
+        outputs: the outputs to keep, or values that become outputs; all outputs if none is named.
         constants: inputs that become constants, by name, with the number that fills them.
         may_stay_open: if False, each dynamic dimension needs a number.
 
@@ -208,7 +208,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     refill(proto.graph.node, order_nodes(proto.graph))
     name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)
-    keep_outputs(proto.graph, outputs)
+    keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
     write_scalers(proto)
     drop_idle_nodes(proto.graph)

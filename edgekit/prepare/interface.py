@@ -15,24 +15,36 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, drop_unread, list_names, read_proto, refill, rename_tensors
 from edgekit.model.soundness import iterate_reads
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
 
 
-def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    """Drops every output that is not named, in place; the others keep their order. Without names all stay.
+def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
+    """Keeps the outputs that are named, in place and in their order; without names all stay.
+
+    A value inside the graph becomes an output, so that an app computes what stands behind it.
 
     Raises:
-        UsageError: a name that is no output.
+        UsageError: a name that is no output and that no node makes, or a value whose type is unknown.
     """
-    valid = [value.name for value in graph.output]
+    graph = proto.graph
+    shown = [value.name for value in graph.output]
+    made = {name for node in graph.node for name in node.output if name}
     for name in names:
-        if name not in valid:
-            raise UsageError(f"the model has no output '{name}'", hint=suggest_name(name, valid))
+        if name not in {*shown, *made}:
+            hint = suggest_name(name, [*shown, *sorted(made.difference(shown))])
+            raise UsageError(f"the model has no output '{name}', nor a value of this name", hint=hint)
+    inner = [name for name in dict.fromkeys(names) if name not in shown]
     if names:
         refill(graph.output, [value for value in graph.output if value.name in names])
+    typed = {value.name: value for value in infer_model(proto).graph.value_info} if inner else {}
+    for name in inner:
+        if name not in typed:
+            raise UsageError(f"the type of '{name}' is unknown", hint="name another value of the graph")
+        graph.output.append(typed[name])
 
 
 def drop_idle_nodes(graph: onnx.GraphProto) -> None:

@@ -7,6 +7,8 @@ from check_models import check_file, quantized_net, save_text
 from onnxruntime.quantization import QuantType
 
 from edgekit.check.report import Advice
+from edgekit.model.model import load_model
+from edgekit.prepare.clean import prepare_model
 
 
 def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
@@ -83,6 +85,33 @@ def test_dynamic_quantization_is_named_and_a_target_of_integers_is_not_said_to_t
 def test_a_node_that_stops_the_session_is_named(tmp_path: Path) -> None:
     body = "(float[2,0,2] x) => (float[2,1,2] y) { y = ReduceMax<axes=[1]>(x) }"
     assert "input 0 has a dimension of 0" in _advice(tmp_path, body, "qnn")["session-fails"].message
+
+
+_HEAD = "(float[1,2,4,4] x) => (float[1,2] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { c = Conv(x, w) r = Relu(c)"
+
+
+def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, f"{_HEAD} d = Det(r) y = Relu(d) }}", "qnn")["cut-end"]
+    assert (advice.nodes, advice.gain_nodes, advice.fix) == (("Det_d", "Relu_y"), 1, "manual")
+    assert advice.message.endswith("edgekit prepare --outputs r")
+    cut = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "cut.onnx", outputs=["r"])
+    report = check_file(cut.path, "qnn")
+    assert (report.verdict, report.taken) == ("yes", report.nodes)
+
+
+@pytest.mark.parametrize(
+    ("body", "target"),
+    [
+        pytest.param(f"{_HEAD} d = Det(r) y = Relu(d) }}", "nnapi", id="the target computes a part"),
+        pytest.param(
+            "(float[1,2,4,4] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}> { d = Det(x) y = MatMul(d, w) }",
+            "qnn",
+            id="the work stands behind",
+        ),
+    ],
+)
+def test_a_model_is_not_cut_where_that_gives_no_more(tmp_path: Path, body: str, target: str) -> None:
+    assert "cut-end" not in _advice(tmp_path, body, target)
 
 
 def test_where_all_is_taken_there_is_nothing_to_say(tmp_path: Path) -> None:

@@ -163,8 +163,26 @@ def test_outputs_are_left_out_with_what_made_them(tmp_path: Path) -> None:
     prepared = prepare_model(model, tmp_path / "out.onnx", {}, outputs=["y"])
     assert [spec.name for spec in prepared.outputs] == ["y"]
     assert op_names(prepared.path) == ["Abs"]
-    with pytest.raises(UsageError, match="no output 'yy'"):
+    with pytest.raises(UsageError, match="no output 'yy', nor a value"):
         prepare_model(model, tmp_path / "out.onnx", {}, outputs=["yy"])
+
+
+def test_a_value_inside_the_graph_becomes_an_output(tmp_path: Path) -> None:
+    model = make_model(HEADS, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {}, outputs=["n", "y"])
+    assert [(spec.name, spec.dtype, spec.shape) for spec in prepared.outputs] == [
+        ("y", "float32", (2,)),
+        ("n", "float32", (2,)),
+    ]
+    assert op_names(prepared.path) == ["Abs", "Neg"]
+
+
+def test_a_value_of_unknown_type_is_no_output(tmp_path: Path) -> None:
+    model = make_model(
+        "g (float[2] x) => (float[2] y) { z = my.Own(x) y = Relu(x) t = my.Own(z) }", tmp_path / "m.onnx"
+    )
+    with pytest.raises(UsageError, match="the type of 't' is unknown"):
+        prepare_model(model, tmp_path / "out.onnx", {}, outputs=["t"])
 
 
 def test_a_frozen_input_is_folded(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             text = f"sample {index} of '{task.samples.source}' does not run: {values.message}"
             raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
-            _refuse(task.graph, sample, task.samples.source, index, task.work)
+            _refuse(task, index, sample, values)
         # If an axis is an input, as for a DFT, shapes depend on the sample.
         if not run.statistics.fits(values):
             raise DataError(
@@ -264,9 +264,10 @@ def _has_non_finite(values: Tensors) -> bool:
     )
 
 
-def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> NoReturn:
+def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors) -> NoReturn:
     """Raises an error that names the first input, weight or tensor that is not finite, in the order of the graph."""
-    subject, hint = f"sample {index} of '{source}' gives", "mend or drop the sample"
+    graph, work = task.graph, task.work
+    subject, hint = f"sample {index} of '{task.samples.source}' gives", "mend or drop the sample"
     for name, value in sample.items():
         if kind := _non_finite(value):
             raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
@@ -281,7 +282,11 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
             maker = graph.producers[name]
             _refuse_weights(graph, maker)
             raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
-    raise DataError(f"{subject} a value that is not finite", hint=hint)
+    # Only tensors that the graph itself makes infinite are left, such as scores behind a mask of minus infinity.
+    output = next((name for name in values if name in graph.outputs and _non_finite(values[name])), "")
+    raise DataError(
+        f"{subject} a value that is not finite in output '{output}'", hint="prepare --outputs A,B leaves outputs out"
+    )
 
 
 def _refuse_weights(graph: Graph, node: Node) -> None:
