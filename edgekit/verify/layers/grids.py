@@ -45,16 +45,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def round_values(self, values: Array) -> _Floats:
         """Returns the values after QuantizeLinear and DequantizeLinear."""
-        # In place, because allocating memory for each step costs as much as the steps. rint rounds halves to even, as
-        # QuantizeLinear does (ONNX operator specification).
-        steps: _Floats = np.atleast_1d(values.astype(np.float64))
-        steps /= self.scale
-        np.rint(steps, out=steps)
-        steps += self.zero
-        np.clip(steps, self.low, self.high, out=steps)
-        steps -= self.zero
-        steps *= self.scale
-        return steps.reshape(values.shape)
+        # rint rounds halves to even, as QuantizeLinear does (ONNX operator specification).
+        steps = np.rint(values.astype(np.float64) / self.scale) + self.zero
+        return np.asarray((np.clip(steps, self.low, self.high) - self.zero) * self.scale)
 
     def read_values(self, integers: Array) -> Array:
         """Returns the dequantized values of integers."""
