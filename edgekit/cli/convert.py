@@ -50,9 +50,7 @@ def convert_command(
     model: options.ModelFile,
     target: Annotated[
         str | None,
-        Option(
-            "Write the forms that this target loads; it decides style, level and CPU. auto: this machine's.", "NAME"
-        ),
+        Option("Write what this target loads; it decides style, level and CPU. auto: this machine's.", "NAME"),
     ],
     settings: options.Settings,
     dims: options.Dims,

@@ -61,6 +61,10 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     return parsed
 
 
+# Of an option's words, a name and its value.
+_Read = Callable[[str, str, str], Any]
+
+
 def _parse_size(option: str, name: str, value: str) -> int:
     # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
     if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
@@ -77,9 +81,7 @@ def _parse_number(option: str, name: str, text: str) -> float:
         raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
-def name_values(
-    help_text: str, metavar: str, words: str = "", read: Callable[[str, str, str], Any] | None = None
-) -> Option:
+def name_values(help_text: str, metavar: str, words: str = "", read: _Read | None = None) -> Option:
     """Returns an option of NAME=VALUE pairs, which makes a dict: of texts, or of what `read` makes of each."""
 
     def parse(_context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:

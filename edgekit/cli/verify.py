@@ -44,12 +44,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     min_sqnr_db: Annotated[float | None, number("Least signal-to-noise ratio in dB.", -200, 200, words="--min-sqnr")]
     min_top1_agreement: Annotated[
         float | None,
-        number(
-            "Least share of samples whose top-1 agrees (of integer outputs: of equal elements).",
-            0,
-            1,
-            words="--min-top1",
-        ),
+        number("Least share of samples whose top-1 agrees (of integers: of equal elements).", 0, 1, words="--min-top1"),
     ]
     gate: Annotated[
         Literal["estimate", "bound"] | None,
@@ -58,12 +53,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_nodes: Annotated[int | None, number("Largest number of nodes left to the CPU.", 0, metavar="N")]
     max_lost_share: Annotated[
         float | None,
-        number(
-            "Largest share of work that ran on the CPU although the rules predicted the provider.",
-            0,
-            1,
-            words="--max-lost",
-        ),
+        number("Largest share of work on the CPU that the rules predicted for the provider.", 0, 1, words="--max-lost"),
     ]
     needs_placement: Annotated[
         bool | None, Option("Fail if no run observed which nodes the provider takes.", is_flag=True, default=None)
@@ -85,9 +75,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def apply(self, thresholds: Thresholds) -> Thresholds:
         """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
-        given = {
-            name: value for name in Thresholds.__struct_fields__ if (value := getattr(self, name, None)) is not None
-        }
+        given = {name: it for name in Thresholds.__struct_fields__ if (it := getattr(self, name, None)) is not None}
         if self.min_top1_agreement is not None:
             # The samples that may differ were granted for the target's own share.
             given["granted_samples"] = 0

@@ -27,10 +27,8 @@ def headline_profile(profile: DeviceProfile) -> str:
         return f"{profile.subject} on {profile.device} failed: {profile.failure}"
     cost = ""
     if profile.overhead is not None:
-        low, high = profile.overhead.interval
-        cost = (
-            f"; with the profiler a run takes {profile.overhead.value:.2f} times that (95 %: {low:.2f} to {high:.2f})"
-        )
+        times, (low, high) = profile.overhead.value, profile.overhead.interval
+        cost = f"; with the profiler a run takes {times:.2f} times that (95 %: {low:.2f} to {high:.2f})"
     return (
         f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}; {len(profile.nodes)} kernels"
         f" make {profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
@@ -233,9 +231,10 @@ def describe_node(node: NodeTime) -> str:
     )
 
 
-def split_area(
-    weights: Sequence[float], area: tuple[float, float, float, float]
-) -> list[tuple[float, float, float, float]]:
+_Area = tuple[float, float, float, float]
+
+
+def split_area(weights: Sequence[float], area: _Area) -> list[_Area]:
     """Returns an area divided in proportion to the weights: halved recursively, across the longer side."""
     whole = sum(weights)
     if len(weights) <= 1 or whole <= 0:
