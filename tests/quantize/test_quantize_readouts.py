@@ -74,6 +74,14 @@ def test_a_curve_of_frames_is_no_classifier(tmp_path: Path) -> None:
     assert read_output_kinds(graph, [{"y": sure(16)} for _ in range(8)], {})["y"].kind == "values"
 
 
+def test_sums_of_sums_are_not_traced_without_end(tmp_path: Path) -> None:
+    # As in a recurrent layer that is written step by step: each step reads the one before it twice.
+    steps = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1, 60))
+    text = f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {steps} y = Relu(a59) }}"
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {}))
+    assert find_origins(graph, "y") == ("places", "unknown")
+
+
 @pytest.mark.parametrize(("words", "kind", "other"), [(50, "sequence", ""), (40, "values", "sequence")])
 def test_steps_that_rank_the_words_of_the_input_are_next_words(
     words: int, kind: str, other: str, tmp_path: Path

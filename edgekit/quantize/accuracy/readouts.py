@@ -73,7 +73,7 @@ def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
     node, shape = graph.producers.get(name), graph.dims(name)
     nothing: list[Origin] = ["unknown" for _ in shape]
     unknown = tuple(nothing)
-    if node is None or not room or not shape:
+    if node is None or room < 1 or not shape:
         return unknown
     if _is_linear(graph, node):
         made = 1 if node.op_type.endswith(("Conv", "ConvTranspose")) else len(shape) - 1
