@@ -29,6 +29,9 @@ def test_raw_pixels_are_suspicious() -> None:
     assert accept_pixels(facts, lambda name: name != "x").warnings == (warning,)
     assert accept_pixels(facts, lambda name: name == "x").warnings == ()
     assert check_samples(samples_of(*(pixels / 255))).warnings == ()
+    # Four numbers in a row are no picture, but as many as a small one has may be.
+    assert check_samples(samples_of(*pixels.reshape(4, 1, -1)[..., :4])).warnings == ()
+    assert check_samples(samples_of(*pixels.repeat(2, axis=2).reshape(4, 1, -1))).warnings
 
 
 def test_a_sample_that_repeats_is_constant_or_far_out_is_named() -> None:

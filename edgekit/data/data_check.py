@@ -146,7 +146,7 @@ class _Input:
         self._is_float = True
         self._constant: list[int] = []
         self._whole = True
-        self._rank = 0
+        self._rank = self._size = 0
         self._values = 0
         # By lag, over all samples: the correlation of a value with the one that many places later in its row.
         self._alike = {1: 0.0, 3: 0.0}
@@ -171,7 +171,7 @@ class _Input:
         self._highs.append(high)
         self.measures["mean"].append(float(value.mean(dtype=np.float64)))
         self.measures["spread"].append(float(value.std(dtype=np.float64)))
-        self._rank = max(self._rank, value.ndim)
+        self._rank, self._size = max(self._rank, value.ndim), max(self._size, value.size)
         self._whole = self._whole and max(-low, high) <= _SOUND and bool((value == np.rint(value)).all())
 
     def _correlate(self, value: Array) -> None:
@@ -228,7 +228,9 @@ class _Input:
 
     def pixels(self, name: str) -> str:
         """Returns a warning if the values look like raw pixels, else ""."""
-        if not (self._lows and self._is_float):
+        # A row of fewer numbers than a picture has holds features, such as counts.
+        is_row = self._rank < 3 and self._size < _LEAST_SIDE**2
+        if is_row or not (self._lows and self._is_float):
             return ""
         low, high = min(self._lows), max(self._highs)
         in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
