@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit.check.report import YES_SHARE, Advice, CheckedNode
+from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
@@ -175,7 +175,7 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     return Advice(
         id=adviser.id,
         subject=finding.subject or named,
-        message=adviser.message.format(count="1 node" if count == 1 else f"{count} nodes", word=finding.word),
+        message=adviser.message.format(count=count_of(count, "node"), word=finding.word),
         fix=adviser.fix,
         gain_nodes=gain_nodes if finding.changed is None else max(0, gain_nodes),
         gain_macs=gain_macs,

@@ -13,7 +13,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
 from edgekit.check.macs import count_macs
-from edgekit.check.report import CheckReport, Verdict
+from edgekit.check.report import CheckReport, Verdict, count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph
@@ -94,7 +94,7 @@ def describe_share(report: CheckReport) -> str:
     """Returns in one line how much of the work a target takes, and in how many partitions."""
     return (
         f"{report.taken_macs:.0%} of the MACs and {report.taken_bytes:.0%} of the activation bytes in"
-        f" {report.partitions} partitions; {report.crossings} values ({report.crossing_bytes} bytes) cross"
+        f" {count_of(report.partitions, 'partition')}; {report.crossings} values ({report.crossing_bytes} bytes) cross"
     )
 
 
@@ -176,8 +176,8 @@ def explain_difference(opinion: OrtOpinion, report: CheckReport) -> Iterator[str
     if gone := sorted(set(opinion.unknown_ops) - {node.op for node in report.node_list}):
         yield f"{', '.join(gone)} is no longer there: edgekit rewrites it before the check"
     yield (
-        f"it counts nodes ({opinion.taken} of {opinion.nodes} in {opinion.partitions} partitions); check weighs work"
-        f" ({report.taken_macs:.0%} in {report.partitions} partitions)"
+        f"it counts nodes ({opinion.taken} of {opinion.nodes} in {count_of(opinion.partitions, 'partition')}); check"
+        f" weighs work ({report.taken_macs:.0%} in {count_of(report.partitions, 'partition')})"
     )
 
 

@@ -237,6 +237,11 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         return "yes" if enough and together and not self.risks else "maybe"
 
 
+def count_of(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 partition" or "2 partitions"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tuple[ModelNode, ...]:
     """Returns each node of a model, subgraphs included, with what became of it when it was prepared with `dims`.
 

@@ -14,7 +14,7 @@ from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.macs import choose_sizes, count_open
 from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
-from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, trace_model
+from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
@@ -228,14 +228,14 @@ def gain_on_target(
     gain, fixes = better.gain(), tuple(fix for fix in better.fixes if fix.id not in known)
     if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
         return None
-    rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
+    rewrites = ", ".join(f"{fix.id} ({count_of(len(fix.nodes), 'node')})" for fix in fixes)
     told = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
     return FixedModel(model=better.model, fixes=fixes), told
 
 
 def describe_share(share: TargetShare | CheckReport) -> str:
     """Returns how much of a model a target takes, in words."""
-    return f"{share.taken} of {share.nodes} nodes in {share.partitions} partitions"
+    return f"{share.taken} of {share.nodes} nodes in {count_of(share.partitions, 'partition')}"
 
 
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
-from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, ModelNode, Placed
+from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, ModelNode, Placed, count_of
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
@@ -81,10 +81,10 @@ def describe_check(report: CheckReport) -> str:
     """Returns the verdict of a check in one line."""
     settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
     integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
-    crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
+    crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
     return (
         f"{report.target}: {report.verdict}; {describe_taken(report.placed)}{integers} and"
-        f" {report.taken_bytes:.0%} of bytes in {report.partitions} partitions, {crossing}"
+        f" {report.taken_bytes:.0%} of bytes in {count_of(report.partitions, 'partition')}, {crossing}"
         f" (predicted{settings})"
     )
 
@@ -96,8 +96,8 @@ def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
         prepared.taken, prepared.nodes, prepared.partitions
     ):  # fmt: skip
         yield (
-            f"the file as it is: {describe_taken(placed)} in {placed.partitions} partitions; what stands here it has"
-            " once edgekit prepare or build made it ready"
+            f"the file as it is: {describe_taken(placed)} in {count_of(placed.partitions, 'partition')}; what stands"
+            " here it has once edgekit prepare or build made it ready"
         )
 
 
@@ -105,7 +105,7 @@ def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
     """Yields what a provider takes of what `build` ships, if that differs from what it takes of the prepared model."""
     if (report := summary.built.get(name)) is not None:
         changes = f"the automatic changes below{_say_sizes(summary.assumed)}"
-        taken = f"{describe_taken(report.placed)} in {report.partitions} partitions"
+        taken = f"{describe_taken(report.placed)} in {count_of(report.partitions, 'partition')}"
         yield f"as build makes it, by {changes}: {report.verdict}; {taken}"
 
 
@@ -233,12 +233,12 @@ def describe_recommendation(
     if recommendation.target is None:
         return f"none of these targets: {recommendation.reasons[0]}"
     best = reports[recommendation.target]
-    crossings = f"{best.crossings} crossings ({format_bytes(best.crossing_bytes)})"
+    crossings = f"{count_of(best.crossings, 'crossing')} ({format_bytes(best.crossing_bytes)})"
     how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
     how += _say_sizes(assumed)
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
-    work = f"{describe_work(best)} in {best.partitions} partitions with {crossings}"
+    work = f"{describe_work(best)} in {count_of(best.partitions, 'partition')} with {crossings}"
     return f"{recommendation.target}: {best.verdict}, {work}{how}" + (f" (others: {others})" if others else "")
 
 
@@ -247,7 +247,7 @@ def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport])
     if opinions.failure is not None:
         yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
     for opinion in opinions.opinions:
-        counted = f"{opinion.taken} of {opinion.nodes} nodes in {opinion.partitions} partitions"
+        counted = f"{opinion.taken} of {opinion.nodes} nodes in {count_of(opinion.partitions, 'partition')}"
         yield f"ONNX Runtime's checker says {opinion.verdict} for {opinion.provider}: {counted}"
         for report in reports.values():
             if find_opinion(opinions, report) is opinion:
@@ -275,7 +275,7 @@ def describe_surprises(placed: Placed | None) -> Iterator[str]:
     before = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
     first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
     yield (
-        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {placed.partitions} pieces,"
+        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')},"
         f" {before} were predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
     )
 

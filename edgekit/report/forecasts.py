@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.table import Table
 
+from edgekit.check.report import count_of
 from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
 from edgekit.forecasts.model import Bits
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
@@ -64,7 +65,7 @@ def describe_cpu(row: DeviceForecast) -> str:
         return "none, in one partition" if placing.partitions == 1 else f"none, in {placing.partitions} partitions"
     ops = ", ".join(f"{count} {op}" for op, count in list(placing.cpu_ops.items())[:3])
     crossing = f"{format_bytes(placing.crossing_bytes)} between"
-    return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions, {crossing}: {ops}"
+    return f"{placing.left} of {placing.nodes} in {count_of(placing.partitions, 'partition')}, {crossing}: {ops}"
 
 
 def describe_forecast(report: ForecastReport) -> str:

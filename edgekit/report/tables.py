@@ -334,7 +334,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     elif report.trials:
         yield "plans that were measured:"
     for trial in report.trials:
-        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} {unit}"
+        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:z.2f} {unit}"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
         part = f" over {trial.samples} of {samples} samples, where it was left out" if trial.samples < samples else ""
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB{part}, {work}"
@@ -382,11 +382,11 @@ def describe_prediction(predicted: Prediction) -> str:
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
     outputs = ", ".join(f"'{name}'" for name in predicted.outputs[:_MOST_LINES])
     if predicted.measure == MEASURES["values"].name:
-        lost = f"{100 * predicted.drop_estimate:.2f} % ({low:.2f} to {high:.2f})"
+        lost = f"{100 * predicted.drop_estimate:z.2f} % ({low:.2f} to {high:.2f})"
         what = f"{outputs} loses most and" if outputs else "the output"
         loses = f"{what} decides nothing that is known, and its spread (R2) falls by"
         return f"{ratio}; {loses} {lost}; [outputs] of a recipe states what it is"
     ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
     most = f" of {outputs}, which loses most," if outputs else ""
-    lost = f"{100 * predicted.drop_estimate:.2f} {name_unit(predicted)} ({ends}; from {predicted.source})"
+    lost = f"{100 * predicted.drop_estimate:z.2f} {name_unit(predicted)} ({ends}; from {predicted.source})"
     return f"{ratio}{same}; {predicted.measure}{most} down{known} by {lost}"

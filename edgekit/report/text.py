@@ -7,6 +7,7 @@ from typing import cast
 from rich.table import Table
 from rich.text import Text
 
+from edgekit.check.report import count_of
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.data.data_check import ALIKE
 from edgekit.evidence import Evidence, Verdict
@@ -57,7 +58,7 @@ def table_build(report: BuildReport) -> Table:
 
 def list_remarks(report: BuildReport) -> list[str]:
     """Returns by target what failed, what was skipped and what was decided; then what is doubtful about the samples."""
-    fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
+    fixes = [f"rewritten before the check: {name} ({count_of(count, 'node')})" for name, count in report.fixes.items()]
     remarks = group_lines((bundle.target, remark) for bundle in report.bundles for remark in describe_remarks(bundle))
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
     forecast = [] if report.forecast is None else [describe_forecast(report.forecast)]
@@ -106,7 +107,7 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
         )
         yield f"each sample beside the float model at its own '{run.sizes.dim}': {sizes}"
     for file in (file for file in run.files if file.failure is None):
-        nodes = ", ".join(f"{count} nodes on {provider}" for provider, count in file.provider_nodes.items())
+        nodes = ", ".join(f"{count_of(count, 'node')} on {provider}" for provider, count in file.provider_nodes.items())
         yield f"'{file.file}' opens too: {nodes or 'nodes unknown'}{_describe_worst(file.outputs)}"
     # A failure that no layer explains says so itself.
     if run.located and (run.located.layer or not run.failures):

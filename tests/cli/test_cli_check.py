@@ -97,7 +97,7 @@ def test_most_work_in_fewest_crossings_is_recommended() -> None:
     assert recommend_target({"some": some, "split": split, "whole": whole}, {}).target == "whole"
     reports = {"some": some, "whole": whole}
     line = describe_recommendation(recommend_target(reports, {}), reports)
-    assert line == "whole: yes, 100% of MACs in 1 partitions with 0 crossings (0 B) (others: some yes, 90% of MACs)"
+    assert line == "whole: yes, 100% of MACs in 1 partition with 0 crossings (0 B) (others: some yes, 90% of MACs)"
 
 
 def test_where_each_target_says_no_none_is_recommended() -> None:

@@ -250,7 +250,7 @@ def test_quantize_writes_what_the_target_takes_as_build_does(tmp_path: Path) -> 
     recipe = Recipe(targets=("qnn",))
     report = quantize_for(path, data, tmp_path / "q.onnx", recipe)
     assert (report.taken_macs, report.refused) == (1.0, False)
-    assert report.taken.endswith("in 1 partitions")
+    assert report.taken.endswith("in 1 partition")
     assert "FastGelu" not in {node.op_type for node in onnx.load(tmp_path / "q.onnx").graph.node}
     as_it_is = quantize_for(path, data, tmp_path / "plain.onnx", msgspec.structs.replace(recipe, fix=False))
-    assert not as_it_is.taken.endswith("in 1 partitions")
+    assert not as_it_is.taken.endswith("in 1 partition")

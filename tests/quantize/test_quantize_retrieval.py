@@ -126,3 +126,5 @@ def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
         measure=MEASURES[measure].name, reference=reference, got=reference,
     )  # fmt: skip
     assert f"by 3.40 {unit} (" in describe_prediction(told)
+    # What is lost to the last bit is nothing, and has no sign.
+    assert f"by 0.00 {unit} (" in describe_prediction(msgspec.structs.replace(told, drop_estimate=-1e-7))

@@ -262,7 +262,7 @@ def _advise(search: Search, searched: Searched, advice: str) -> Searched:
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
-    figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
+    figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:z.2f} points are lost"
     if other.prediction.loss() >= chosen.prediction.loss():
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
