@@ -330,7 +330,7 @@ def test_a_quantized_lstm_is_written_in_parts_and_computes_the_same(tmp_path: Pa
     np.savez(tmp_path / "d.npz", x=rows)
     data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("qnn",))
     report = quantize_for(path, data, tmp_path / "parts.onnx", recipe)
-    assert report.taken == "277 of 277 nodes in 1 partitions"
+    assert report.taken == "277 of 277 nodes in 1 partition"
     ops = Counter(node.op_type for node in onnx.load(str(report.out)).graph.node)
     assert (ops["LSTM"], ops["Tanh"]) == (0, 2 * 24)
     # The plan was measured with one node, as it is written where the steps have no fixed number.
