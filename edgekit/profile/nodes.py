@@ -33,14 +33,10 @@ def _elements(tensor: Tensor) -> int:
 
 def _conv(step: Step) -> int:
     # A weight is [M, C/group, kernel...], also after MLAS has reordered it: each output element is a sum over all axes
-    # but the first. Scales and zero points are of lower rank.
+    # but the first. A ConvTranspose spreads each input element so. Scales and zero points are of lower rank.
     weight = next((tensor for tensor in step.inputs[1:] if len(tensor.shape) >= 3), None)
-    return 0 if weight is None else _elements(step.outputs[0]) * prod(weight.shape[1:])
-
-
-def _conv_transpose(step: Step) -> int:
-    weight = next((tensor for tensor in step.inputs[1:] if len(tensor.shape) >= 3), None)
-    return 0 if weight is None else _elements(step.inputs[0]) * prod(weight.shape[1:])
+    side = step.inputs[0] if step.op == "ConvTranspose" else step.outputs[0]
+    return 0 if weight is None else _elements(side) * prod(weight.shape[1:])
 
 
 def _matmul(step: Step) -> int:
@@ -78,8 +74,7 @@ def _recurrent(step: Step) -> int:
 
 
 _COUNTERS: Mapping[str, Callable[[Step], int]] = {
-    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _conv),
-    "ConvTranspose": _conv_transpose,
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv", "ConvTranspose"), _conv),
     **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),
     **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulNBits", "MatMulFpQ4"), _matmul),
     **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _gemm),

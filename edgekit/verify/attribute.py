@@ -100,7 +100,7 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
     final = None if last is None else 10.0 ** (-last / 10.0)
     noise, agreement, shared = 0.0, 1.0, list[AttributionStep]()
     for step in steps:
-        changes: dict[str, float] = {}
+        changes: dict[str, float | None] = {"noise_share": None, "top1_loss": None, "accuracy_loss": None}
         if step.sqnr_db is not None and final is not None:
             energy = 10.0 ** (-step.sqnr_db / 10.0)
             changes["noise_share"] = (energy - noise) / final
@@ -111,8 +111,7 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
         if step.accuracy is not None and accuracy is not None:
             changes["accuracy_loss"] = accuracy - step.accuracy
             accuracy = step.accuracy
-        empty = msgspec.structs.replace(step, noise_share=None, top1_loss=None, accuracy_loss=None)
-        shared.append(msgspec.structs.replace(empty, **changes))
+        shared.append(msgspec.structs.replace(step, **changes))
     return tuple(shared)
 
 
