@@ -134,7 +134,8 @@ INFINITY = "(float[1,4] x) => (float[1,4] y) { e = Exp(x) y = Relu(e) }"
 # The outputs do not show the NaN.
 HIDDEN = "(float[1,4] x) => (int64[1,1] y) { l = Sqrt(x) y = ArgMax<axis=1>(l) }"
 MASKED = """(float[1,4] x) => (float[1,4] y) <float never = {-inf}, float zero = {0},
-    float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { h = MatMul(x, w) c = Greater(h, zero) y = Where(c, h, never) }"""
+    float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {
+    h = MatMul(x, w) c = Greater(h, zero) y = Where(c, h, never) }"""
 WHOLE = "(int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }"
 
 
