@@ -14,6 +14,7 @@ import onnx
 from edgekit._proc import run_process
 from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, suggest_name
 from edgekit.machine import spell_install
+from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
@@ -151,7 +152,8 @@ def _describe_job(model: str, out: str, target: Target, options: ContextOptions)
         provider.pop("soc_model", None)
         wanted = {"soc_model": ",".join(options.socs), "htp_arch": ",".join(options.archs)}
         provider |= {key: value for key, value in wanted.items() if value}
-    config = target.session.config
+    # Float weights of a quantized model would be rounded; a device loads what is compiled here.
+    config = {DISABLED: OPTIMIZER, **target.session.config}
     return {"model": model, "out": out, "provider_options": provider, "config": config, "embed": options.embedded}
 
 

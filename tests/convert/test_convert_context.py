@@ -91,8 +91,8 @@ def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
 @needs_qnn
 def test_a_constant_that_is_stored_in_integers_is_folded_before_qnn_sees_it(tmp_path: Path) -> None:
     """QNN refuses the Cast of a constant of 16 bits, as large constants in float are stored."""
-    graph = """(float[1,4] x) => (float[1,3] y) <int16[4,3] counts = {1,2,3,4,5,6,7,8,9,10,11,12}, float[1,3] s = {1,2,3}>
-        { c = Cast<to = 1>(counts) w = Mul(c, s) y = MatMul(x, w) }"""
+    graph = """(float[1,4] x) => (float[1,3] y) <float[1,3] s = {1,2,3},
+        int16[4,3] counts = {1,2,3,4,5,6,7,8,9,10,11,12}> { c = Cast<to = 1>(counts) w = Mul(c, s) y = MatMul(x, w) }"""
     converted = convert_model(save_text(tmp_path / "m.onnx", graph, {}), load_target("qnn"), tmp_path / "out")
     assert converted.files["context"][0] == "model_ctx.onnx"
 

@@ -36,9 +36,8 @@ def main() -> int:
             # As a session does before it asks a provider; by default a compiler folds no constant, and QNN refuses the
             # Cast of one.
             level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-            compiler = ort.ModelCompiler(
-                options, job["model"], embed_compiled_data_into_model=embed, flags=strict, graph_optimization_level=level
-            )
+            given = {"embed_compiled_data_into_model": embed, "flags": strict, "graph_optimization_level": level}
+            compiler = ort.ModelCompiler(options, job["model"], **given)
             compiler.compile_to_file(job["out"])
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
