@@ -270,7 +270,9 @@ def test_landmarks_and_ratings_are_held_by_their_spread_and_scores_of_classes_ar
     scores: list[Tensors] = [{"x": (rng.normal(size=(1, 20)) * 3).astype(np.float32)} for _ in range(40)]
     ratings: list[Tensors] = [{"x": rng.uniform(1, 5, (1, 3)).astype(np.float32)} for _ in range(40)]
     # Four of the samples do not tell these from ratings, as many as a bundle is read from do.
-    mixed = [{"x": row["x"] if index % 10 == 0 else row["x"] - np.float32(3)} for index, row in enumerate(ratings)]
+    mixed: list[Tensors] = [
+        {"x": row["x"] if index % 10 == 0 else row["x"] - np.float32(3)} for index, row in enumerate(ratings)
+    ]
     for text, values, rows, measure in (
         (scaled, ("1.0", "1.1"), landmarks, "spread of the values (R2)"),
         (scaled, ("1.0", "1.1"), scores, "top-1 accuracy"),
