@@ -1,6 +1,7 @@
 """The plan of quantizing a model for a target: plain data that can be read before anything is done."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Literal
 
@@ -176,7 +177,9 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         judged=(),
     )
     if not quantizes_any(graph, plan):
-        why = "".join(f": {reason}" for reason in sorted({node.reason for node in float_nodes})[:1])
+        inside = [f"nodes in the body of {node.op_type} '{node.name}' stay float" for node in graph.nodes if node.bodies]
+        reasons = inside or [reason for reason, _ in Counter(node.reason for node in float_nodes).most_common()]
+        why = f": {reasons[0]}" if reasons else ""
         raise ModelError(f"no node of '{model.path.name}' can be quantized{why}", hint="build it with --precision fp32")
     return plan
 

@@ -141,8 +141,13 @@ def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(
 def test_a_node_without_an_integer_form_says_why_and_alone_is_refused(tmp_path: Path) -> None:
     body = "(float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }"
     assert reasons(draft(tmp_path, "nnapi", body)) == {"Erf": "no rule of this target quantizes Erf"}
-    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
+    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized: no rule .* quantizes Erf"):
         draft(tmp_path, "nnapi", "(float[1,4] x) => (float[1,4] y) { y = Erf(x) }")
+    loop = """(float[1,4] x) => (float[1,4] y) <int64 n = {3}, bool go = {1}> {
+        [steps] s = Loop(n, go, x) <body = b (int64 i, bool c, float[1,4] a) => (bool d, float[1,4] e)
+        { d = Identity(c) e = Neg(a) }> y = Erf(s) }"""
+    with pytest.raises(ModelError, match="can be quantized: nodes in the body of Loop 'steps' stay float"):
+        draft(tmp_path, "nnapi", loop)
 
 
 NORMALISED = """(float[1,32] x) => (float[1,8] y) <float eps = {1e-5}> {

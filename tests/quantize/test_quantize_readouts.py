@@ -49,6 +49,14 @@ def test_a_graph_tells_who_makes_an_output(body: str, readout: str, origins: str
     assert [origin[0] for origin in find_origins(graph, "y")] == list(origins)
 
 
+def test_an_empty_axis_has_no_origin(tmp_path: Path) -> None:
+    text = """g (float[1,8] x) => (float[1,2,0] y) { h = MatMul(x, w) e, r = Split<axis = 1>(h, sizes)
+        y = Reshape<allowzero = 1>(e, shape) }"""
+    constants = {"sizes": np.array([0, 12]), "shape": np.array([1, 2, 0])}
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 12)}, constants))
+    assert set(find_origins(graph, "y")) <= {"unknown"}
+
+
 def sure(classes: int) -> Array:
     return np.asarray(RNG.normal(size=(1, classes)) + 6 * np.eye(classes)[RNG.integers(classes)], np.float32)
 

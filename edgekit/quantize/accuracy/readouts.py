@@ -108,7 +108,7 @@ def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis
 def _match(
     source: Sequence[int | None], shape: Sequence[int | None], origins: Sequence[Origin], *, is_moved: bool
 ) -> list[Origin] | None:
-    """Returns the origins of axes behind a change of shape, None where sizes are unknown.
+    """Returns the origins of axes behind a change of shape, None where sizes are unknown or 0.
 
     The parts of an axis that is split have its origin. An axis joined of weights and places holds no classes.
     """
@@ -118,7 +118,7 @@ def _match(
     joined: list[Origin] = []
     left = 1
     for size in shape:
-        if size is None:
+        if not size:
             return None
         if size == 1:
             found.append("places")
@@ -128,7 +128,7 @@ def _match(
         # Where axes were removed, the others keep their order and size; else the sizes multiply to the same.
         while before and (left % size if is_moved else left != size):
             length, made = before.pop(0)
-            if length is None:
+            if not length:
                 return None
             left = left * length if is_moved else length
             joined.append(made)
