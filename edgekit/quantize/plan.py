@@ -177,7 +177,8 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         judged=(),
     )
     if not quantizes_any(graph, plan):
-        inside = [f"nodes in the body of {node.op_type} '{node.name}' stay float" for node in graph.nodes if node.bodies]
+        loops = [node for node in graph.nodes if node.bodies]
+        inside = [f"nodes in the body of {node.op_type} '{node.name}' stay float" for node in loops]
         reasons = inside or [reason for reason, _ in Counter(node.reason for node in float_nodes).most_common()]
         why = f": {reasons[0]}" if reasons else ""
         raise ModelError(f"no node of '{model.path.name}' can be quantized{why}", hint="build it with --precision fp32")
