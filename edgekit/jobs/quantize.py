@@ -236,7 +236,7 @@ def _open_job(
     )
     # What labels say of a part of the samples is not known.
     if labels is None:
-        search = msgspec.structs.replace(search, race=reference.race, screen=reference.screen)
+        search = msgspec.structs.replace(search, look=reference.look)
     else:
         measure = partial(measure_drop, reference, labels=labels, limit=limit)
         search = msgspec.structs.replace(search, measure=measure)

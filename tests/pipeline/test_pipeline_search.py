@@ -15,7 +15,7 @@ from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
 from edgekit.quantize.accuracy.predict import Prediction
-from edgekit.quantize.mixed_precision.plan_search import choose_trial
+from edgekit.quantize.mixed_precision.plan_search import Goal, choose_trial
 from edgekit.quantize.mixed_precision.trials import Trial
 from edgekit.recipe import Data, Recipe
 from edgekit.report.html import render_quantization
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)
+GOAL = Goal(max_drop=0.005, is_asked=True)
 SEARCHED = msgspec.structs.replace(RECIPE, max_drop=20.0)
 
 
@@ -42,30 +43,30 @@ def trial(plan: QuantPlan, step: str, drop: float, taken: float) -> Trial:
 
 def test_work_on_the_target_counts_more_than_a_smaller_drop(plan: QuantPlan) -> None:
     trials = [trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.001, 0.6), trial(plan, "c", 0.004, 0.9)]
-    found = choose_trial(trials, 0.005)
+    found = choose_trial(trials, GOAL)
     assert (found.met, found.chosen.step) == (True, "c")
 
 
 def test_a_model_that_stays_float_is_not_taken_for_less_than_the_sampling_error(plan: QuantPlan) -> None:
     near, far = trial(plan, "a", 0.008, 1.0), trial(plan, "b", 0.02, 1.0)
     mostly_float = msgspec.structs.replace(trial(plan, "c", 0.001, 1.0), integer_macs=0.1)
-    found = choose_trial([near, mostly_float], 0.005)
+    found = choose_trial([near, mostly_float], GOAL)
     assert (found.met, found.chosen.step) == (True, "a")
     assert found.note == "within the sampling error; 'c' leaves 10% of the work in integers"
-    assert choose_trial([far, mostly_float], 0.005).chosen.step == "c"
+    assert choose_trial([far, mostly_float], GOAL).chosen.step == "c"
 
 
 def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
-    found = choose_trial([trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.05, 0.6)], 0.005)
+    found = choose_trial([trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.05, 0.6)], GOAL)
     assert (found.met, found.chosen.step) == (False, "b")
 
 
 def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_worse(plan: QuantPlan) -> None:
     near, far = trial(plan, "a", 0.014, 1.0), trial(plan, "b", 0.016, 1.0)
     mostly_float = msgspec.structs.replace(trial(plan, "c", 0.01, 1.0), integer_macs=0.1)
-    assert choose_trial([near, mostly_float], 0.005).chosen.step == "a"
-    assert choose_trial([far, mostly_float], 0.005).chosen.step == "c"
-    assert not choose_trial([near, mostly_float], 0.005).met
+    assert choose_trial([near, mostly_float], GOAL).chosen.step == "a"
+    assert choose_trial([far, mostly_float], GOAL).chosen.step == "c"
+    assert not choose_trial([near, mostly_float], GOAL).met
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.detections import CERTAINTY, soften_detections
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
-from edgekit.quantize.accuracy.predict import FloatReference, Race
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import Search
 from edgekit.quantize.mixed_precision.trials import State, Trial
@@ -59,12 +59,9 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
 ) -> None:
     near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
 
-    def race(first: Model, second: Model, least: float = 0.0) -> Race:
-        """The first is chosen, whatever is seen."""
-        return reference.race([first, second], lambda _: (0, {1: least}))
-
-    assert all(look.is_whole for look in race(near, nearer).looks)
-    assert all(look.is_whole for look in race(bad, near).looks)
+    assert reference.predict_drop(near).samples == reference.predict_drop(bad).samples == 100
+    assert reference.look(nearer, beside=near).is_whole
+    assert reference.look(near, beside=bad).is_whole
     runs, run = list[int](), CpuSession.run
 
     def count(session: CpuSession, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
@@ -76,7 +73,7 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert [reference.predict_drop(model).samples for model in (near, bad, nearer)] == [100] * 3
     assert not runs
     worse = add_bias(tmp_path, "8, 0, 0, 0")
-    found, is_whole = race(near, worse).looks[1]
+    found, is_whole = reference.look(worse, beside=near)
     assert not is_whole
     assert found.samples == len(runs) == 13
     assert found.drop_estimate is not None
@@ -85,19 +82,15 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert reference.predict_drop(worse).samples == 100
     assert len(runs) == 100
     hopeless, good = (add_bias(tmp_path, bias) for bias in ("7, 0, 0, 0", "0.05, 0, 0, 0"))
-    seen = [reference.screen(each, lambda part: not part.meets(0.05)) for each in (hopeless, good)]
-    assert [each and each.samples for each in seen] == [13, None]
+    seen = [reference.look(each, misses=lambda part: not part.meets(0.05)) for each in (hopeless, good)]
+    assert [look.prediction.samples for look in seen] == [13, 100]
     assert len(runs) == 213
     assert reference.predict_drop(good).samples == 100
     assert len(runs) == 213
-    # A model that is hardly better is not run over all samples where only a gain of five points matters.
-    hardly = add_bias(tmp_path, "0.19, 0, 0, 0")
-    assert race(near, hardly, 0.05).looks[1].prediction.samples < 100
-    # Of models that were never run, the chosen one is not run over all samples either, once the others are out.
-    one, two = (add_bias(tmp_path, bias) for bias in ("0.15, 0, 0, 0", "6, 0, 0, 0"))
-    raced = reference.race([two, one], lambda seen: (min(seen, key=lambda each: seen[each].drop_estimate or 0.0), {}))
-    assert raced.best == 1
-    assert [look.prediction.samples for look in raced.looks] == [13, 13]
+    # For advice it is enough to know which of the two loses less.
+    better = add_bias(tmp_path, "0.15, 0, 0, 0")
+    assert reference.look(better, beside=bad, is_advice=True).prediction.samples == 13
+    assert reference.look(better, beside=bad).is_whole
 
 
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:

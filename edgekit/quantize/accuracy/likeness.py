@@ -24,7 +24,7 @@ BESIDE, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU
 # all looks together find a difference where there is none in 5 % of cases. For steps of equal size it is 2.413 (S. J.
 # Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for these it was computed
 # with a million draws.
-_RACE_Z = 2.486
+_LOOKS_Z = 2.486
 # Losses that differ by less, a hundredth of a point, are chance.
 _LEAST_LOSS = 1e-4
 _TINY = 1e-12
@@ -151,24 +151,21 @@ class Likeness:
         count = len(self._samples)
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
 
-    def outruns(self, other: "Likeness", least: float = 0.0) -> bool:
-        """Returns True if another model clearly saves less than `least`: a test that is made for `FloatReference.race`.
+    def outruns(self, other: "Likeness") -> bool:
+        """Returns True if another model clearly loses more: a test that is made for `FloatReference.look`.
 
         That is so if the changed decisions do not say otherwise, and all samples show it, by more than chance, by how
-        far they move: decisions change in proportion to that. With a `least` below 0 the other must lose more. What
-        both lose, the price of how far they move, may be off by one answer of these samples. For few samples the bound
-        is Student's at the same level, to the second order (Abramowitz and Stegun, "Handbook of mathematical
-        functions", 26.7.5).
+        far they move: decisions change in proportion to that. For few samples the bound is Student's at the same level,
+        to the second order (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5).
         """
         count = len(self._samples)
         if not (self.is_whole and other.is_whole and count > 1):
             return False
         lost, others = (max(loss.estimate for _, loss in each.judge()) for each in (self, other))
-        doubt = np.sign(least) / (count * max(lost + others, _LEAST_LOSS))
-        farther = other.compare(self) * max(1 + doubt, 0.0) + least
-        error, z, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), _RACE_Z, count - 1
+        farther = other.compare(self)
+        error, z, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), _LOOKS_Z, count - 1
         bound = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        return float(farther.mean()) > bound * error and lost <= others + least
+        return float(farther.mean()) > bound * error and lost <= others
 
     def compare(self, other: "Likeness") -> Array:
         """Returns by how much farther the outputs of each sample moved than in another model, as accuracy that is lost.

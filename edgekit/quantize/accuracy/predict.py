@@ -86,25 +86,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.sqnr_db >= GOOD_DB if self.drop_estimate is None else self.drop_estimate <= max_drop
 
 
-Choose = Callable[[Mapping[int, Prediction]], tuple[int, Mapping[int, float]]]
-"""Returns the place of the chosen one of several quantized models, and how much accuracy others must save to matter.
-
-It is called with the places and the losses of those that are left. Without a figure, any that is saved matters.
-"""
-
-
 class Look(NamedTuple):
     """What a quantized model loses over a part of the samples, or over all (`is_whole`)."""
 
     prediction: Prediction
     is_whole: bool
-
-
-class Race(NamedTuple):
-    """The place of the chosen one of several quantized models, and what was seen of each."""
-
-    best: int
-    looks: list[Look]
 
 
 def wanted_samples(prediction: Prediction) -> float | None:
@@ -180,7 +166,7 @@ class FloatReference:
     @cached_property
     def indices(self) -> Sequence[int]:
         """The samples that count: of sequences the first ones, or the first steps of a long one."""
-        most, steps = self._most or self._effort.predicting or MOST_SAMPLES, self._state.steps
+        most, steps = self._most or min(self._effort.predicting, MOST_SAMPLES), self._state.steps
         if steps == 1:
             return spread_indices(self._samples.count, most)
         return range(min(self._samples.count, most if most < steps else most // steps * steps))
@@ -237,45 +223,31 @@ class FloatReference:
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
-    def screen(self, quantized: Model, misses: Callable[[Prediction], bool]) -> Prediction | None:
-        """Returns what a quantized model loses over the first part of the samples, if it `misses` a goal there by far.
+    def look(
+        self,
+        quantized: Model,
+        *,
+        misses: Callable[[Prediction], bool] = lambda _: False,
+        beside: Model | None = None,
+        is_advice: bool = False,
+    ) -> Look:
+        """Returns what a quantized model loses, over as few samples as show that it is not the one to write.
 
-        The result is None if it does not: then the model ran over all samples. What it gave is remembered.
-
-        Raises:
-            RuntimeRefusal: ONNX Runtime refuses a model.
-        """
-        look, looked = self._open_look(quantized), self._looks[0]
-        seen = _predict(look(looked), len(looked))
-        if len(looked) < len(self.indices) and misses(seen):
-            return seen
-        look(self.indices)
-        return None
-
-    def race(self, models: Sequence[Model], choose: Choose) -> Race:
-        """Runs several quantized models over as few samples as decide which of them is chosen.
-
-        These are rising parts of the samples, from a 16th to a half, spread evenly, and then all. After each
-        part those are left out that clearly do not pay beside the chosen one (`Likeness.outruns`), until it is alone.
-        What the models gave is remembered.
+        These are rising parts of the samples, from a 16th to a half, spread evenly, and then all. No more are looked at
+        once it `misses` a goal by far, or clearly loses more than another model `beside` it (`Likeness.outruns`); for
+        advice, once either of the two clearly loses more. What the model gave is remembered.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        known = [self._compared.setdefault(each.sha256, {}) for each in models]
-        found, left, best = dict[int, Prediction](), [*range(len(models))], 0
-        for looked in self._looks:
-            seen = dict[int, Likeness]()
-            for place in left:
-                # A session is closed before the next is opened, and large records are forgotten for those of others.
-                self._compared[models[place].sha256] = known[place]
-                seen[place] = self._judge(models[place], looked)
-                found[place] = _predict(seen[place], len(looked))
-            best, least = choose({place: found[place] for place in left})
-            left = [each for each in left if each == best or not seen[best].outruns(seen[each], least.get(each, 0.0))]
-            if len(left) == 1:
-                break
-        return Race(best, [Look(each, each.samples == len(self.indices)) for _, each in sorted(found.items())])
+        run = self._open_look(quantized)
+        for indices in self._looks[:-1] if beside is not None else self._looks[:-1][:1]:
+            seen = run(indices)
+            found, other = _predict(seen, len(indices)), None if beside is None else self._judge(beside, indices)
+            is_behind = other is not None and (other.outruns(seen) or (is_advice and seen.outruns(other)))
+            if is_behind or misses(found):
+                return Look(found, is_whole=False)
+        return Look(_predict(run(self.indices), len(self.indices)), is_whole=True)
 
     @cached_property
     def _looks(self) -> list[Sequence[int]]:

@@ -23,7 +23,6 @@ from edgekit.quantize.equalization.equalize import (
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import (
     NOTABLE_DB,
-    QUICK,
     Draft,
     Judgement,
     Memo,
@@ -75,11 +74,6 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def best_db(self) -> float:
         """The signal-to-noise ratio of the best candidate."""
         return self.found.candidates[0].sqnr_db
-
-    @property
-    def quick_db(self) -> float:
-        """The ratio of the best candidate whose rounding does not learn from samples."""
-        return max(each.sqnr_db for each in self.found.candidates if each.rounding in QUICK)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,8 +153,7 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
 
-    Roundings that learn from samples are slow. If the model is cheap to run, each draft gets them before drafts are
-    compared: equalization may pay only with them. Otherwise only the best draft gets them.
+    Roundings that learn from samples are slow: only the best draft gets them.
     """
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
     equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
@@ -169,8 +162,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
         "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
     )
     # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
-    lead = prefer_draft(chosen, through_silu, LEAST_GAIN_DB)
-    lead = _learn(subject, lead) if lead.draft.effort.is_bounded else lead
+    lead = _learn(subject, prefer_draft(chosen, through_silu, LEAST_GAIN_DB))
     drafts = [each for each in (plain, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     best = _finish(subject, lead.draft, lead.found.candidates[0])
@@ -189,33 +181,28 @@ def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> 
 
 
 def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: str | None = None) -> Judged:
-    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`.
-
-    If runs are cheap, its candidates include roundings that learn from samples.
-    """
+    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`."""
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = add_image_headroom(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
-    judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
-    return judged if draft.effort.is_bounded else _learn(subject, judged)
+    return Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
     plan = plain.draft.plan
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
-    is_enough = reached.best_db >= GOOD_DB if through_silu else reached.quick_db >= FAITHFUL_DB
-    if is_enough or (through_silu and not is_relievable(plan)):
+    if reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB) or (through_silu and not is_relievable(plan)):
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None
     factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
-    method = reached.found.candidates[0].method if plain.draft.effort.is_bounded else None
+    method = None if plain.draft.effort.is_short else reached.found.candidates[0].method
     return _judge(subject, factors, method)
 
 

@@ -28,10 +28,8 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
     EVEN_DB,
-    FEW_SAMPLES,
     free_grids,
     has_held_out,
-    is_even,
     judge_candidate,
     judge_grids,
     open_constants,
@@ -48,16 +46,12 @@ NOTABLE_DB = 0.3
 # Rounding weights with second moments of their inputs is tried if rounded weights cost at least this. Below it, it
 # gained at most 0.35 dB on ten networks of the zoo and of tools/bench/architectures.py (measured once).
 _WORTH_MOMENTS_DB = 0.5
-# Below this ratio no rounding of weights repairs a model; once tensors leave 8 bits (`relief`), it is rounded again.
-_BROKEN_DB = 10.0
 # With at most so many weights, rounding with moments takes a tenth of a second, and is tried on every model below
 # FAITHFUL_DB: over eight draws of its samples kws came 0.5 dB nearer on samples that it had not seen. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
 # Clipping tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
-QUICK: tuple[Rounding, ...] = ("nearest", "bias")
-"""The roundings that do not learn from samples."""
-_SLOW: tuple[Rounding, ...] = ("gptq", "refit")
+_SLOW: tuple[Rounding, ...] = ("refit", "gptq")
 # For 4-bit weights: both lost less than GPTQ on small networks (measured once, the program is gone).
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 
@@ -78,7 +72,6 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     judged: dict[str, Judgement] = {}
-    chosen: dict[str, tuple[str, Rounding]] = {}
     ranked: dict[str, dict[str, float]] = {}
     noises: dict[str, dict[tuple[int, int, int], Array]] = {}
     budget: Budget = msgspec.field(default_factory=Budget)
@@ -139,7 +132,7 @@ def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judgement:
-    """Returns the candidates of a draft: plain minmax, and the quick roundings of the best range method.
+    """Returns the candidates of a draft: plain minmax, and the best range method with corrected biases.
 
     Range methods are compared with float weights; if a `method` is given, it is used without comparison.
 
@@ -166,17 +159,16 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
         UsageError: the statistics are gone.
     """
     draft, best_db = draft.use_unsigned(), judged.candidates[0].sqnr_db
-    is_broken = draft.effort.is_bounded and best_db < _BROKEN_DB and is_relievable(draft.plan)
     weights = count_weights(draft.graph)
     # Plain minmax may lead before weights are rounded by samples: they are for the method whose ranges are best.
     tried = [each for each in judged.candidates if each.method == judged.method]
     reached_db = max((each.sqnr_db for each in tried), default=best_db)
-    if is_broken or not weights or not (draft.plan.bits or needs_moments(reached_db, judged.unrounded_db, weights)):
+    if not weights or not (draft.plan.bits or needs_moments(reached_db, judged.unrounded_db, weights)):
         return judged.candidates
     key = f"{digest_draft(draft)}.{judged.method}.learned"
     if key not in memo.judged:
         chosen = draft.choose(judged.method, "nearest")
-        learned = tuple(_judge_learned(chosen, tried, memo.budget, place_draft(chosen)))
+        learned = tuple(_judge_roundings(chosen, _FEW_BITS if chosen.plan.bits else _SLOW, memo.budget))
         if memo.budget.left_out:
             return sort_candidates([*judged.candidates, *learned])
         memo.judged[key] = msgspec.structs.replace(judged, candidates=learned)
@@ -187,33 +179,14 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     """Returns a plan with tensors out of 8 bits, with the range method and the rounding that are best for it.
 
     If these few tensors made most of the noise, the present choice was made mostly for them, so it may not be the best
-    for the others. Candidates are judged on a few samples, and the present choice stays if others gain little.
+    for the others.
     """
-    key = digest_draft(draft)
-    if key not in memo.chosen:
-        found = _find_best(draft.use_unsigned(), memo.budget)
-        if memo.budget.left_out:
-            return choose_ranges(draft.plan, draft.calibration, *found)
-        memo.chosen[key] = found
-    return choose_ranges(draft.plan, draft.calibration, *memo.chosen[key])
-
-
-def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
-    """Returns the best range method and rounding of a draft, judged by a few samples."""
-    present, placed = draft.plan.method, place_draft(draft)
-    methods = (present, *(each for each in AUTO_METHODS if each != present))
-    ranges = _judge_ranges(draft, methods, budget, placed, most=FEW_SAMPLES)
-    best = prefer_method(ranges, present)
-    if draft.plan.bits:
-        return best, draft.plan.rounding
-    chosen = draft.choose(best, draft.plan.rounding)
-    placed = placed if best == present else place_draft(chosen)
-    tried = list(_judge_roundings(chosen, ("bias",), budget, placed, most=FEW_SAMPLES))
-    if not tried:
-        return best, draft.plan.rounding
-    if needs_moments(tried[0].sqnr_db, ranges[best], count_weights(draft.graph)):
-        tried += _judge_learned(chosen, tried, budget, placed, most=FEW_SAMPLES)
-    return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
+    judged = judge_draft(draft, memo)
+    method, rounding = judged.method, draft.plan.rounding
+    if not draft.plan.bits:
+        best = learn_roundings(draft, judged, memo)[0]
+        method, rounding = best.method, best.rounding
+    return choose_ranges(draft.plan, draft.calibration, method, rounding)
 
 
 def judge_plan(draft: Draft) -> Candidate:
@@ -229,14 +202,6 @@ def judge_plan(draft: Draft) -> Candidate:
 def count_weights(graph: Graph) -> int:
     """Returns how many weights the layers of a graph have."""
     return sum(math.prod(graph.constants[layer.weight].dims) for layer in read_layers(graph))
-
-
-def prefer_method(judged: Mapping[str, float], present: str | None = None) -> str:
-    """Returns the best range method, or the present one if the best gains little or the present was not tried."""
-    if present is not None and present not in judged:
-        return present
-    best = max(judged, key=judged.__getitem__)
-    return present if present and judged[best] <= judged[present] + NOTABLE_DB else best
 
 
 def digest_draft(draft: Draft) -> str:
@@ -285,38 +250,16 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
     plain = draft.choose(methods[0], "nearest")
     placed = place_draft(plain)
     ranges = _judge_ranges(draft, methods, budget, placed)
-    best = prefer_method(ranges)
-    chosen, tried = draft.choose(best, "nearest"), list[Candidate]()
+    best = max(ranges, key=ranges.__getitem__)
+    chosen = draft.choose(best, "nearest")
     # Plain minmax is always a candidate, so the choice is never worse than it on these samples. Equalized drafts need
     # none of their own: they are compared with that of the unchanged graph.
-    if best != methods[0]:
-        if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
-            tried += _judge_roundings(plain, ("nearest",), budget, placed)
-        placed = place_draft(chosen)
-    quick = QUICK if read_layers(draft.graph) else QUICK[:1]
-    if draft.effort.is_bounded:
-        # On ResNet-50, ViT-S and Whisper's encoder the corrected bias came 0.1 to 3.9 dB nearer (measured once).
-        quick = quick[-1:]
-    tried += [*_judge_roundings(chosen, quick, budget, placed)] or _judge_roundings(chosen, QUICK[:1], budget, placed)
+    tried = [] if draft.plan.factors else [*_judge_roundings(plain, ("nearest",), budget, placed)]
+    placed = placed if best == methods[0] else place_draft(chosen)
+    # On ResNet-50, ViT-S and Whisper's encoder the corrected bias came 0.1 to 3.9 dB nearer (measured once).
+    corrected = [*_judge_roundings(chosen, ("bias",), budget, placed)] if read_layers(draft.graph) else []
+    tried += corrected or _judge_roundings(chosen, ("nearest",), budget, placed)
     return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
-
-
-def _judge_learned(
-    draft: Draft, tried: Sequence[Candidate], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
-) -> Iterator[Candidate]:
-    """Yields the candidates of a draft whose roundings learn from samples; `tried` has those of quick roundings.
-
-    For a large model, the second rounding is not tried if the first gains nothing, except with 4 bits: it is slow too.
-    """
-    quick_db = max(each.sqnr_db for each in tried)
-    for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
-        if not budget.allows(f"rounding {rounding}"):
-            continue
-        found = list(_judge_roundings(draft, (rounding,), budget, placed, most=most))
-        yield from found
-        is_idle = bool(found) and all(each.sqnr_db <= quick_db for each in found)
-        if is_idle and draft.effort.is_bounded and not draft.plan.bits:
-            return
 
 
 def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
@@ -329,22 +272,18 @@ def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
     return is_quick or unrounded_db - reached_db > _WORTH_MOMENTS_DB
 
 
-def _judge_ranges(
-    draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
-) -> dict[str, float]:
+def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto) -> dict[str, float]:
     """Returns the ratio in dB with the ranges of the first method, and with those of the others while time is left.
 
-    `placed` is the QDQ form of the draft with the first method; the first `most` held-out samples judge.
+    `placed` is the QDQ form of the draft with the first method.
     """
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    return judge_plans(draft, plans, placed, most=most)
+    return judge_plans(draft, plans, placed)
 
 
-def judge_plans(
-    draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto, *, most: int | None = None
-) -> dict[str, float]:
+def judge_plans(draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto) -> dict[str, float]:
     """Returns the ratio in dB of plans that differ only in ranges; `placed` is the QDQ form of one of them."""
     # Only scales and zero points differ, so one session takes them as inputs.
     stripped = strip_weights(placed, draft.graph)
@@ -352,7 +291,7 @@ def judge_plans(
     names = free_grids(stripped, next(iter(grids.values())))
     fed = {each: {name: found[name] for name in names} for each, found in grids.items()}
     return judge_grids(
-        stripped, draft.compared, draft.statistics, fed, most=draft.effort.limit(most), few=draft.effort.few,
+        stripped, draft.compared, draft.statistics, fed, most=draft.effort.judges, few=draft.effort.few,
         at_once=draft.effort.at_once,
     )  # fmt: skip
 
@@ -362,30 +301,27 @@ def _judge_roundings(
     roundings: Sequence[Rounding],
     budget: Budget,
     placed: onnx.ModelProto | None = None,
-    *,
-    most: int | None = None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of a draft: with the first rounding, and with the others while time is left.
 
-    A rounding other than "nearest" that fails is left out. `placed` is the QDQ form of the draft, if it exists already;
-    the first `most` held-out samples judge.
+    A rounding other than "nearest" that fails is left out. `placed` is the QDQ form of the draft, if it exists already.
     """
     placed = placed or place_draft(draft)
     for rounding in roundings:
         step = f"rounding {rounding}"
         if rounding != roundings[0] and not budget.allows(step):
             continue
-        judge = partial(_judge_rounding, draft, rounding, placed, most=most)
+        judge = partial(_judge_rounding, draft, rounding, placed)
         found = judge() if rounding == "nearest" else budget.attempt(step, judge)
         if found is not None:
             yield found
 
 
-def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto, *, most: int | None = None) -> Candidate:
+def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto) -> Candidate:
     plan = msgspec.structs.replace(draft.plan, rounding=rounding)
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
     effort = draft.effort
-    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.limit(most), at_once=effort.at_once)
+    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.judges, at_once=effort.at_once)
     return Candidate(
         method=plan.method,
         rounding=rounding,
@@ -431,9 +367,8 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
-    most = effort.limit(effort.few or FEW_SAMPLES)
     whole = {name: graph.weight(name) for name in sizes}
-    judge = open_constants(graph, compared, statistics, whole, most=most)
+    judge = open_constants(graph, compared, statistics, whole, most=effort.few)
 
     def narrow(name: str, bits: int) -> Array:
         integers, scales = round_by_channel(whole[name], bits)

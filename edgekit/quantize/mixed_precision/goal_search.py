@@ -1,6 +1,6 @@
 """The plan to write: what a search found is held against other plans, and advice says what would lose less."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from edgekit._files import copy_file
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import PLAIN_DROP
-from edgekit.quantize.accuracy.predict import Choose, Prediction
+from edgekit.quantize.accuracy.predict import Look
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -27,13 +27,13 @@ from edgekit.quantize.mixed_precision.plan_search import (
     MORE,
     PLAIN_INTEGER,
     SAME_SHARE,
-    Cut,
     Goal,
     Search,
     Searched,
     Work,
     add_worth,
     complete_trial,
+    look_beside,
     loses_much,
     measure_plan,
     plan_step,
@@ -117,8 +117,7 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
                 change_method, search.model, search.calibration, first.plan, method
             )
     for step, make in rivals.items():
-        cut = partial(_race, search, searched.chosen, _keep_first)
-        searched, trial = _add_trial(search, searched, step, make, cut)
+        searched, trial = _add_trial(search, searched, step, make, look_beside(search, searched.chosen))
         if trial is not None and _loses_less(search, searched.chosen, trial, max_drop):
             searched = _adopt(searched, trial, max_drop)
     return searched
@@ -168,7 +167,7 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
         return searched
     draft, spans = open_draft(search.model, search.calibration, plan), {**plan.ranges, **plan.wide}
     names = [name for name in find_state(draft.graph, search.feeds) if name in spans]
-    if not names or draft.effort.is_bounded:
+    if not names or not draft.effort.is_short:
         return searched
     limit, is_better = max(max(-spans[name].low, spans[name].high) for name in names), True
     while is_better and limit > 0:
@@ -198,7 +197,11 @@ def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) ->
 
 
 def _add_trial(
-    search: Search, searched: Searched, step: str, make: Callable[[], QuantPlan | None], cut: Cut | None = None
+    search: Search,
+    searched: Searched,
+    step: str,
+    make: Callable[[], QuantPlan | None],
+    look: Callable[[Model], Look] | None = None,
 ) -> tuple[Searched, Trial | None]:
     """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried."""
 
@@ -206,7 +209,7 @@ def _add_trial(
         plan = make()
         if plan is None or any(plan == each.plan for each in searched.trials):
             return None
-        return measure_plan(search, step, plan, cut=cut)
+        return measure_plan(search, step, plan, look=look)
 
     trial = search.memo.budget.attempt(step, attempt) if search.memo.budget.allows(step) else None
     if trial is None:
@@ -230,8 +233,8 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     known = trial = next((each for each in searched.trials if each.step == step), None)
     if known is None:
         # Advice needs no more samples than show which of the two loses less.
-        cut = partial(_race, search, chosen, _choose_least)
-        searched, trial = _add_trial(search, searched, step, make, cut)
+        look = look_beside(search, chosen, is_advice=True)
+        searched, trial = _add_trial(search, searched, step, make, look)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (
         wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
@@ -267,22 +270,6 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
-
-
-def _keep_first(_seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]:
-    return 0, {}
-
-
-def _choose_least(seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]:
-    return min(seen, key=lambda place: seen[place].loss()), {}
-
-
-def _race(search: Search, chosen: Trial, choose: Choose, model: Model) -> Prediction | None:
-    """Returns what a model loses over a part of the samples if that decides between it and the chosen trial's."""
-    if search.race is None:
-        return None
-    look = search.race([quantize_step(search, chosen.step, chosen.plan).model, model], choose).looks[1]
-    return None if look.is_whole else look.prediction
 
 
 def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:

@@ -13,7 +13,7 @@ from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, PLAIN_DROP
-from edgekit.quantize.accuracy.predict import Choose, Prediction, Race
+from edgekit.quantize.accuracy.predict import Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_quantization
@@ -48,21 +48,18 @@ _NEAR, _NEAR_DB = 2.0, 2.0
 # The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
 _NONE_LEFT = 1e-9
 MORE = "plans with more tensors out of 8 bits"
-Cut = Callable[[Model], Prediction | None]
-"""Returns what a quantized model loses over a part of the samples if that is enough to see; else None."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
 
     `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
-    and 0 where none are known. `race` returns which of several is chosen, by as few samples as decide (None: all are
-    measured). `screen` returns what a quantized model loses over the first of these samples if, by the function given
-    to it, that is too much, and None if only all samples can tell.
-    `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
-    may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
-    not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used. `feeds` has
-    the inputs that hold state of the step before, each with the output that it comes from.
+    and 0 where none are known. `look` measures a model by as few samples as show that it is not the one to write
+    (`FloatReference.look`; None: all are measured by all samples). `work` is a folder for intermediate files. The
+    `memo` may be shared with other targets, and says how long the search may take. `tried` holds the models that were
+    written there, by the step of the search. With `may_widen` the user did not ask for this precision: if none of its
+    plans meets a goal, 16 bits for all activations may be used. `feeds` has the inputs that hold state of the step
+    before, each with the output that it comes from.
     """
 
     model: Model
@@ -71,8 +68,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
-    race: Callable[[Sequence[Model], Choose], Race] | None = None
-    screen: Callable[[Model, Callable[[Prediction], bool]], Prediction | None] = lambda _model, _misses: None
+    look: Callable[..., Look] | None = None
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
@@ -135,7 +131,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
        first plan. Else the largest number of tensors that pays is tried, and then smaller ones, to see whether they
        do as well.
-    5. `choose_trial` (the user gave a goal) or `choose_cheapest` (plain mode) selects one of the trials.
+    5. `choose_trial` selects one of the trials, which is measured over all samples.
 
     Each trial is written to the file of the `state`, from which an interrupted search continues.
 
@@ -152,37 +148,36 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     trials = _try_plans(search, goal, first, state)
     if not trials:
         return first, None
-    trials, chosen = _settle(search, goal, trials)
-    trials[trials.index(chosen)] = complete_trial(search, chosen)
-    searched = _choose([trial for trial in trials if trial.is_whole], goal)
-    return searched.chosen.plan, msgspec.structs.replace(searched, trials=tuple(trials))
+    searched = _settle(search, goal, trials)
+    return searched.chosen.plan, searched
 
 
-def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
-    return choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
+def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> Searched:
+    """Returns the result of a search, whose chosen trial is measured over all samples.
+
+    Those that were measured over a part are then compared with it, until they are clearly worse.
+    """
+    searched, best = choose_trial(trials, goal), ""
+    while best != searched.chosen.step and not all(trial.is_whole for trial in searched.trials):
+        best, whole = searched.chosen.step, complete_trial(search, searched.chosen)
+        trials = [whole if each.step == best else _measure_beside(search, each, whole) for each in trials]
+        searched = choose_trial(trials, goal)
+    return searched
 
 
-def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> tuple[list[Trial], Trial]:
-    """Returns the trials and the chosen one, which are compared over as few samples as decide which one that is."""
-    if search.race is None or all(trial.is_whole for trial in trials):
-        return [*trials], _choose(trials, goal).chosen
+def look_beside(search: Search, chosen: Trial, *, is_advice: bool = False) -> Callable[[Model], Look] | None:
+    """Returns a function that measures a model until it clearly loses more than the model of the chosen trial."""
+    beside = quantize_step(search, chosen.step, chosen.plan).model
+    return search.look and partial(search.look, beside=beside, is_advice=is_advice)
 
-    def choose(seen: Mapping[int, Prediction]) -> tuple[int, dict[int, float]]:
-        compared = {place: msgspec.structs.replace(trials[place], prediction=each) for place, each in seen.items()}
-        chosen = _choose([*compared.values()], goal).chosen
-        best = next(place for place, each in compared.items() if each is chosen)
-        # More tensors out of 8 bits must pay; fewer do not where that costs more than they are worth.
-        worth = 0.0 if goal.is_asked else _find_worth(chosen)
-        return best, {place: worth if place > best else -worth for place in seen}
 
-    found = search.race([quantize_step(search, each.step, each.plan).model for each in trials], choose)
-    settled = [
-        trial
-        if trial.prediction.samples > look.prediction.samples
-        else msgspec.structs.replace(trial, prediction=look.prediction, is_whole=look.is_whole)
-        for trial, look in zip(trials, found.looks, strict=True)
-    ]
-    return settled, settled[found.best]
+def _measure_beside(search: Search, trial: Trial, chosen: Trial) -> Trial:
+    """Returns a trial measured over as many samples as show that it is clearly worse than the chosen one."""
+    look = look_beside(search, chosen)
+    if trial.is_whole or look is None:
+        return trial
+    prediction, is_whole = look(quantize_step(search, trial.step, trial.plan).model)
+    return msgspec.structs.replace(trial, prediction=prediction, is_whole=is_whole)
 
 
 def complete_trial(search: Search, trial: Trial) -> Trial:
@@ -204,60 +199,39 @@ def is_near(prediction: Prediction) -> bool:
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB
 
 
-def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
-    """Returns the trial of the plain mode: the fewest tensors out of 8 bits after which more hardly save anything.
+def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
+    """Returns the trial to write.
 
-    That is the first trial that meets the goal, or whose drop is so near the least drop of all trials that the
-    difference is not worth more tensors out of 8 bits (`add_worth`).
+    In the plain mode that is the one with the fewest tensors out of 8 bits after which more hardly save anything: the
+    first that meets the goal, or whose loss is so near the least of all that the difference is not worth more tensors
+    (`add_worth`).
+
+    If the user gave the goal, it is the one with most work on the target of those that meet it, else the one that loses
+    least. If that keeps less than half of the work in integers, another is used instead, if it keeps half: one that
+    loses more by no more than the goal, and, if any meets the goal, misses it by less than the sampling error.
     """
-    enough = add_worth(trials)
-    chosen = next(
-        trial for trial in trials if trial.prediction.meets(goal.max_drop) or trial.prediction.loss() <= enough
-    )
-    return Searched(trials=tuple(trials), chosen=chosen, met=True)
+    meeting, every = [trial for trial in trials if trial.prediction.meets(goal.max_drop)], tuple(trials)
+    if not goal.is_asked:
+        enough = add_worth(trials)
+        chosen = next(trial for trial in trials if trial in meeting or trial.prediction.loss() <= enough)
+        return Searched(trials=every, chosen=chosen, met=True)
 
-
-def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
-    """Returns, of the trials that meet the goal, the one with most work on the target; else the best trial.
-
-    If that one keeps less than half of the work in integers, another is used instead, if it keeps half: one that misses
-    the goal by less than the sampling error and by no more than the goal itself, or, if none meets the goal, one whose
-    drop is larger by no more than the goal.
-    """
-    meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
-    if not meeting:
-        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, max_drop), met=False)
-    chosen = _choose_most_taken(meeting)
-    near = [
-        trial
-        for trial in trials
-        if trial.integer_macs >= HALF
-        and (trial.prediction.drop_estimate is not None and trial.prediction.drop_estimate <= 2 * max_drop)
-        and (trial.prediction.drop_interval is not None and trial.prediction.drop_interval[0] <= max_drop)
-    ]
-    if chosen.integer_macs >= HALF or not near:
-        return Searched(trials=tuple(trials), chosen=chosen, met=True)
-    note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
-    return Searched(trials=tuple(trials), chosen=_choose_most_taken(near), met=True, note=note)
-
-
-def _choose_nearest(trials: Sequence[Trial], max_drop: float) -> Trial:
     def rank(trial: Trial) -> tuple[float, float]:
         return trial.prediction.loss(), -trial.prediction.sqnr_db
 
     best = min(trials, key=rank)
+    chosen = max(meeting, key=lambda trial: round(trial.taken_macs / SAME_SHARE)) if meeting else best
+    most = goal.max_drop + (goal.max_drop if meeting else best.prediction.loss())
     near = [
         trial
         for trial in trials
-        if trial.integer_macs >= HALF
-        and trial.prediction.drop_estimate is not None
-        and trial.prediction.loss() <= best.prediction.loss() + max_drop
+        if trial.integer_macs >= HALF and trial.prediction.drop_interval is not None
+        if trial.prediction.loss() <= most and (not meeting or trial.prediction.drop_interval[0] <= goal.max_drop)
     ]
-    return best if best.integer_macs >= HALF else min(near, key=rank, default=best)
-
-
-def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
-    return max(trials, key=lambda trial: round(trial.taken_macs / SAME_SHARE))
+    if chosen.integer_macs >= HALF or not near:
+        return Searched(trials=every, chosen=chosen, met=bool(meeting))
+    note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
+    return Searched(trials=every, chosen=min(near, key=rank), met=bool(meeting), note=note if meeting else "")
 
 
 def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
@@ -356,9 +330,9 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        trials, chosen = _settle(self._search, self._goal, self.in_order)
-        self.trials = dict(zip(sorted(self.trials), trials, strict=True))
-        return next(count for count, trial in self.trials.items() if trial is chosen)
+        searched = _settle(self._search, self._goal, self.in_order)
+        self.trials = dict(zip(sorted(self.trials), searched.trials, strict=True))
+        return next(count for count, trial in self.trials.items() if trial is searched.chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
         """Returns a trial that keeps enough of the first plan's work in integers: in the plain mode most of it.
@@ -366,12 +340,10 @@ class _Attempts:
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal, or loses little where the first plan loses much.
         """
-
-        def cut(model: Model) -> Prediction | None:
-            return self._search.screen(model, lambda seen: not self._goal.may_meet(seen, 0.0))
-
+        look = self._search.look
+        look = look and partial(look, misses=lambda seen: not self._goal.may_meet(seen, 0.0))
         if not count:
-            return measure_plan(self._search, step, self._first, cut=cut)
+            return measure_plan(self._search, step, self._first, look=look)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
         plan = plan_step(self._search, fewer, count)
         if plan is None:
@@ -386,14 +358,9 @@ class _Attempts:
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
-        trial = measure_plan(self._search, step, plan, work, cut=cut)
+        trial = measure_plan(self._search, step, plan, work, look=look)
         saves = loses_much(self.trials[0].prediction) and not loses_much(trial.prediction)
         return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
-
-
-def _find_worth(trial: Trial) -> float:
-    """Returns how much accuracy another plan must save to be worth more than a trial (`add_worth`); 0 if unknown."""
-    return 0.0 if trial.prediction.drop_estimate is None else add_worth([trial]) - trial.prediction.loss()
 
 
 def add_worth(trials: Sequence[Trial]) -> float:
@@ -461,12 +428,11 @@ def share_work(search: Search, step: str, plan: QuantPlan) -> Work:
 
 
 def measure_plan(
-    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, cut: Cut | None = None
+    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, look: Callable[[Model], Look] | None = None
 ) -> Trial:
-    """Returns the trial of a plan, over a part of the samples if `cut` says that it is enough."""
+    """Returns the trial of a plan, measured over all samples or by `look`."""
     model, work = quantize_step(search, step, plan).model, work or share_work(search, step, plan)
-    seen = None if cut is None else cut(model)
-    lost, is_whole = seen or search.measure(model), seen is None
+    lost, is_whole = look(model) if look is not None else (search.measure(model), True)
     return Trial(
         step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer, is_whole=is_whole
     )

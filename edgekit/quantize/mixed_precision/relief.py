@@ -145,7 +145,7 @@ def change_method(model: Model, calibration: Calibration, plan: QuantPlan, metho
     None where runs of the model take too long for another trial.
     """
     draft = open_draft(model, calibration, plan)
-    if draft.effort.is_bounded or method not in calibration.ranges:
+    if not draft.effort.is_short or method not in calibration.ranges:
         return None
     changed = draft.choose(method, plan.rounding).plan
     kept = {name: plan.ranges[name] for name in draft.graph.inputs if name in plan.ranges}
@@ -321,17 +321,16 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     The memo keeps the result for later steps.
     """
     unsigned, effort = draft.use_unsigned(), draft.effort
-    # Where runs are bounded, one ranking takes them all: another would only begin again.
-    worst = _RANKED[-1] if effort.is_bounded else next(each for each in _RANKED if each >= count)
+    worst = next(each for each in _RANKED if each >= count)
     plan = msgspec.structs.replace(unsigned.plan, judged=(), target="")
     measured = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    bound = None if effort.ranking is None else Bound(most=effort.ranking, guesses=_guess_noise(draft))
+    bound = Bound(worst=worst, most=effort.ranking, samples=effort.ranks, guesses=_guess_noise(draft))
     errors = rank_activations(
         draft.graph, build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate"), draft.compared,
-        draft.statistics, memo.budget, worst=worst, bound=bound, known=memo.noises.setdefault(measured, {}),
+        draft.statistics, memo.budget, bound=bound, known=memo.noises.setdefault(measured, {}),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)

@@ -270,14 +270,13 @@ def judge_grids(
     grids: Mapping[str, Tensors],
     *,
     most: int | None = None,
-    few: int | None = None,
+    few: int = FEW_SAMPLES,
     at_once: int | None = None,
 ) -> dict[str, float]:
     """Returns the ratio in dB of each of several sets of scales and zero points, inputs of a graph with float weights.
 
-    They are judged by all held-out samples, or the first `most`. A set that is clearly worse after a few samples gets
-    the best ratio less its lag on these few. If `few` is given and after so many samples the other sets are about
-    equal, no more samples are run. `at_once` runs are in parallel.
+    They are judged by all held-out samples, or the first `most`. A set that is clearly worse after the first `few` gets
+    the best ratio less its lag on these. `at_once` runs are in parallel.
 
     Raises:
         UsageError: the statistics are gone.
@@ -293,14 +292,12 @@ def judge_grids(
         return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in behind}
 
     held = islice(read_held_out(statistics), most)
-    for part in (islice(held, few or FEW_SAMPLES), held):
+    for part in (islice(held, few), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
         for (name, _, expected), found in map_in_order(run, tasks, at_once):
             powers[name].append(_all_powers(names, expected, found))
         if not behind:
             behind = find_behind(rate())
-        if few is not None and is_even(rate()):
-            break
     ratios = rate()
     best = max(ratios.values())
     return ratios | {name: best - lag for name, lag in behind.items()}
@@ -310,11 +307,6 @@ def find_behind(judged: Mapping[str, float]) -> dict[str, float]:
     """Returns the candidates that are clearly worse than the best, each with the difference in dB."""
     best = max(judged.values())
     return {name: best - each for name, each in judged.items() if best - each > _CLEARLY_DB}
-
-
-def is_even(judged: Mapping[str, float]) -> bool:
-    """Returns True if all candidates are about equally close."""
-    return max(judged.values()) - min(judged.values()) < EVEN_DB
 
 
 def _rate(powers: Array) -> float:

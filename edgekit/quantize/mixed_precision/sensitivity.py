@@ -117,9 +117,9 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked, and if only the worst are: choices, to save time. With
-# two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits, with four 13.7 dB.
-_SAMPLES, _FEWER_SAMPLES = 6, 4
+# How many held-out samples rank activations if all are ranked, or from how many the noisiest are taken: a choice, to
+# save time.
+_SAMPLES = 6
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
@@ -144,9 +144,14 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """How many runs may rank activations, and guesses of the noise of each, which decide what is run first."""
+    """A search for the `worst` activations, which judges at most so many spans of them, and these by so many samples.
 
+    `guesses` of the noise of each activation decide what is judged first.
+    """
+
+    worst: int
     most: int
+    samples: int
     guesses: Mapping[str, float]
 
 
@@ -166,22 +171,17 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
 
 
 def search_spans(
-    count: int,
-    judge: Callable[[Sequence[range]], Sequence[float]],
-    worst: int,
-    *,
-    most: int | None = None,
-    guesses: Sequence[float] | None = None,
+    guesses: Sequence[float], judge: Callable[[Sequence[range]], Sequence[float]], worst: int, most: int
 ) -> list[float]:
-    """Returns the ratio in dB of each of `count` items in a row, found by judging spans of items together.
+    """Returns the ratio in dB of each of several items in a row, found by judging spans of items together.
 
     The noise of items adds up, so the span with the most noise is halved first, until the `worst` items are isolated,
-    or seven times as many spans were judged, or `most`. An item that is not isolated gets an equal share of its span's
-    noise. `guesses` of the noise of each item decide where spans begin and where they are halved, so that bad items are
-    isolated soon; then only one half is judged, and the other gets the rest of the noise.
+    or seven times as many spans were judged, or `most`. Only one half is judged, and the other gets the rest of the
+    noise. An item that is not isolated gets an equal share of its span's noise. `guesses` of the noise of each item
+    decide where spans begin and where they are halved, so that bad items are isolated soon.
     """
-    most = _SPANS_EACH * worst if most is None else min(_SPANS_EACH * worst, most)
-    mass = np.cumsum([0.0, *(guesses or [1.0] * count)])
+    count, most = len(guesses), min(_SPANS_EACH * worst, most)
+    mass = np.cumsum([0.0, *guesses])
 
     def cut(target: float) -> int:
         return int(np.searchsorted(mass, target, side="right")) - 1
@@ -195,19 +195,18 @@ def search_spans(
     judged, alone = len(spans), list[tuple[float, int, int, bool]]()
     while spans and len(alone) < worst and judged < most:
         ratio, start, stop, is_judged = heappop(spans)
-        middle = min(max(cut((mass[start] + mass[stop]) / 2), start + 1), stop - 1)
         if stop - start == 1 and is_judged:
             alone.append((ratio, start, stop, True))
             continue
-        parts = [range(start, middle), range(middle, stop)] if stop - start > 1 else [range(start, stop)]
-        seen = parts[:1] if guesses else parts
-        found = [*judge(seen)]
-        judged += len(seen)
-        if len(found) < len(parts) and found:
-            left = 10 ** (-ratio / 10) - 10 ** (-found[0] / 10)
-            found.append(-10 * math.log10(max(left, 10 ** (-ratio / 10) * _LEAST_LEFT)))
-        for part, its in zip(parts, found, strict=False):
-            heappush(spans, (its, part.start, part.stop, part in seen))
+        # A single item that got the rest of the noise is judged now.
+        middle = max(min(max(cut((mass[start] + mass[stop]) / 2), start + 1), stop - 1), start + 1)
+        found, judged = [*judge([range(start, middle)])], judged + 1
+        for its in found:
+            heappush(spans, (its, start, middle, True))
+            if middle < stop:
+                left = 10 ** (-ratio / 10) - 10 ** (-its / 10)
+                rest = -10 * math.log10(max(left, 10 ** (-ratio / 10) * _LEAST_LEFT))
+                heappush(spans, (rest, middle, stop, False))
     ratios = [np.inf] * count
     for ratio, start, stop, _ in (*alone, *spans):
         ratios[start:stop] = [ratio + 10 * float(np.log10(stop - start))] * (stop - start)
@@ -221,49 +220,40 @@ def rank_activations(
     statistics: Path,
     budget: Budget = NO_LIMIT,
     *,
-    worst: int | None = None,
     bound: Bound | None = None,
     known: Noises | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With `worst` only so many are searched, among spans of activations that are quantized together (`search_spans`), and
-    then judged by themselves; the others follow with their share of their span's noise. With a `bound` none is judged
-    again. Activations for which the budget leaves no time come last. `known` holds what earlier rankings of the same
-    graph measured, and gets what this one measures.
+    With a `bound` only the worst are searched, among spans of activations that are quantized together (`search_spans`),
+    over the noisiest samples, fewer if there are many activations. What was found is then judged by all samples of the
+    bound; the others follow with their share of their span's noise. Activations for which the budget leaves no time
+    come last. `known` holds what earlier rankings of the same graph measured, and gets what this one measures.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    held = [*islice(read_held_out(statistics), _SAMPLES)]
-    held = held if worst is None or bound is None else held[:1]
+    held = [*islice(read_held_out(statistics), 1 if bound is not None and bound.samples == 1 else _SAMPLES)]
     proto, names = switch_activations(qdq, graph)
     # Rounded weights, and what rounding them left in the heap, would lie beside the session.
     del qdq
-    if bound is not None:
-        release_memory()
+    release_memory()
     switched = _Switched(graph, proto, names, compared, held, budget, {} if known is None else known)
     samples: Sequence[int] = range(len(held))
-    ratios, chosen = [np.inf] * len(names), list(range(len(names)))
-    if worst is not None and bound is not None:
+    ratios, alone = [np.inf] * len(names), [range(index, index + 1) for index in range(len(names))]
+    # For few activations, judging each by all samples takes no more runs than a search.
+    if bound is not None and len(names) * len(held) > min((_SPANS_EACH + bound.samples) * bound.worst, bound.most):
         guesses = [bound.guesses.get(name, 0.0) for name in names]
         # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
         guesses = [each / total + 1 / len(guesses) for each in guesses]
-        ratios = search_spans(
-            len(names), lambda spans: [*switched.judge(spans, samples)], worst, most=bound.most, guesses=guesses
-        )
-        chosen = []
-    # For few activations, judging each by all samples takes no more runs than a search.
-    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
-        # The noisiest count most, and the first of them has judged spans, some of them of one activation, already.
-        samples = switched.find_noisiest(samples)
-        few = samples[: max(1, _SPANS_EACH * worst // len(names))]
-        ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
-        chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:_FEWER_SAMPLES]
-    alone = [range(index, index + 1) for index in chosen]
-    for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
-        ratios[index] = ratio
+        samples = switched.find_noisiest(samples)[: bound.samples]
+        few = samples[: max(1, _SPANS_EACH * bound.worst // len(names))]
+        ratios = search_spans(guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most)
+        worst = sorted(alone, key=lambda span: ratios[span.start])[: bound.worst]
+        alone = worst if len(few) < len(samples) else []
+    for span, ratio in zip(alone, switched.judge(alone, samples), strict=False):
+        ratios[span.start] = ratio
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
@@ -338,8 +328,10 @@ class _Switched:
             self._budget.tell("rank activations by what they cost", done, len(spans), began)
             yield ratio
 
-    def find_noisiest(self, samples: Sequence[int]) -> list[int]:
+    def find_noisiest(self, samples: Sequence[int]) -> Sequence[int]:
         """Returns the samples by falling noise when all activations are quantized."""
+        if len(samples) < 2:
+            return samples
         powers = np.stack([self._measure(range(len(self._places)), sample) for sample in samples])
         noise = (powers[:, :, 1] / np.maximum(powers[:, :, 0].sum(axis=0), _TINY)).sum(axis=1)
         return [samples[index] for index in np.argsort(-noise, kind="stable")]
