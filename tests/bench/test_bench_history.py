@@ -98,4 +98,4 @@ def test_the_command_records_and_lists(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_command(["runs", "bench", "--history", str(file)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert run_command(["bench", str(model), "--max-slowdown", "2"]) == 2
-    assert "give --history FILE" in capsys.readouterr().err
+    assert "add --history FILE" in capsys.readouterr().err
