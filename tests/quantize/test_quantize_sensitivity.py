@@ -88,6 +88,19 @@ def test_few_are_judged_alone_since_what_two_do_may_cancel() -> None:
     assert sorted(map(len, seen)) == [1] * 9
 
 
+@pytest.mark.parametrize(("both", "count"), [(True, 2), (False, 1)])
+def test_both_halves_of_a_span_are_judged_where_runs_are_short(*, both: bool, count: int) -> None:
+    judged = list[int]()
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        judged.append(len(spans))
+        return [0.0 if 72 in span else 60.0 for span in spans]
+
+    ratios = search_spans([1.0] * 141, judge, 8, 99, judges_both=both)
+    assert judged[1] == count
+    assert np.argmin(ratios) == 72
+
+
 def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
     graph, plan = (

@@ -171,14 +171,20 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
 
 
 def search_spans(
-    guesses: Sequence[float], judge: Callable[[Sequence[range]], Sequence[float]], worst: int, most: int
+    guesses: Sequence[float],
+    judge: Callable[[Sequence[range]], Sequence[float]],
+    worst: int,
+    most: int,
+    *,
+    judges_both: bool = False,
 ) -> list[float]:
     """Returns the ratio in dB of each of several items in a row, found by judging spans of items together.
 
     The noise of items adds up, so the span with the most noise is halved first, until the `worst` items are isolated,
     or seven times as many spans were judged, or `most`. Only one half is judged, and the other gets the rest of the
-    noise. An item that is not isolated gets an equal share of its span's noise. `guesses` of the noise of each item
-    decide where spans begin and where they are halved, so that bad items are isolated soon.
+    noise, unless the search `judges_both`: noise adds up only about. An item that is not isolated gets an equal share
+    of its span's noise. `guesses` of the noise of each item decide where spans begin and where they are halved, so that
+    bad items are isolated soon.
     """
     count, most = len(guesses), min(_SPANS_EACH * worst, most)
     mass = np.cumsum([0.0, *guesses])
@@ -200,13 +206,14 @@ def search_spans(
             continue
         # A single item that got the rest of the noise is judged now.
         middle = max(min(max(cut((mass[start] + mass[stop]) / 2), start + 1), stop - 1), start + 1)
-        found, judged = [*judge([range(start, middle)])], judged + 1
-        for its in found:
-            heappush(spans, (its, start, middle, True))
-            if middle < stop:
-                left = 10 ** (-ratio / 10) - 10 ** (-its / 10)
-                rest = -10 * math.log10(max(left, 10 ** (-ratio / 10) * _LEAST_LEFT))
-                heappush(spans, (rest, middle, stop, False))
+        halves = [range(start, middle), *([range(middle, stop)] if middle < stop else [])]
+        seen = halves if judges_both else halves[:1]
+        found, judged = [*judge(seen)], judged + len(seen)
+        if found and len(found) < len(halves):
+            left = 10 ** (-ratio / 10) - 10 ** (-found[0] / 10)
+            found.append(-10 * math.log10(max(left, 10 ** (-ratio / 10) * _LEAST_LEFT)))
+        for half, its in zip(halves, found, strict=False):
+            heappush(spans, (its, half.start, half.stop, half in seen))
     ratios = [np.inf] * count
     for ratio, start, stop, _ in (*alone, *spans):
         ratios[start:stop] = [ratio + 10 * float(np.log10(stop - start))] * (stop - start)
@@ -249,7 +256,9 @@ def rank_activations(
         guesses = [each / total + 1 / len(guesses) for each in guesses]
         samples = switched.find_noisiest(samples)[: bound.samples]
         few = samples[: max(1, _SPANS_EACH * bound.worst // len(names))]
-        ratios = search_spans(guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most)
+        ratios = search_spans(
+            guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most, judges_both=bound.samples > 1
+        )
         worst = sorted(alone, key=lambda span: ratios[span.start])[: bound.worst]
         alone = worst if len(few) < len(samples) else []
     for span, ratio in zip(alone, switched.judge(alone, samples), strict=False):
