@@ -190,13 +190,15 @@ def list_remarks(report: CheckReport) -> Iterator[str]:
 def list_advice(advice: Iterable[Advice]) -> Iterator[tuple[str, str]]:
     """Yields the id of each advice and, in one line, what to change and what that gains.
 
-    Advice that differs only in its subject, such as a missing operator, is one line.
+    Advice whose messages differ only in their subject, such as a missing operator, is one line.
     """
-    alike: dict[tuple[str, ...], list[Advice]] = {}
+    alike: dict[tuple[str, str, str, str], list[Advice]] = {}
     for each in advice:
-        alike.setdefault((each.id, each.fix, *each.message.split(each.subject)), []).append(each)
-    for (id_, fix, *parts), group in alike.items():
-        message = ", ".join(each.subject for each in group).join(parts)
+        before, _, behind = each.message.partition(f" {each.subject}:")
+        alike.setdefault((each.id, each.fix, before, behind), []).append(each)
+    for (id_, fix, before, behind), group in alike.items():
+        subjects = ", ".join(dict.fromkeys(each.subject for each in group))
+        message = f"{before} {subjects}:{behind}" if behind else before
         nodes, macs = sum(each.gain_nodes for each in group), sum(each.gain_macs for each in group)
         yield id_, f"{message} ({fix}, {nodes:+d} nodes{f', {macs:+,} MACs' if macs else ''})"
 

@@ -266,3 +266,12 @@ def test_sizes_that_do_not_fit_the_model_are_not_assumed(tmp_path: Path, answer:
     document = answer(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn"], 1)
     assert "built" not in document["targets"]["qnn"]
     assert document["assumed"] == {}
+
+
+def test_operators_that_a_provider_lacks_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "g (float[1,4] x) => (float[1,4] y) { a = Relu(x) b = Erf(a) c = Shrink(b) y = Relu(c) }"
+    run_command(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "nnapi"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has no" in line and line.startswith("- ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("- the provider has no Erf, Shrink: the CPU computes it.")
+    assert lines[0].endswith("(manual, +2 nodes)")
