@@ -242,12 +242,10 @@ def test_unequal_channels_come_back(
     assert again.model.sha256 == saved.sha256
 
 
-def test_roundings_that_learn_are_tried_with_the_draft_that_is_best_without_them(
-    unequal: tuple[Model, Calibration],
-) -> None:
+def test_roundings_that_learn_are_tried_with_and_without_equal_channels(unequal: tuple[Model, Calibration]) -> None:
+    """Equalization may pay only with them: a person detector gains 4 dB by both together, and nothing by one."""
     plan = plan_quantization(*unequal, load_target("qnn"), "int8")
-    assert {each.equalized for each in plan.judged} == {False, True}
-    assert {each.equalized for each in plan.judged if each.rounding in {"gptq", "refit"}} == {True}
+    assert {each.equalized for each in plan.judged if each.rounding in {"gptq", "refit"}} == {False, True}
 
 
 @pytest.mark.parametrize("precision", ["int16", "w4a16"])

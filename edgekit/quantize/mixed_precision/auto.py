@@ -23,6 +23,7 @@ from edgekit.quantize.equalization.equalize import (
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import (
     NOTABLE_DB,
+    QUICK,
     Draft,
     Judgement,
     Memo,
@@ -74,6 +75,11 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def best_db(self) -> float:
         """The signal-to-noise ratio of the best candidate."""
         return self.found.candidates[0].sqnr_db
+
+    @property
+    def quick_db(self) -> float:
+        """The ratio of the best candidate whose rounding does not learn from samples."""
+        return max(each.sqnr_db for each in self.found.candidates if each.rounding in QUICK)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +159,7 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
 
-    Roundings that learn from samples are slow: only the best draft gets them.
+    Roundings that learn from samples are slow: where runs are long, only the best draft gets them.
     """
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
     equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
@@ -188,14 +194,16 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: 
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
-    return Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
+    judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
+    return _learn(subject, judged) if draft.effort.is_short else judged
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
     plan = plain.draft.plan
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
-    if reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB) or (through_silu and not is_relievable(plan)):
+    is_enough = reached.best_db >= GOOD_DB if through_silu else reached.quick_db >= FAITHFUL_DB
+    if is_enough or (through_silu and not is_relievable(plan)):
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None

@@ -51,6 +51,8 @@ _WORTH_MOMENTS_DB = 0.5
 _QUICK_WEIGHTS = 1 << 18
 # Clipping tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
+QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+"""The roundings that do not learn from samples."""
 _SLOW: tuple[Rounding, ...] = ("refit", "gptq")
 # For 4-bit weights: both lost less than GPTQ on small networks (measured once, the program is gone).
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
