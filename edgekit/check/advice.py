@@ -282,9 +282,11 @@ def _find_missing(case: Case) -> Iterator[Finding]:
 
 def _find_end(case: Case) -> Iterator[Finding]:
     """Yields the end of the graph, if all before it holds nearly all of the work and the target may take that whole."""
+    if not case.wants_whole:
+        return
     refused, behind = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
     macs, made = {node.name: node.macs for node in case.nodes}, set[str]()
-    for node in case.graph.nodes if case.wants_whole else ():
+    for node in case.graph.nodes:
         if node.name in refused or not made.isdisjoint(iterate_reads(node.proto)):
             behind[node.name] = None
             made.update(node.output)

@@ -13,6 +13,7 @@ from edgekit.convert.fusions import FusedKind, as_nodes, trace_fusions
 from edgekit.convert.ort_form import Cpu, OrtOptions, session_settings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, keep_used_opsets, order_nodes, refill
 
@@ -99,7 +100,7 @@ def describe_level(model: Model, path: Path, level: Level, equality: Equality | 
     """Compares an optimized file with its source model."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
-    own = Counter(node.op_type for node in after.node if node.domain not in {"", "ai.onnx", "ai.onnx.ml"})
+    own = Counter(node.op_type for node in after.node if node.domain not in {*MAIN_DOMAINS, ML_DOMAIN})
     blocked = any(node.domain.endswith("nchwc") or node.op_type.startswith("Nhwc") for node in after.node)
     return LevelModel(
         level=level,

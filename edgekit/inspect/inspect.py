@@ -13,7 +13,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.macs import choose_sizes, count_macs, count_open, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.errors import RuntimeRefusal
-from edgekit.graph.constants import list_constants
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
@@ -31,7 +31,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.interface import freeze_inputs
 from edgekit.prepare.shapes import fix_dims
 
-_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.microsoft.nchwc"})
+_KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, "com.microsoft.nchwc"})
 
 
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):

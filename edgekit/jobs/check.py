@@ -1,6 +1,6 @@
 """Checks a model as the user has it against targets, rewrites it for one, and prepares it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -110,10 +110,7 @@ def check_targets(
             shown = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
-        assumed, sized = choose_sizes(skim_model(prepared.path).graph), prepared
-        # Assumed sizes may fit no input of the model, such as one of an image with a side of 100.
-        with suppress(ModelError, RuntimeRefusal, UsageError):
-            sized = sketch_model(source, work / "sized.onnx", {**recipe.dims, **assumed}) if assumed else prepared
+        assumed, sized = choose_sizes(skim_model(prepared.path).graph), None
         # Once for all targets: what became of the nodes does not depend on them.
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
@@ -128,6 +125,7 @@ def check_targets(
                     report = msgspec.structs.replace(report, evidence=seen.evidence.value)
             reports[target.name] = report
             if report.verdict != "yes":
+                sized = sized or _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
                 shipped = _check_shipped(report, sized, target, work / target.name)
                 built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
@@ -142,7 +140,7 @@ def check_targets(
         observed=observed,
         as_is=as_is,
         built=built,
-        assumed={} if sized is prepared else assumed,
+        assumed={} if sized is None or sized is prepared else assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
         fixed_axes=find_neglected_axes(source, targets),
@@ -169,10 +167,27 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
         return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error.message
 
 
+def _assume_sizes(
+    source: Model, prepared: Model, dims: Mapping[str, int], assumed: Mapping[str, int], out: Path
+) -> Model:
+    """Returns the model prepared with `assumed` sizes too; the `prepared` one if there are none or they do not fit."""
+    if not assumed:
+        return prepared
+    # Assumed sizes may fit no input of the model, such as one of an image with a side of 100.
+    with suppress(ModelError, RuntimeRefusal, UsageError):
+        return sketch_model(source, out, {**dims, **assumed})
+    return prepared
+
+
+def _gains_by_rewrites(report: CheckReport) -> bool:
+    """Returns True if the target takes more after rewrites that are not for every provider."""
+    return not SPELLINGS.keys().isdisjoint(advice.id for advice in report.advice)
+
+
 def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
     """Returns the check of a model with numbers for all dimensions, after the rewrites that the target gains by."""
     before = report if sized.sha256 == report.sha256 else check_model(sized, target)
-    if SPELLINGS.keys().isdisjoint(advice.id for advice in before.advice):
+    if not _gains_by_rewrites(before):
         return before
     out, stays_float = work / sized.path.name, target.precision not in INTEGERS
     return fix_for_target(sized, out, target, stays_float=stays_float, before=before).after
@@ -222,7 +237,7 @@ def gain_on_target(
     asked = list_asked(target, stays_float=stays_float)
     finds = asked and apply_rewrites(skim_model(prepared.path), asked)
     before = check_model(prepared, target)
-    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in before.advice):
+    if not finds and not _gains_by_rewrites(before):
         return None
     better = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float, before=before)
     gain, fixes = better.gain(), tuple(fix for fix in better.fixes if fix.id not in known)

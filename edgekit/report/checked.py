@@ -387,7 +387,7 @@ def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> B
     ops = ", ".join(ranked if len(ranked) <= 4 else [*ranked[:4], "…"])
     return Block(
         place=_place(first),
-        summary=f"{where}: {len(nodes)} node{'s' if len(nodes) > 1 else ''}{work} ({ops})",
+        summary=f"{where}: {count_of(len(nodes), 'node')}{work} ({ops})",
         is_open=is_open,
         width=max(used.values()) * _PITCH_X + 2 * _MARGIN,
         height=len(used) * _PITCH_Y + 2 * _MARGIN,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.rewrite import rewrite
 from edgekit.model.model import (
@@ -23,7 +24,7 @@ _HALF, _FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 # Attributes that name the element type of an output.
 _TYPE_NAMES = frozenset({"to", "dtype", "output_dtype"})
 # An operator of another domain may exist in float16 alone.
-_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN})
+_KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN})
 
 
 def computes_in_half(graph: onnx.GraphProto) -> bool:
