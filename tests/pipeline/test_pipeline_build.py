@@ -16,7 +16,7 @@ import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from devices_models import present
 from onnx import numpy_helper
-from tiny_models import parse_model, write_small_net
+from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli.main import run_command
@@ -357,19 +357,12 @@ def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precisi
 def saturating(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     """A model whose 8-bit products of pairs saturate in 16 bits, in some channels, and what tells that."""
     present("host:haswell")
-    path = parse_model(
-        "g (float[1,8,8,8] x) => (float[1,10] y) {"
-        " c = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(c)  p = GlobalAveragePool(r)  f = Flatten(p)"
-        " y = Gemm<transB=1>(f, w) }",
-        tmp_path / "net.onnx",
-    )
+    text = """(float[1,8,8,8] x) => (float[1,10] y) { c = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(c)
+      p = GlobalAveragePool(r)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }"""
     rng = np.random.default_rng(7)
     large, mixed = rng.uniform(0.8, 1, (16, 8, 3, 3)), rng.uniform(-1, 1, (10, 16))
     large[::2, :, :, ::2] *= 0.02
-    proto = onnx.load(str(path))
-    for name, value in (("u", large), ("w", mixed)):
-        proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
-    onnx.save(proto, str(path))
+    path = save_net(text, tmp_path / "net.onnx", u=large.astype(np.float32), w=mixed.astype(np.float32)).path
     np.savez(tmp_path / "x.npz", x=rng.uniform(0.3, 1, size=(24, 1, 8, 8, 8)).astype(np.float32))
     data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
     limits = {"cpu": {"min_sqnr_db": 30.0}}

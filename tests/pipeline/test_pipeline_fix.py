@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
@@ -112,17 +112,14 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
 
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
 LINE = """
-g (float[1,4,16] x) => (float[1,4,18] y) <int64[6] pads = {0,0,2,0,0,2}>
+(float[1,4,16] x) => (float[1,4,18] y) <int64[6] pads = {0,0,2,0,0,2}>
 { m = Neg(x)  q = Pad<mode="reflect">(m, pads)  a = Conv(q, u)  r = Relu(a)  y = Conv<pads=[1,1]>(r, u) }
 """
 
 
 def test_nodes_stay_in_float_before_rewrites_by_which_more_is_taken_go(tmp_path: Path) -> None:
     weights = np.random.default_rng(5).normal(size=(4, 4, 3)).astype(np.float32)
-    model = parse_model(LINE, tmp_path / "line.onnx")
-    proto = onnx.load(str(model))
-    proto.graph.initializer.append(numpy_helper.from_array(weights, "u"))
-    onnx.save(proto, str(model))
+    model = save_net(LINE, tmp_path / "line.onnx", u=weights).path
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(6).normal(size=(16, 1, 4, 16)).astype(np.float32))
     data = Data(source=str(tmp_path / "data.npz"))
     bundle = _find(build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False), "nnapi")

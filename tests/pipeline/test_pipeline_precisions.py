@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import open_bundle
@@ -131,7 +131,7 @@ def test_a_float_part_that_half_precision_does_not_hold_is_named(
 
 
 CONSTANTS_TEXT = (
-    "g (float[1,4,4,4] x) => (float[1,4,4,4] y) "
+    "(float[1,4,4,4] x) => (float[1,4,4,4] y) "
     "<float s = {0.02}, uint8 z = {128}, float t = {0.05}> { a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z)"
     " [n] c = Conv(b, w) q = QuantizeLinear(c, t, z) y = DequantizeLinear(q, t, z) }"
 )
@@ -140,12 +140,9 @@ CONSTANTS_TEXT = (
 @pytest.mark.parametrize("target", ["nnapi", "xnnpack", "qnn", "cpu"])
 def test_the_session_is_told_to_keep_them(tmp_path: Path, target: str) -> None:
     rng = np.random.default_rng(0)
-    path = parse_model(CONSTANTS_TEXT, tmp_path / "m.onnx")
-    proto = onnx.load(str(path))
     weight = rng.normal(0, 1, (4, 4, 1, 1)).astype(np.float32)
     weight[0] *= 0.003
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    onnx.save(proto, str(path))
+    path = save_net(CONSTANTS_TEXT, tmp_path / "m.onnx", w=weight).path
     np.savez(tmp_path / "data.npz", x=rng.normal(0, 1, (4, 4, 4, 4)).astype(np.float32))
     recipe = Recipe(targets=(target,))
     report = build(path, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)

@@ -1,6 +1,6 @@
 """Tiny float models and samples for the tests of the quantize stage."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +8,14 @@ import onnx
 from onnx import numpy_helper, parser
 from tiny_models import with_versions
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize import QuantizedModel, calibrate_model, plan_quantization, quantize_model
-from edgekit.target import Precision, load_target
+from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.mixed_precision.plan_search import Search
+from edgekit.target import Precision, Target, load_target
 
 CONV_NET = """
   <ir_version: 8, opset_import: ["" : 17]>
@@ -98,6 +101,26 @@ def quantize(
     calibration = calibrate_model(model, random_samples(model) if samples is None else samples, work=folder / "work")
     plan = plan_quantization(model, calibration, load_target(target), precision, method=method)
     return quantize_model(model, plan, calibration, folder / f"{target}.onnx")
+
+
+def make_search(
+    calibrated: tuple[Model, Calibration], reference: FloatReference, target: Target, work: Path,
+    precision: Precision = "int8",
+) -> Search:  # fmt: skip
+    """A search for a plan that is judged by what a reference says."""
+    model, calibration = calibrated
+    return Search(
+        model=model, calibration=calibration, target=target, precision=precision, measure=reference.predict_drop,
+        compare=reference.compare, work=work,
+    )  # fmt: skip
+
+
+def sqnr_db(model: Model, other: Model, samples: Iterable[Tensors] = ()) -> float:
+    """The ratio of the output `y` of a model to the difference of another's, over these samples or random ones."""
+    rows = list(samples) or list(random_samples(model, count=8, seed=9))
+    sessions = [CpuSession(each.path, SessionSettings()) for each in (model, other)]
+    wanted, found = (np.stack([each.run(row)["y"] for row in rows]).astype(np.float64) for each in sessions)
+    return float(10 * np.log10((wanted**2).sum() / ((wanted - found) ** 2).sum()))
 
 
 def dequantized_constants(model: Model, name: str) -> list[Array]:

@@ -16,6 +16,7 @@ from quantize_models import (
     make_samples,
     op_types,
     random_samples,
+    sqnr_db,
 )
 from quantize_models import quantize as quantize_net
 
@@ -40,14 +41,6 @@ def quantize(
 ) -> QuantizedModel:
     plan = plan_quantization(model, calibration, load_target(target), precision, memo=_KNOWN)
     return quantize_model(model, plan, calibration, folder / f"{target}-{precision}.onnx")
-
-
-def sqnr_db(model: Model, other: Model) -> float:
-    settings = SessionSettings(threads=1)
-    one, two = CpuSession(model.path, settings), CpuSession(other.path, settings)
-    pairs = [(one.run(sample)["y"], two.run(sample)["y"]) for sample in random_samples(model, seed=5)]
-    noise = sum(float(((a - b) ** 2).sum()) for a, b in pairs)
-    return 10 * float(np.log10(sum(float((a**2).sum()) for a, _ in pairs) / noise))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -159,7 +152,7 @@ def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: P
       d = DequantizeLinear<axis=1>(w, s) y = MatMul(x, d) }"""
     model = make_model(text, tmp_path / "m.onnx")
     quantized = quantize_net(model, tmp_path, "nnapi")
-    assert sqnr_db(model, quantized.model) > 25
+    assert sqnr_db(model, quantized.model, random_samples(model, seed=5)) > 25
 
 
 def test_control_flow_stays_float(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, make_search
 
 from edgekit._ort import CpuSession
 from edgekit.data.samples import Samples
@@ -18,7 +18,6 @@ from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, c
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import Search
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.ranges import softmax
 from edgekit.target import Precision, load_target
@@ -214,10 +213,7 @@ def test_the_plan_that_decides_worse_is_refused(tmp_path: Path, precision: Preci
         logits = msgspec.structs.replace(plan.ranges["y"], high=plan.ranges["y"].high * 0.15)
         plan = msgspec.structs.replace(plan, ranges={**plan.ranges, "y": logits})
     reference = FloatReference(model, samples)
-    search = Search(
-        model=model, calibration=calibration, target=target, precision=precision, measure=reference.predict_drop,
-        compare=reference.compare, work=tmp_path,
-    )  # fmt: skip
+    search = make_search((model, calibration), reference, target, tmp_path, precision)
     made = write_chosen(search, plan, None, tmp_path / "given.onnx").model
     trial = Trial(step="all", plan=plan, prediction=reference.predict_drop(made), taken_macs=1.0)
     state = State(path=tmp_path / "state.json", key={}, trials=(trial,))

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
 from onnx import numpy_helper
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import make_model, make_samples, random_samples, sqnr_db
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -133,15 +133,6 @@ def choose_measured(
 ) -> dict[str, tuple[float, ...]]:
     pairs = measure_pairs(graph, Path(calibration.statistics), seen or {})
     return choose_factors(graph, pairs, per_channel, through_silu=through_silu)
-
-
-def sqnr_db(model: Model, other: Model) -> float:
-    outputs: list[list[Array]] = [
-        [CpuSession(each.path, SessionSettings()).run(sample)["y"] for sample in random_samples(model, count=8, seed=9)]
-        for each in (model, other)
-    ]
-    one, two = (np.concatenate(rows).astype(np.float64) for rows in outputs)
-    return float(10 * np.log10((one**2).sum() / ((one - two) ** 2).sum()))
 
 
 def equalize(graph: Graph, factors: Mapping[str, tuple[float, ...]], model: Model, folder: Path) -> tuple[Graph, Model]:

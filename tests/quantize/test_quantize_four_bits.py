@@ -15,7 +15,7 @@ from edgekit.graph.graph import view_model
 from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array
 from edgekit.progress import Budget
-from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.held_out import read_fitted, read_held_out
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
@@ -156,6 +156,20 @@ def test_what_costs_most_for_its_size_keeps_8_bits(
     assert choose_kept(errors_of(*pairs), most, 1e-4) == kept
 
 
+def draft_narrow(net: Model, calibration: Calibration, rounding: Rounding) -> Draft:
+    graph = read_float_graph(net)
+    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
+    return Draft(graph=graph, calibration=calibration, plan=msgspec.structs.replace(plan, rounding=rounding))
+
+
+def round_draft(draft: Draft, plan: QuantPlan) -> onnx.ModelProto:
+    return round_weights(place_draft(draft), draft.graph, plan, draft.statistics)
+
+
+def judge(draft: Draft, plan: QuantPlan) -> float:
+    return judge_candidate(round_draft(draft, plan), draft.compared, draft.statistics)
+
+
 def narrow_net(folder: Path) -> Model:
     """A net of which one small layer has a weight that 4 bits do not hold: its rows mix sizes 30 times apart."""
     text = """net (float[1,3,8,8] x) => (float[1,8,8,8] y) {
@@ -180,11 +194,8 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     sizes = np.array([1, 30, 30], np.float32).reshape(1, 3, 1, 1)
     samples = [{"x": row["x"] * sizes} for row in random_samples(net, 24)]
     calibration = calibrate_model(net, make_samples(samples), work=tmp_path / "work")
-    graph = read_float_graph(net)
-    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
-    draft = Draft(graph=graph, calibration=calibration, plan=msgspec.structs.replace(plan, rounding="comq"))
-    qdq = round_weights(place_draft(draft), graph, draft.plan, draft.statistics)
-    ratio = judge_candidate(qdq, draft.compared, draft.statistics)
+    draft = draft_narrow(net, calibration, "comq")
+    ratio = judge(draft, draft.plan)
     lead = Candidate(method="minmax", rounding="comq", relieved=(), sqnr_db=ratio)
     found, tried = keep_eight(draft, lead, Budget())
     assert "w1" not in found.bits
@@ -203,17 +214,13 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
 def test_each_weight_is_ranked_by_what_it_alone_costs(tmp_path: Path) -> None:
     net = narrow_net(tmp_path)
     calibration = calibrate_model(net, random_samples(net, 24), work=tmp_path / "work")
-    graph = read_float_graph(net)
-    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
-    draft = Draft(graph=graph, calibration=calibration, plan=msgspec.structs.replace(plan, rounding="gptq"))
+    draft = draft_narrow(net, calibration, "gptq")
     errors = {error.name: error for error in rank_weights(draft, place_draft(draft))}
     assert {name: error.size for name, error in errors.items()} == {"w1": 48, "w2": 2304, "w3": 128}
     # Each alone, through the whole of the quantizer.
     for name, error in errors.items():
         alone = msgspec.structs.replace(draft.plan, bits={name: 4})
-        qdq = round_weights(place_draft(draft), graph, alone, draft.statistics)
-        ratio = judge_candidate(qdq, draft.compared, draft.statistics)
-        assert -10 * np.log10(error.noise) == pytest.approx(ratio, abs=2)
+        assert -10 * np.log10(error.noise) == pytest.approx(judge(draft, alone), abs=2)
 
 
 @pytest.mark.parametrize(("groups", "outputs", "size"), [(1, 12, 150), (6, 3, 9)])
@@ -270,18 +277,14 @@ def test_layers_rounded_in_order_make_up_for_those_before(tmp_path: Path) -> Non
     shapes = {"w1": (64, 4, 1, 1), "b1": (64,), "w2": (4, 64, 1, 1), "b2": (4,)}
     net = make_model(WIDE_NET, tmp_path / "wide.onnx", shapes)
     calibration = calibrate_model(net, random_samples(net, 48), work=tmp_path / "work")
-    graph = read_float_graph(net)
-    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
-    draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    placed = place_draft(draft)
     ratios: dict[Rounding, float] = {}
     roundings: tuple[Rounding, ...] = ("nearest", "comq", "qronos")
     for rounding in roundings:
-        chosen = msgspec.structs.replace(plan, rounding=rounding)
-        qdq = round_weights(placed, graph, chosen, draft.statistics)
-        ratios[rounding] = judge_candidate(qdq, draft.compared, draft.statistics)
+        draft = draft_narrow(net, calibration, rounding)
+        rounded = round_draft(draft, draft.plan)
+        ratios[rounding] = judge_candidate(rounded, draft.compared, draft.statistics)
         # What was rounded once is the same when it is read again.
-        assert round_weights(placed, graph, chosen, draft.statistics) == qdq
+        assert round_draft(draft, draft.plan) == rounded
     assert ratios["comq"] > ratios["nearest"] + 1
     assert ratios["qronos"] > ratios["comq"] + 3
 

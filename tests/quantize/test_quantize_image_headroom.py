@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collapsing_models import SUBPIXEL, make_collapsing
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, make_search
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
@@ -15,7 +15,7 @@ from edgekit.quantize import Calibration, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.plan_search import Goal, Search, search_plan
+from edgekit.quantize.mixed_precision.plan_search import Goal, search_plan
 from edgekit.target import load_target
 
 
@@ -71,10 +71,7 @@ def test_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers
 ) -> None:
     model, samples, calibration = dim
     reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_asked=True)
-    search = Search(
-        model=model, calibration=calibration, target=load_target(name), precision="int8", work=tmp_path,
-        measure=reference.predict_drop, compare=reference.compare,
-    )  # fmt: skip
+    search = make_search((model, calibration), reference, load_target(name), tmp_path)
     plan, searched = search_plan(search, goal)
     assert searched is not None
     assert not searched.trials[0].prediction.meets(goal.max_drop)

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, make_search
 
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.mixed_precision.plan_search import Searched
 from edgekit.target import Precision, Target, load_target
 
 # Small powers count, where they pass a threshold, and large ones too.
@@ -28,10 +28,8 @@ def search(folder: Path, target: Target, largest: float, decades: float, precisi
     drawn = np.random.default_rng(0).uniform(-decades, 0, (48, 1, 24))
     samples = make_samples([{"x": (largest * 10**row).astype(np.float32)} for row in drawn])
     reference = FloatReference(model, samples, {"y": StatedOutput(kind="values")})
-    search = Search(
-        model=model, calibration=calibrate_model(model, samples, work=folder / "work"), target=target,
-        precision=precision, measure=reference.predict_drop, compare=reference.compare, work=folder,
-    )  # fmt: skip
+    calibration = calibrate_model(model, samples, work=folder / "work")
+    search = make_search((model, calibration), reference, target, folder, precision)
     searched = find_plan(search, max_drop=None, narrow=False)[1]
     assert searched is not None
     return searched

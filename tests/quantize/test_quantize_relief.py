@@ -1,6 +1,5 @@
 """A tensor that leaves 8 bits is not rounded to 8 bits on its way there."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,7 +8,7 @@ import onnx
 import pytest
 from devices_models import make_job, present
 from onnx import numpy_helper
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import make_model, make_samples, random_samples, sqnr_db
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.model import Model
@@ -110,13 +109,6 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
     wide = relieve_tensors(read_float_graph(shared), plan, ("x", "c"), calibration, widens=True).wide
     assert "mean" in wide
     assert "step" not in wide
-
-
-def sqnr_db(model: Model, quantized: Model, rows: Sequence[Tensors] = ()) -> float:
-    sessions = [CpuSession(each.path, SessionSettings()) for each in (model, quantized)]
-    rows = rows or list(random_samples(model, 8, seed=3))
-    wanted, found = (np.stack([each.run(row)["y"] for row in rows]) for each in sessions)
-    return float(10 * np.log10((wanted**2).sum() / ((wanted - found) ** 2).sum()))
 
 
 STACKED = """<ir_version: 10, opset_import: ["" : 21]>
