@@ -14,11 +14,12 @@ from tiny_models import save_net
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden
-from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.manifest import Ancestry, MachineClass, SessionSetting, TunedSession, TuningEvidence
 from edgekit.bundle.sign import TestResult
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
+from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.target import Target, load_target
 
@@ -81,6 +82,15 @@ def make_detector_bundle(folder: Path, target: str = "nnapi") -> Bundle:
     )
     bundle = write_bundle(contents, folder / f"detector-{target}")
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
+
+
+def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:
+    """A setting that a search found on such machines."""
+    evidence = TuningEvidence(
+        goal="latency", device="host", evidence=Evidence.EMULATED, ratio=0.8, interval=(0.7, 0.9), rounds=8,
+        changes=("1 thread",), versions={},
+    )  # fmt: skip
+    return TunedSession(machine=machine, setting=setting, evidence=evidence)
 
 
 def make_samples(count: int = 6) -> Samples:

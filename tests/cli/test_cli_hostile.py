@@ -12,26 +12,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from bundle_models import save_classifier
 from fixture_types import Refused
-from onnx import helper, numpy_helper
+from onnx import helper
 from test_soundness import LOOP, TWO, call_itself
 
 from edgekit.cli.main import run_command
 from edgekit.prepare.basic import name_nodes
-
-
-def save_classifier(path: Path) -> Path:
-    weight = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="mul")],
-        "classifier",
-        [value("x", 1, [1, 8])],
-        [value("y", 1, [1, 5])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    return path
 
 
 def write_model(text: str, change: Callable[[onnx.ModelProto], object], path: Path) -> str:
@@ -61,7 +48,7 @@ HUGE = "x = " + "9" * 5000
 
 @pytest.mark.parametrize("text", [NESTED, HUGE, "a" + ".a" * 3000 + " = 1"], ids=["nested", "huge", "dotted"])
 def test_toml_that_python_cannot_read(refused: Refused, tmp_path: Path, text: str) -> None:
-    model, toml = str(save_classifier(tmp_path / "m.onnx")), str(tmp_path / "x.toml")
+    model, toml = str(save_classifier(tmp_path / "m.onnx").path), str(tmp_path / "x.toml")
     Path(toml).write_text(text)
     (tmp_path / "target").mkdir()
     shutil.copy(toml, tmp_path / "target/target.toml")
@@ -98,7 +85,7 @@ def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Refused, tmp_path
     ],
 )
 def test_headers_of_arrays(refused: Refused, tmp_path: Path, header: str) -> None:
-    model = str(save_classifier(tmp_path / "m.onnx"))
+    model = str(save_classifier(tmp_path / "m.onnx").path)
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0" * 64
     with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive:
         archive.writestr("x.npy", data)
@@ -119,7 +106,7 @@ def test_flipped_bits_in_convert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = save_classifier(tmp_path / "m.onnx").read_bytes()
+    data = save_classifier(tmp_path / "m.onnx").path.read_bytes()
     codes = set[int]()
     for at in range(0, len(data) * 8, 37):
         flipped = bytearray(data)
@@ -167,7 +154,7 @@ def test_paths_that_no_system_takes(refused: Refused) -> None:
 def test_preprocessing_that_makes_no_image(refused: Refused, tmp_path: Path, line: str) -> None:
     size = "" if line.startswith("size") else "size = [8, 8]\n"
     (tmp_path / "p.toml").write_text(f"{size}{line}\n")
-    model = str(save_classifier(tmp_path / "m.onnx"))
+    model = str(save_classifier(tmp_path / "m.onnx").path)
     assert "is no preprocessing" in refused("compare", model, model, "--data", "x", "--preprocess", "p.toml")
 
 
@@ -181,7 +168,7 @@ def test_a_history_whose_words_are_no_text(refused: Refused, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["a.png", "a.npy", "a.npz", "test_data_set_0/input_0.pb"])
 def test_a_pipe_among_the_samples_is_not_waited_for(refused: Refused, tmp_path: Path, name: str) -> None:
-    model = str(save_classifier(tmp_path / "m.onnx"))
+    model = str(save_classifier(tmp_path / "m.onnx").path)
     (tmp_path / "data" / name).parent.mkdir(parents=True)
     os.mkfifo(tmp_path / "data" / name)
     (tmp_path / "p.toml").write_text("size = [8, 8]\n")
@@ -201,7 +188,7 @@ def test_a_link_to_a_device_without_end_is_no_sample(refused: Refused, tmp_path:
     folder = tmp_path / "sets" / "test_data_set_0"
     folder.mkdir(parents=True)
     (folder / "input_0.pb").symlink_to("/dev/zero")
-    model = str(save_classifier(tmp_path / "m.onnx"))
+    model = str(save_classifier(tmp_path / "m.onnx").path)
     assert "is a device, not a file" in refused("compare", model, model, "--data", "sets")
 
 

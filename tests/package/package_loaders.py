@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -54,6 +55,16 @@ def run_program(argv: Sequence[str | Path], *, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout[-5000:]
     return done.stdout
+
+
+def load_program(path: Path) -> Any:
+    """A program of a package as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def join_jars(*places: str | Path) -> str:

@@ -1,6 +1,5 @@
 """Loaders that run samples of any length, and models with state, as the bundle's own models do."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import onnxruntime
 import pytest
 import stepped_models
 from android_parts import find_runtime
-from package_loaders import MakeOnce, compile_java, find_library, join_jars, require_program, run_program
+from package_loaders import MakeOnce, compile_java, find_library, join_jars, load_program, require_program, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
 
@@ -29,11 +28,7 @@ LOADER = Path(edgekit.package.__file__).parent / "standalone" / "python" / "edge
 
 def test_python_s_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_size(batches: Bundle) -> None:
     """The loader's pattern for servers: what is bound and warmed up computes what a plain session does."""
-    spec = importlib.util.spec_from_file_location("edgekit_loader", LOADER)
-    assert spec is not None
-    assert spec.loader is not None
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
+    loader = load_program(LOADER)
     session = onnxruntime.InferenceSession(str(batches.find_model("onnx")))
     rng = np.random.default_rng(0)
     warm = loader.Warm(session, {"x": np.zeros((1, 4), np.float32)})

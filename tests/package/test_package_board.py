@@ -3,7 +3,6 @@
 `test_package_android.py` runs the one in C++ on 64-bit Arm, with XNNPACK, and its snippet.
 """
 
-import importlib.util
 import json
 import platform
 import re
@@ -16,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import android_headers
+from bundle_models import tuned_for
 from package_loaders import (
     CPU,
     QNN,
@@ -24,6 +24,7 @@ from package_loaders import (
     find_library,
     find_qnn,
     flip_byte,
+    load_program,
     require_program,
     run_program,
 )  # fmt: skip
@@ -32,11 +33,10 @@ from tiny_models import parse_model
 from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence, class_of_this_machine
+from edgekit.bundle.manifest import SessionSetting, class_of_this_machine
 from edgekit.bundle.multi import sign_bundle
 from edgekit.bundle.sign import TestResult, make_key
 from edgekit.errors import BundleError, UsageError
-from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Extra, parse_extras
@@ -223,23 +223,6 @@ def test_what_a_bundle_was_tuned_to_reaches_the_session_on_such_machines(bundles
     assert loader.find_tuned({**variant, "tuned": [{**variant["tuned"][0], "cores": 0}]}) is not None
 
 
-def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:
-    evidence = TuningEvidence(
-        goal="latency", device="host", evidence=Evidence.EMULATED, ratio=0.8, interval=(0.7, 0.9), rounds=8,
-        changes=("1 thread",), versions={},
-    )  # fmt: skip
-    return TunedSession(machine=machine, setting=setting, evidence=evidence)
-
-
-def load_program(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("name", "extras"), [(XNNPACK, ("golden",)), (XNNPACK, ("all",)), (QNN, ("forms", "onnx"))])
 def test_more_goes_along_when_asked_for(name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
     report = package_bundles((bundles / name,), "tar", tmp_path / "more.tar", extras=extras)
@@ -267,15 +250,6 @@ def test_a_package_can_carry_only_what_there_is() -> None:
     with pytest.raises(UsageError, match="--with 'form'") as raised:
         parse_extras(("form",))
     assert raised.value.hint == "did you mean 'forms'?"
-
-
-def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> None:
-    table = damaged / "python" / "edgekit_bundles.json"
-    variants: list[dict[str, Any]] = json.loads(table.read_bytes())
-    (variant,) = (variant for variant in variants if variant["name"] == QNN)
-    del variant["provider_options"]["backend_type"]
-    table.write_text(json.dumps([variant]))
-    assert "not opened" in run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()], code=1)
 
 
 @pytest.mark.long

@@ -17,7 +17,6 @@ import pytest
 from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, read_all, run_program
 
 from edgekit.bundle.folder import open_bundle
-from edgekit.errors import UsageError
 from edgekit.package.package import package_bundles
 from edgekit.package.react_native import PLUGIN, find_unsupported
 from edgekit.package.variant import Identity
@@ -183,12 +182,6 @@ def test_tensors_that_javascript_has_no_array_for_refuse_a_bundle(bundles: Path)
     manifest = open_bundle(bundles / CPU).manifest
     half = tuple(msgspec.structs.replace(spec, dtype="float16") for spec in manifest.inputs)
     assert "tensors of float16" in str(find_unsupported(msgspec.structs.replace(manifest, inputs=half)))
-
-
-def test_qnn_has_no_place_in_it(bundles: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="QNNExecutionProvider cannot be used from a package of kind react-native"):
-        package_bundles((bundles / QNN,), "react-native", tmp_path / "no")
-    assert not (tmp_path / "no").exists()
 
 
 def test_readme_and_package_name_versions_that_the_bundles_can_use(package: Path) -> None:

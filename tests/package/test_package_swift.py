@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bundle_models import tuned_for
 from package_loaders import CPU, QNN, XNNPACK, MakeOnce, read_all
 
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.errors import OutputError, UsageError
-from edgekit.evidence import Evidence
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Identity
 from edgekit.tune.files import apply_setting
@@ -55,12 +55,8 @@ def test_the_table_has_every_key_option_and_digest(package: Path, bundles: Path)
 def test_the_table_has_what_a_bundle_was_tuned_to(bundles: Path, tmp_path: Path) -> None:
     shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
     phone = MachineClass(system="ios", machine="arm64", cores=6)
-    evidence = TuningEvidence(
-        goal="latency", device="d", evidence=Evidence.DEVICE, ratio=0.8, interval=(0.7, 0.9), rounds=8,
-        changes=("2 of XNNPACK's threads",), versions={},
-    )  # fmt: skip
     setting = SessionSetting(arena=False, provider_options={"intra_op_num_threads": "2"})
-    apply_setting(tmp_path / "bundle", TunedSession(machine=phone, setting=setting, evidence=evidence))
+    apply_setting(tmp_path / "bundle", tuned_for(phone, setting))
     package_bundles((tmp_path / "bundle",), "swiftpm", tmp_path / "p")
     (table,) = (tmp_path / "p").rglob("Bundles.swift")
     text = " ".join(table.read_text().split())

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from bundle_models import PASSED, make_bundle
+from bundle_models import PASSED, make_bundle, tuned_for
 from devices_models import require_runner
+from fixture_types import Refused
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -19,7 +20,6 @@ from edgekit.bundle.manifest import (
     MachineClass,
     SessionSetting,
     TunedSession,
-    TuningEvidence,
     class_of_this_machine,
     encode_json,
 )
@@ -76,18 +76,7 @@ def branches(path: Path) -> Path:
 
 
 def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
-    kind = msgspec.structs.replace(class_of_this_machine(), **machine)
-    evidence = TuningEvidence(
-        goal="latency",
-        device="host",
-        evidence=Evidence.EMULATED,
-        ratio=0.8,
-        interval=(0.7, 0.9),
-        rounds=8,
-        changes=("1 thread",),
-        versions={},
-    )
-    return TunedSession(machine=kind, setting=setting, evidence=evidence)
+    return tuned_for(msgspec.structs.replace(class_of_this_machine(), **machine), setting)
 
 
 def test_runners_do_as_a_setting_says(device: Device, tmp_path: Path) -> None:
@@ -155,12 +144,10 @@ def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the defaults stay" in capsys.readouterr().out
 
 
-def test_one_device_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = branches(tmp_path / "m.onnx")
-    assert run_command(["tune", str(model), "--on", "host", "--on", "host:native"]) == 2
-    assert "one device at a time" in capsys.readouterr().err
-    assert run_command(["tune", str(model), "--apply"]) == 2
-    assert "--apply writes into a bundle" in capsys.readouterr().err
+def test_one_device_at_a_time(tmp_path: Path, refused: Refused) -> None:
+    model = str(branches(tmp_path / "m.onnx"))
+    assert "one device at a time" in refused("tune", model, "--on", "host", "--on", "host:native")
+    assert "--apply writes into a bundle" in refused("tune", model, "--apply")
 
 
 def test_a_setting_in_a_bundle_holds_on_its_machines_only(tmp_path: Path) -> None:

@@ -114,13 +114,18 @@ def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(steps: 
     assert evidence.note == "the layers were not compared: the bundle holds no ONNX file"
 
 
-def step(name: Step, sqnr_db: float | None) -> AttributionStep:
-    return AttributionStep(step=name, sqnr_db=sqnr_db, top1_agreement=None, accuracy=None)
+def step(name: Step, sqnr_db: float | None, top1: float = 1.0, accuracy: float = 0.9) -> AttributionStep:
+    return AttributionStep(step=name, sqnr_db=sqnr_db, top1_agreement=top1, accuracy=accuracy)
 
 
 def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     shared = share_loss([step("prepare", 200.0), step("quantize", 20.0), step("convert", None), step("provider", 30.0)])
     assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
+    shared = share_loss(
+        [step("prepare", 120.0), step("quantize", 25.0, 0.95, 0.85), step("device", 20.0, 0.9, 0.87)], 0.91
+    )
+    assert sum(item.top1_loss or 0.0 for item in shared) == pytest.approx(0.1)
+    assert sum(item.accuracy_loss or 0.0 for item in shared) == pytest.approx(0.04)
 
 
 def test_without_a_finite_run_there_is_nothing_to_attribute(steps: dict[Step, Model], honest: Bundle) -> None:

@@ -8,18 +8,16 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
-from devices_models import present
-from msgspec.structs import replace
-from onnx import helper, numpy_helper
+from devices_models import Altering, present
+from onnx import helper
 from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
-from verify_models import LAYERS, break_layer, job_of, make_images, turn_layer
+from verify_models import LAYERS, change_weights, job_of, make_images, turn_weights
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
-from edgekit.model.model import Model, load_model, read_proto
-from edgekit.model.tensors import Tensors
+from edgekit.model.model import Model, read_proto
 from edgekit.verify.layers.comparison import Located
 from edgekit.verify.layers.on_device import (
     find_device_layer,
@@ -92,59 +90,41 @@ def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: P
     assert sliced.layers == whole.layers
 
 
-class Flipping(InProcess, frozen=True, kw_only=True):
-    """Computes with one bit of one weight of a layer flipped, which most of the layer's outputs do not show."""
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        def flip(weight: np.ndarray) -> np.ndarray:
-            weight[5, 3, 1, 1] ^= 64
-            return weight
-
-        flipped = break_layer(load_model(job.model), work / "flipped.onnx", "conv2", flip)
-        return InProcess.run_job(self, replace(job, model=flipped.path), work)
-
-
 @pytest.mark.slow
 def test_one_wrong_weight_is_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
-    located = find_device_layer(Flipping(), job_of(models[1]), tmp_path)
-    assert located.layer == "conv2"
+    def flip(weight: np.ndarray) -> np.ndarray:
+        """Flips one bit of one weight, which most of the layer's outputs do not show."""
+        weight[5, 3, 1, 1] ^= 64
+        return weight
+
+    device = Altering(device=InProcess(), change=lambda proto: change_weights(proto, "conv2", flip))
+    assert find_device_layer(device, job_of(models[1]), tmp_path).layer == "conv2"
 
 
-class Withholding(InProcess, frozen=True, kw_only=True):
-    """Gives nothing but the outputs that the model had, computes one layer otherwise."""
-
-    layer: str
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        turned = turn_layer(job.model, work / "turned.onnx", self.layer)
-        run = InProcess.run_job(self, replace(job, model=turned), work)
-        is_whole = any(spec.name == "y" for spec in job.outputs)
-        rows: list[Tensors] = [{"y": row["y"]} if is_whole else row for row in run.outputs]
-        return replace(run, outputs=from_list(rows))
+def withhold(job: Job, run: DeviceRun) -> dict[str, Any]:
+    """Gives nothing but the outputs that the model had."""
+    names = [spec.name for spec in job.outputs]
+    assert names == [*next(iter(run.outputs))]
+    return {"outputs": from_list([{"y": row["y"]} if "y" in names else row for row in run.outputs])}
 
 
 @pytest.mark.slow
 @FORMS
 def test_a_device_that_gives_outputs_only_is_bisected(models: tuple[Model, Model], tmp_path: Path, form: int) -> None:
-    job = job_of(models[form])
-    located = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "cut")
+    device, job = turning(InProcess(retell=withhold), "conv1"), job_of(models[form])
+    located = find_device_layer(device, job, tmp_path / "cut")
     assert (located.layer, located.found_by) == ("conv1", "cuts")
     assert located.notes == ("the model was bisected, because the device does not give tensors inside",)
     assert located.runs <= 2 + 2 + math.log2(located.cuts)
-    refused = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "kept", may_cut=False)
+    refused = find_device_layer(device, job, tmp_path / "kept", may_cut=False)
     assert (refused.layer, refused.runs, refused.layers) == (None, 2, ())
     assert "to bisect the model: edgekit verify --layers" in refused.notes[0]
 
 
-class Fusing(InProcess, frozen=True, kw_only=True):
-    """Computes a layer otherwise, but not when tensors inside are given out: a fused kernel with a fault."""
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        names = {value.name for value in onnx.load(str(job.model)).graph.output}
-        if {"r1", "r2", "r3"} <= names:
-            return InProcess.run_job(self, job, work)
-        turned = turn_layer(job.model, work / "turned.onnx", "conv2")
-        return InProcess.run_job(self, replace(job, model=turned), work)
+def fuse(proto: onnx.ModelProto) -> None:
+    """Turns a layer, but not where tensors inside are given out: a fused kernel with a fault."""
+    if not {"r1", "r2", "r3"} <= {value.name for value in proto.graph.output}:
+        turn_weights(proto, "conv2")
 
 
 @pytest.mark.slow
@@ -152,7 +132,7 @@ def test_a_device_that_dies_or_whose_outputs_change_is_bisected(models: tuple[Mo
     located = find_device_layer(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
     assert located.layer == "conv0"
     assert "was ended by SIGSEGV" in located.notes[0]
-    located = find_device_layer(Fusing(), job_of(models[0]), tmp_path / "fused")
+    located = find_device_layer(Altering(device=InProcess(), change=fuse), job_of(models[0]), tmp_path / "fused")
     assert (located.layer, located.found_by) == ("conv2", "cuts")
     assert "the outputs change when tensors inside become outputs" in located.notes[0]
 
@@ -193,38 +173,30 @@ def test_a_verification_names_the_layer_of_a_device_that_is_wrong(tmp_path: Path
 def test_few_samples_are_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
     counts: list[int] = []
 
-    class Counting(InProcess, frozen=True, kw_only=True):
-        """Notes how many samples it is given."""
+    def count(job: Job, _run: DeviceRun) -> dict[str, Any]:
+        counts.append(job.samples.count)
+        return {}
 
-        def run_job(self, job: Job, work: Path) -> DeviceRun:
-            counts.append(job.samples.count)
-            return InProcess.run_job(self, job, work)
-
-    find_device_layer(Counting(), job_of(models[0], samples=make_images(64)), tmp_path)
+    find_device_layer(InProcess(retell=count), job_of(models[0], samples=make_images(64)), tmp_path)
     assert counts == [4, 4]
 
 
-class Miscomputing(InProcess, frozen=True, kw_only=True):
-    """Turns the sign of the last input of one layer, its weights or what it reads, before it runs."""
-
-    layer: str
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        proto = onnx.load(str(job.model))
-        assert [spec.name for spec in job.outputs] == [value.name for value in proto.graph.output]
-        for node in proto.graph.node:
-            if node.name == self.layer:
-                proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
-                node.input[-1] = "edgekit.turned"
-        onnx.save(proto, str(work / "turned.onnx"))
-        return super().run_job(replace(job, model=work / "turned.onnx"), work)
+def negate_last_input(proto: onnx.ModelProto, layer: str) -> None:
+    """Turns the sign of the last input of one layer, its weights or what it reads."""
+    for node in proto.graph.node:
+        if node.name == layer:
+            proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
+            node.input[-1] = "edgekit.turned"
 
 
 @pytest.mark.parametrize("layer", ["conv0", "conv3", "flatten"])
-@pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
+@FORMS
 def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
-    work = tmp_path / "made" / "for it"
-    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), work)
+    def change(proto: onnx.ModelProto) -> None:
+        negate_last_input(proto, layer)
+
+    device, work = Altering(device=InProcess(), change=change), tmp_path / "made" / "for it"
+    located = locate_on_device(device, job_of(models[form]), work)
     assert located.layer == layer
     assert 1 + math.floor(math.log2(located.cuts)) <= located.runs <= 2 + math.log2(located.cuts)
 
@@ -248,29 +220,22 @@ def test_the_worst_output_of_a_beginning_counts(figures: dict[str, Any], least: 
     assert find_least_db([OutputReport(name="z", samples=2, exact_match=1.0)]) == math.inf
 
 
-class Weakening(InProcess, frozen=True, kw_only=True):
-    """Multiplies the weights of some layers by a factor before it runs; every layer whose name fits is weakened."""
+def weakening(factor: float, *layers: int) -> Altering:
+    """Multiplies the weights of some layers by a factor."""
 
-    layer: str
-    factor: float
+    def change(proto: onnx.ModelProto) -> None:
+        for index in layers:
+            change_weights(proto, f"conv{index}", lambda weight: weight * np.float32(factor))
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        proto = onnx.load(str(job.model))
-        read = {node.input[1] for node in proto.graph.node if node.name.startswith(self.layer)}
-        for tensor in proto.graph.initializer:
-            if tensor.name in read:
-                weak = numpy_helper.to_array(tensor) * np.float32(self.factor)
-                tensor.CopyFrom(numpy_helper.from_array(weak, tensor.name))
-        onnx.save(proto, str(work / "weak.onnx"))
-        return super().run_job(replace(job, model=work / "weak.onnx"), work)
+    return Altering(device=InProcess(), change=change)
 
 
 def test_a_layer_is_named_where_the_error_arises_and_none_where_it_grows_or_is_not(
     models: tuple[Model, Model], tmp_path: Path
 ) -> None:
-    located = locate_on_device(Weakening(layer="conv1", factor=0.9), job_of(models[0]), tmp_path)
+    located = locate_on_device(weakening(0.9, 1), job_of(models[0]), tmp_path)
     assert (located.layer, located.notes) == ("conv1", ())
-    located = locate_on_device(Weakening(layer="conv", factor=0.97), job_of(models[0]), tmp_path / "all")
+    located = locate_on_device(weakening(0.97, *range(LAYERS)), job_of(models[0]), tmp_path / "all")
     assert located.layer is None
     (note,) = located.notes
     assert note == "the error grows from layer to layer, at none by 6 dB"

@@ -4,9 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from verify_devices import breaking_after, from_list
 
 from edgekit.data.wilson import wilson_interval
@@ -19,43 +16,21 @@ from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.run_report import RunReport
 
-FLOATS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=5), elements=st.floats(-1e3, 1e3, width=32))
-
 
 def measure(reference: Array, got: Array) -> metrics.SampleErrors:
     return metrics.measure_samples(reference[None], got[None])[0]
 
 
-@given(FLOATS)
-def test_scaling_by_two_is_0_db_and_keeps_the_direction(value: Array) -> None:
-    errors = measure(value, value * 2)
-    if errors.reference_energy > 1e-20:
-        assert metrics.sqnr_db([errors]) == pytest.approx(0.0, abs=1e-6)
-        assert metrics.cosine([errors]) == pytest.approx(1.0)
-
-
-@given(FLOATS)
-def test_samples_add_up_to_the_whole(value: Array) -> None:
-    row = value.reshape(1, -1)
-    noisy = row + np.float32(0.5)
-    halves = [
-        measure(part, other) for part, other in zip(np.array_split(row, 2, 1), np.array_split(noisy, 2, 1), strict=True)
-    ]
-    whole = [measure(row, noisy)]
-    assert metrics.rmse(halves) == pytest.approx(metrics.rmse(whole))
-    assert metrics.mean_abs(halves) == pytest.approx(metrics.mean_abs(whole))
-
-
 def test_known_figures() -> None:
-    errors = [measure(np.array([3.0, 6.0]), np.array([3.0, 4.0])), measure(np.array([2.0]), np.array([2.0]))]
-    assert metrics.mean_abs(errors) == pytest.approx(2 / 3)
-    assert metrics.rmse(errors) == pytest.approx((4 / 3) ** 0.5)
-    assert metrics.relative_error(errors) == pytest.approx(2 / 11)
-    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(49 / 4))
-    assert metrics.cosine(errors) == pytest.approx((9 + 24 + 4) / (7 * 29**0.5))
-    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(4.0**2 / (4 / 3)))
-    assert metrics.bias_share(errors) == pytest.approx(4 / (3 * 4))
-    assert metrics.match_share(errors) == pytest.approx(2 / 3)
+    errors = [measure(np.array([3.0, 6.0]), np.array([4.0, 4.0])), measure(np.array([2.0]), np.array([2.0]))]
+    assert metrics.mean_abs(errors) == pytest.approx(3 / 3)
+    assert metrics.rmse(errors) == pytest.approx((5 / 3) ** 0.5)
+    assert metrics.relative_error(errors) == pytest.approx(3 / 11)
+    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(49 / 5))
+    assert metrics.cosine(errors) == pytest.approx((12 + 24 + 4) / (7 * 36**0.5))
+    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(4.0**2 / (5 / 3)))
+    assert metrics.bias_share(errors) == pytest.approx(1 / (3 * 5))
+    assert metrics.match_share(errors) == pytest.approx(1 / 3)
     assert (errors[0].max_abs, errors[0].position) == (2.0, 1)
 
 
@@ -224,7 +199,7 @@ def test_outputs_without_a_direction_or_a_peak_are_defined() -> None:
 
 def test_an_empty_output_is_no_evidence() -> None:
     errors = measure(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float32))
-    assert (errors.elements, errors.matches, errors.non_finite) == (0, 0, 0)
+    assert (errors.elements, errors.matches, errors.non_finite, errors.abs_sum) == (0, 0, 0, 0.0)
     labels = measure(np.zeros((0, 4), np.int64), np.zeros((0, 4), np.int64))
     assert (labels.elements, labels.matches, labels.position, labels.masks) == (0, 0, 0, None)
 

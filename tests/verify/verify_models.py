@@ -50,14 +50,6 @@ def quantize(folder: Path) -> tuple[Model, Model]:
     return prepared, quantize_model(prepared, plan, calibration, folder / "quantized.onnx").model
 
 
-def turn_layer(source: Path, path: Path, layer: str) -> Path:
-    """Saves a model with the sign of one layer's weights inverted."""
-    proto = onnx.load(str(source))
-    turn_weights(proto, layer)
-    onnx.save(proto, str(path))
-    return path
-
-
 def turn_weights(proto: onnx.ModelProto, layer: str) -> None:
     """Inverts the sign of one layer's weights, if the model has that layer."""
     change_weights(proto, layer, lambda weights: -weights)
