@@ -225,8 +225,7 @@ def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Ite
     if not run.provider_nodes.get(provider):
         yield f"silent fallback: {provider} took no node"
     for block in blocks:
-        drift = find_drift(block.latency_ms)
-        if drift is not None:
+        if (drift := find_drift(block.latency_ms)) is not None:
             yield describe_drift(drift)
         yield from describe_change(block.run.before, block.run.after)
     low, high = run.interval_ms

@@ -122,14 +122,11 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
         DeviceError: the device cannot serve a queue, is not there, or failed.
     """
     if _WITHOUT_QUEUE & {address_of(device), kind_of(device)}:
-        raise DeviceError(
-            f"'{device.name}' serves no queue: only the runner in Python does; {_WITH_QUEUE}",
-            hint="edgekit bench --help",
-        )
+        words = f"'{device.name}' serves no queue: only the runner in Python does; {_WITH_QUEUE}"
+        raise DeviceError(words, hint="edgekit bench --help")
     if not queue.rows:
-        raise UsageError(
-            "--queue means nothing here: no input has a dynamic first axis", hint="export the model with a free batch"
-        )
+        words = "--queue means nothing here: no input has a dynamic first axis"
+        raise UsageError(words, hint="export the model with a free batch")
     count = effort.runs or max(_FEWEST_REQUESTS, min(MOST_RUNS, int(queue.rate_per_s * effort.seconds)))
     asked = msgspec.structs.replace(job, queue=queue, concurrency=1, io_binding=False)
     run, outputs = _run(device, asked, slices=1, repeat=count, seconds=effort.seconds)
@@ -163,14 +160,7 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
     times = run.latency_ms[warmup : warmup + runs]
     steady = run.elapsed_ms[1:]
     pace_ms = median(steady) / repeat if steady else median(times)
-    return Block(
-        latency_ms=times,
-        run=run,
-        warmup=warmup,
-        first_ms=run.latency_ms[0],
-        pace_ms=pace_ms,
-        outputs=outputs,
-    )
+    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=run.latency_ms[0], pace_ms=pace_ms, outputs=outputs)
 
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:

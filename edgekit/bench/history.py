@@ -40,17 +40,15 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
     """
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-            if version > _VERSION:
+            if int(connection.execute("PRAGMA user_version").fetchone()[0]) > _VERSION:
                 raise DataError(f"'{path}' is a history of a newer edgekit", hint="update edgekit")
             yield connection
     except sqlite3.OperationalError as error:
         raise OutputError(f"cannot use the history '{path}': {error}", hint="choose a place you may write") from error
     # SQLite's message about a damaged file quotes bytes of it, which may be no valid text.
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"'{path}' is no history: {quote_error(error)}", hint="give a file that --history made"
-        ) from error
+        words = f"'{path}' is no history: {quote_error(error)}"
+        raise DataError(words, hint="give a file that --history made") from error
 
 
 class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
@@ -104,9 +102,8 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
                 # SQLite has no type for truth values: they are the integers 0 and 1.
                 found.append(msgspec.convert(fields, self.kind, strict=False))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{self.noun} {row[0]} of '{path}' is malformed: {error}", hint="use another history file"
-                ) from error
+                said = f"{self.noun} {row[0]} of '{path}' is malformed: {error}"
+                raise DataError(said, hint="use another history file") from error
         return tuple(found)
 
 
@@ -162,8 +159,7 @@ def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]
     """Compares each run with the earlier one on the same device with the same settings; failed runs are left out."""
     earlier = {_name_way(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
     for run in now.runs:
-        other = earlier.get(_name_way(run))
-        if other is None or run.failure is not None:
+        if (other := earlier.get(_name_way(run))) is None or run.failure is not None:
             continue
         apart = run.interval_ms[0] > other.interval_ms[1] or run.interval_ms[1] < other.interval_ms[0]
         device, way = _name_way(run)

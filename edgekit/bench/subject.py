@@ -34,12 +34,9 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     Raises:
         UsageError: no input has a dynamic first axis, so that there is no batch.
     """
-    free = find_free(inputs)
-    if not free:
-        raise UsageError(
-            "--batch means nothing here: no input has a dynamic first axis",
-            hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out",
-        )
+    if not (free := find_free(inputs)):
+        words = "--batch means nothing here: no input has a dynamic first axis"
+        raise UsageError(words, hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out")
     return tuple(
         msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) if spec.name in free else spec
         for spec in inputs
@@ -190,8 +187,7 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
         return Job(model=path, target=chosen, precision=chosen.precision, outputs=outputs, check=check, samples=sample)
 
     notes: list[str] = []
-    unset = find_unset(wanted, opening.dims)
-    if unset and opening.data is None:
+    if (unset := find_unset(wanted, opening.dims)) and opening.data is None:
         names = ", ".join(f"'{name}'" for name in sorted(unset))
         notes.append(f"without a --dim, {names} ran with the size 1")
     # ONNX Runtime applies saved optimisations without checks, so they are not replayed from an unverified file.
@@ -217,7 +213,6 @@ def _read_samples(path: Path, inputs: Sequence[TensorSpec], wanted: Sequence[Ten
             raise UsageError(f"--batch says the size of '{name}'", hint=f"leave --dim {name}={opening.dims[name]} out")
     if opening.data is not None:
         return load_samples(opening.data, size_inputs(wanted, opening.dims, may_stay_open=True), idle=opening.freeze)
-    samples = draw_samples(size_inputs(wanted, opening.dims), opening.batch or 1)
-    if samples is None:
+    if (samples := draw_samples(size_inputs(wanted, opening.dims), opening.batch or 1)) is None:
         raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")
     return samples

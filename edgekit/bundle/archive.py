@@ -193,8 +193,7 @@ def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) ->
     Raises:
         OutputError: the file cannot be written, or a name is not safe on every system.
     """
-    unsafe = find_unsafe(entries, "in the archive")
-    if unsafe is not None:
+    if (unsafe := find_unsafe(entries, "in the archive")) is not None:
         raise OutputError(unsafe, hint="rename that file")
     with _files.replacing_file(out) as temporary:
         (_write_zip if kind == "zip" else _write_tar)(entries, temporary)
@@ -244,9 +243,8 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
             # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
             begin = file.read(tarfile.BLOCKSIZE)
     except OSError as error:
-        raise BundleError(
-            f"cannot read '{path}': {error.strerror}", hint="give a bundle's folder or archive"
-        ) from error
+        words = f"cannot read '{path}': {error.strerror}"
+        raise BundleError(words, hint="give a bundle's folder or archive") from error
     is_zip = begin[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
     if not is_zip and begin[257:262] != b"ustar":
         if path.suffix in {".onnx", ".ort"}:
@@ -273,8 +271,7 @@ def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> lis
             most = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
             raise BundleError(f"'{path}' would unpack to more than {most}", hint=_DISTRUST)
         found.append(member)
-    unsafe = find_unsafe((member.name for member in found), f"in '{path}'")
-    if unsafe is not None:
+    if (unsafe := find_unsafe((member.name for member in found), f"in '{path}'")) is not None:
         raise BundleError(unsafe, hint=_DISTRUST)
     return found
 

@@ -73,8 +73,7 @@ def find_unsafe(names: Iterable[str], where: str) -> str | None:
     """Returns in a sentence why files of these names cannot lie in one folder on every system, None if they can."""
     names = list(names)
     for name in names:
-        fault = find_fault(name)
-        if fault is not None:
+        if (fault := find_fault(name)) is not None:
             return f"{name[:200]!r} {where} {fault}"
     clash = find_clash(names)
     return None if clash is None else f"{clash[0]!r} and {clash[1]!r} {where} are one file on some systems"
@@ -86,10 +85,7 @@ def _fold(name: str) -> str:
 
 
 # The file that lists what a folder holds, and the command that opens such a folder.
-_KINDS = {
-    "manifest.json": "one model: edgekit verify",
-    "group.json": "a group of models: edgekit group verify",
-}
+_KINDS = {"manifest.json": "one model: edgekit verify", "group.json": "a group of models: edgekit group verify"}
 
 
 def read_bounded(folder: Path, name: str) -> bytes:
@@ -120,16 +116,12 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], beside: Collecti
         # Sizes of all before a digest of any: a file of terabytes is refused without being read.
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
-            raise BundleError(
-                f"{name!r} of bundle '{folder}' has {size_bytes} bytes, the manifest says {entry.size_bytes}",
-                hint="the bundle was altered or copied badly: build it again",
-            )
+            words = f"{name!r} of bundle '{folder}' has {size_bytes} bytes, the manifest says {entry.size_bytes}"
+            raise BundleError(words, hint="the bundle was altered or copied badly: build it again")
     for name, entry in files.items():
         if digest_file(folder / name) != entry.sha256:
-            raise BundleError(
-                f"{name!r} of bundle '{folder}' was altered: its sha256 is not that of the manifest",
-                hint="build the bundle again",
-            )
+            words = f"{name!r} of bundle '{folder}' was altered: its sha256 is not that of the manifest"
+            raise BundleError(words, hint="build the bundle again")
 
 
 def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -145,13 +137,11 @@ def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) ->
     present = {name for name, _ in iterate_files(folder)} - set(beside)
     # An additional file is an alteration, too: apps copy folders whole.
     for name in sorted(present - wanted):
-        raise BundleError(
-            f"bundle '{folder}' holds {name!r}, which its manifest does not list", hint="remove that file"
-        )
+        words = f"bundle '{folder}' holds {name!r}, which its manifest does not list"
+        raise BundleError(words, hint="remove that file")
     for name in sorted(wanted - present):
         raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    unsafe = find_unsafe(sorted(wanted), f"of bundle '{folder}'")
-    if unsafe is not None:
+    if (unsafe := find_unsafe(sorted(wanted), f"of bundle '{folder}'")) is not None:
         raise BundleError(unsafe, hint="build the bundle again")
 
 
@@ -234,17 +224,13 @@ def check_requests(manifest: Manifest, source: str) -> None:
         _check_words(tuned.setting.config, _SESSION, f"{place}.config", source)
         _check_words(tuned.setting.provider_options, options, f"{place}.provider_options", source)
         if tuned.setting.form and tuned.setting.form not in manifest.forms:
-            raise BundleError(
-                f"'{source}' has no files of the form {tuned.setting.form!r}, which {place} wants",
-                hint="tune it again: edgekit tune BUNDLE --apply",
-            )
+            words = f"'{source}' has no files of the form {tuned.setting.form!r}, which {place} wants"
+            raise BundleError(words, hint="tune it again: edgekit tune BUNDLE --apply")
     # Versions end in POMs and Gradle files, where more than a word would be code.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
         if not re.fullmatch(_VERSIONED_NAME, name) or not re.fullmatch(_VERSION, version):
-            raise BundleError(
-                f"'{source}' has no version that a build file could hold: {name[:99]!r} = {version[:99]!r}",
-                hint="build the bundle again",
-            )
+            words = f"'{source}' has no version that a build file could hold: {name[:99]!r} = {version[:99]!r}"
+            raise BundleError(words, hint="build the bundle again")
     for name, platform in manifest.platforms.items():
         _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
 
@@ -258,10 +244,8 @@ def bundled_task(manifest: Manifest) -> TaskLimit | None:
     task = manifest.thresholds.task
     # `module:function` imports and runs Python.
     if task is not None and ":" in task.name:
-        raise UsageError(
-            f"bundle '{manifest.name}' asks for the metric {task.name[:200]!r}, code that no bundle may run",
-            hint=f"if it is yours: --metric {task.name[:200]}",
-        )
+        words = f"bundle '{manifest.name}' asks for the metric {task.name[:200]!r}, code that no bundle may run"
+        raise UsageError(words, hint=f"if it is yours: --metric {task.name[:200]}")
     return task
 
 
@@ -275,6 +259,5 @@ def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, pl
                 hint=suggest_name(key, names) if names else "leave it out: this provider takes no options",
             )
         if not re.fullmatch(_NUMBER_OR_SWITCH if allowed is None else allowed[key], value):
-            raise BundleError(
-                f"{key!r} in {place} of '{source}' cannot be {value[:99]!r}", hint="build the bundle again"
-            )
+            words = f"{key!r} in {place} of '{source}' cannot be {value[:99]!r}"
+            raise BundleError(words, hint="build the bundle again")

@@ -65,10 +65,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     readings: Mapping[str, Reading] = {}
 
 
-def describe_contents(
-    contents: Contents, golden: manifest.GoldenFacts, files: dict[str, manifest.BundledFile], check: str
-) -> manifest.Manifest:
-    """Returns the manifest for these contents; `check` is the sha256 of the list of nodes.
+def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: str) -> manifest.Manifest:
+    """Returns the manifest for these contents, without files; `check` is the sha256 of the list of nodes.
 
     Raises:
         BundleError: there is no model file in a form that the target loads.
@@ -104,7 +102,7 @@ def describe_contents(
         runtime=target.runtime,
         form=loadable[0],
         forms=forms,
-        files=files,
+        files={},
         inputs=_describe_tensors(contents, contents.golden.inputs, read_inputs(contents.golden), layouts),
         outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
@@ -137,10 +135,7 @@ def describe_contents(
 
 
 def _describe_tensors(
-    contents: Contents,
-    specs: Iterable[TensorSpec],
-    samples: Samples,
-    layouts: Mapping[str, str] | None = None,
+    contents: Contents, specs: Iterable[TensorSpec], samples: Samples, layouts: Mapping[str, str] | None = None
 ) -> tuple[manifest.BundledTensor, ...]:
     """Returns what an app must know of outputs, or of inputs with these `layouts`.
 
@@ -180,11 +175,11 @@ def _describe_provenance(contents: Contents) -> manifest.Provenance:
         thresholds={name: value for name, value in recipe.thresholds.items() if name == target.name},
     )
     words = ["edgekit", "build", contents.source.path.name, "--data", "DATA", "--target", target.name]
-    buckets = {name: ",".join(map(str, sizes)) for name, sizes in recipe.buckets.items()}
+
     for option, given in (
         ("--set", target.settings),
         ("--dim", recipe.dims),
-        ("--dim", buckets),
+        ("--dim", {name: ",".join(map(str, sizes)) for name, sizes in recipe.buckets.items()}),
         ("--freeze", recipe.freeze),
         ("--pad", {name: f"{value:g}" for name, value in recipe.pad.items()}),
     ):

@@ -163,16 +163,14 @@ def _measure_shift(path: Path, inputs: Samples, rows: Sequence[Tensors]) -> dict
     """
     moved: dict[str, float] = {}
     for sign in (1.0, -1.0):
-        shifted = _shift_grids(path, sign * _HALF_STEP)
-        if shifted is None:
+        if (shifted := _shift_grids(path, sign * _HALF_STEP)) is None:
             return {}
         session = CpuSession(shifted, SessionSettings(level=Level.DISABLED), subject=path.name)
         for sample, row in zip(inputs, rows, strict=True):
             got = session.run(sample)
             for name, value in row.items():
                 if _is_real(value) and got[name].shape == value.shape:
-                    distance = _largest(got[name].astype(np.float64) - value)
-                    moved[name] = max(moved.get(name, 0.0), distance)
+                    moved[name] = max(moved.get(name, 0.0), _largest(got[name].astype(np.float64) - value))
     return {name: value for name, value in moved.items() if math.isfinite(value)}
 
 
@@ -253,9 +251,8 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
     # Inputs are data, not measurements: they must be the same to the byte.
     entry = recorded.manifest.files.get(f"golden/{INPUTS}")
     if entry is None or entry.sha256 != digest_file(golden.folder / INPUTS):
-        raise UsageError(
-            f"'{recorded.folder}' was made with other golden samples", hint="give the data it was made with"
-        )
+        words = f"'{recorded.folder}' was made with other golden samples"
+        raise UsageError(words, hint="give the data it was made with")
     adopt_outputs(golden, recorded, recorded.golden / OUTPUTS)
 
 

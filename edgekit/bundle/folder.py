@@ -4,25 +4,15 @@ A device runs a copy that was digested while it was made, so that nobody can exc
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
 
-from edgekit._files import (
-    AnyPath,
-    as_path,
-    copy_once,
-    digest_bytes,
-    digest_file,
-    open_regular,
-    replace_file,
-    safe_join,
-    staged_folder,
-    write_file,
-    write_new,
-)
+from edgekit import _files
+from edgekit._files import AnyPath, as_path
 from edgekit.bundle.checks import SAID_BY_TARGET, check_files, check_requests, find_fault, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
@@ -44,6 +34,7 @@ _MODELS = frozenset({".onnx", ".ort"})
 UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
 """Files that the manifest does not list: itself, its signature, and the evidence, which differs from run to run."""
 
+_T = TypeVar("_T")
 _Value = TypeVar("_Value", CheckReport, Target)
 
 
@@ -86,8 +77,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             BundleError: the bundle has no such form.
         """
-        names = self.manifest.forms.get(form)
-        if not names:
+        if not (names := self.manifest.forms.get(form)):
             valid = ", ".join(sorted(self.manifest.forms))
             raise BundleError(f"bundle '{self.folder}' has no model in the form '{form}'", hint=f"it has: {valid}")
         return self.folder / names[0]
@@ -111,15 +101,15 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         contents, target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
     )
     for file in contents.golden.files:
-        replace_file(file, out / GOLDEN / file.name)
+        _files.replace_file(file, out / GOLDEN / file.name)
     if contents.unpadded is not None:
-        replace_file(contents.unpadded, out / UNPADDED)
-    write_file(out / CHECK, encode_json(contents.check))
+        _files.replace_file(contents.unpadded, out / UNPADDED)
+    _files.write_file(out / CHECK, encode_json(contents.check))
     told = msgspec.structs.asdict(contents.target)
     told = {key: value for key, value in told.items() if key != "folder" and value is not msgspec.UNSET}
-    write_file(out / TARGET, encode_json(told))
+    _files.write_file(out / TARGET, encode_json(told))
     if contents.layers is not None:
-        write_file(out / LAYERS, contents.layers)
+        _files.write_file(out / LAYERS, contents.layers)
     # Before the manifest: it names the digests of what is written here.
     models: dict[Form, list[Path]] = {
         form: [out / path.name for path in paths] for form, paths in contents.files.items()
@@ -128,9 +118,9 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     golden = adopt_expected(recorded, models, out / GOLDEN) if recorded else None
     if recorded and golden and contents.layers is not None and LAYERS in recorded.manifest.files:
         # Measured figures, which another kind of CPU gives in other last bits.
-        replace_file(recorded.folder / LAYERS, out / LAYERS)
+        _files.replace_file(recorded.folder / LAYERS, out / LAYERS)
     golden = golden or write_expected(contents.golden, models, contents.precision, out / GOLDEN)
-    return _conclude(describe_contents(contents, golden, {}, digest_file(out / CHECK)), contents.target, out)
+    return _conclude(describe_contents(contents, golden, _files.digest_file(out / CHECK)), contents.target, out)
 
 
 def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: Path, out: Path) -> Bundle:
@@ -146,7 +136,7 @@ def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: 
     old = set(manifest.forms[form])
     for name in manifest.files:
         if name not in old and name != README and not name.startswith(f"{APP}/"):
-            replace_file(bundle.folder / name, out / name)
+            _files.replace_file(bundle.folder / name, out / name)
     _copy_models({form: tuple(files)}, out)
     forms = {**manifest.forms, form: tuple(path.name for path in files)}
     draft = msgspec.structs.replace(manifest, forms=forms, files={})
@@ -160,16 +150,16 @@ def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
     snippets = dict(render_snippets(target, draft))
     notes = snippets.pop(NOTES, "")
     for name, text in snippets.items():
-        write_file(out / APP / name, text.encode())
-    write_file(out / README, render_readme(target, draft, notes, snippets).encode())
+        _files.write_file(out / APP / name, text.encode())
+    _files.write_file(out / README, render_readme(target, draft, notes, snippets).encode())
     files = {name: BundledFile.describe(path) for name, path in iterate_files(out) if name not in UNLISTED}
     manifest = msgspec.structs.replace(draft, files=files)
     # A manifest that asks for what no bundle may is not written: the bundle could not be opened again.
     check_requests(manifest, str(out / MANIFEST))
     # Last, and the digest is that of the very bytes that were written.
     data = encode_json(manifest)
-    write_file(out / MANIFEST, data)
-    return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
+    _files.write_file(out / MANIFEST, data)
+    return Bundle(folder=out, manifest=manifest, sha256=_files.digest_bytes(data))
 
 
 def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
@@ -225,7 +215,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sha256(self) -> str:
         """The digest of its bytes, and so of everything that it lists."""
-        return digest_bytes(self.data)
+        return _files.digest_bytes(self.data)
 
     @property
     def attested(self) -> TestResult | None:
@@ -291,12 +281,11 @@ def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
     # Lower case, because Windows and macOS take names that differ in case alone for one file.
     taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, LAYERS, GOLDEN, APP, README)}
     for path in (path for paths in files.values() for path in paths):
-        fault = find_fault(path.name)
-        if fault is not None:
+        if (fault := find_fault(path.name)) is not None:
             raise OutputError(f"the model file {path.name!r} {fault}", hint="rename the model")
         if taken.setdefault(path.name.lower(), path) != path:
             raise OutputError(f"two files of the bundle want the name '{path.name}'", hint="rename the model")
-        replace_file(path, out / path.name)
+        _files.replace_file(path, out / path.name)
 
 
 _CHUNK_BYTES = 1 << 20
@@ -320,7 +309,7 @@ def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
         bundle.find_model(form)
         names += bundle.manifest.forms[form]
     for name in dict.fromkeys(names):
-        write_new(out / name, _read_checked(bundle, name))
+        _files.write_new(out / name, _read_checked(bundle, name))
     return msgspec.structs.replace(bundle, folder=out)
 
 
@@ -330,7 +319,7 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
     digest = hashlib.sha256()
     try:
         # Opened without following links, and read once: what is digested is what is copied.
-        with open_regular(safe_join(bundle.folder, name)) as source:
+        with _files.open_regular(_files.safe_join(bundle.folder, name)) as source:
             # Of a file that grows while it is read at most one chunk more is read: its digest is then wrong.
             while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
@@ -339,9 +328,8 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
         reason = f"cannot read {name!r} of bundle '{bundle.folder}': {error.strerror}"
         raise BundleError(reason, hint="build the bundle again") from error
     if entry is None or digest.hexdigest() != entry.sha256:
-        raise BundleError(
-            f"{name!r} of bundle '{bundle.folder}' was altered after it was opened", hint="build the bundle again"
-        )
+        words = f"{name!r} of bundle '{bundle.folder}' was altered after it was opened"
+        raise BundleError(words, hint="build the bundle again")
 
 
 # Bundles inside one folder, which stores once what several of them have: variants of an index, members of a group. Each
@@ -367,9 +355,18 @@ def read_nested(root: Path, folder: str, entry: BundledFile, source: str) -> Man
         BundleError: it is missing, malformed or altered.
     """
     data = read_bounded(root, f"{folder}/{MANIFEST}")
-    if digest_bytes(data) != entry.sha256:
+    if _files.digest_bytes(data) != entry.sha256:
         raise BundleError(f"'{folder}/{MANIFEST}' was altered: its sha256 is not that in '{source}'", hint=_HINT)
     return decode_manifest(data, f"{root}/{folder}/{MANIFEST}")
+
+
+def find_shared(sets: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
+    """Returns what several of some sets hold, by its digest, sorted."""
+    counts, known = Counter[str](), dict[str, _T]()
+    for each in sets:
+        counts.update(each.keys())
+        known.update(each)
+    return {digest: known[digest] for digest in sorted(counts) if counts[digest] > 1}
 
 
 def list_nested(
@@ -390,10 +387,10 @@ def extract_nested(
     """
     data = read_bounded(root, f"{folder}/{MANIFEST}")
     places = find_places(decode_manifest(data, f"{root}/{folder}/{MANIFEST}"))
-    with staged_folder(out) as staging:
+    with _files.staged_folder(out) as staging:
         for name, place in places.items():
-            copy_once(root / place, staging / name)
-        write_file(staging / MANIFEST, data)
+            _files.copy_once(root / place, staging / name)
+        _files.write_file(staging / MANIFEST, data)
     bundle = open_bundle(out)
     if bundle.sha256 != entry.sha256:
         raise BundleError(f"'{folder}' of '{root}' was altered", hint=_HINT)

@@ -232,8 +232,7 @@ class KnownOutputs(msgspec.Struct, kw_only=True):
     def run(self, session: CpuSession, sample: Tensors) -> Tensors:
         """Returns what the model of a session gives for a sample; it runs only if that is not known yet."""
         digest = digest_sample(sample)
-        found = self.outputs.get(digest)
-        if found is None:
+        if (found := self.outputs.get(digest)) is None:
             found = session.run(sample)
             self.ran += 1
             size_bytes = sum(value.nbytes for value in found.values())
@@ -269,15 +268,11 @@ def make_golden(
     out = as_path(out)
     for spec in model.outputs:
         if spec.dtype not in DTYPES and spec.dtype not in _FLATTENED:
-            raise ModelError(
-                f"output '{spec.name}' of '{model.path}' is a {spec.dtype}, which cannot be compared",
-                hint="leave it out: edgekit prepare MODEL --outputs NAME,...",
-            )
+            words = f"output '{spec.name}' of '{model.path}' is a {spec.dtype}, which cannot be compared"
+            raise ModelError(words, hint="leave it out: edgekit prepare MODEL --outputs NAME,...")
     if labels is not None and len(labels) != samples.count:
-        raise DataError(
-            f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'",
-            hint="give one a sample",
-        )
+        words = f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'"
+        raise DataError(words, hint="give one a sample")
     with writing_rows(out / INPUTS, ragged=ragged) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
         for sample, result in _run_all(model, samples, at_once, known):
             inputs.append(sample)

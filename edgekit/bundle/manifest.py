@@ -178,11 +178,11 @@ MAX_MANIFEST_BYTES = 16 << 20
 _Value = TypeVar("_Value")
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that is read from JSON: an unknown key is an error."""
 
 
-class BundledFile(_Strict, frozen=True, kw_only=True):
+class BundledFile(Strict, frozen=True, kw_only=True):
     """Digest and size of a file in the bundle."""
 
     sha256: str
@@ -213,14 +213,14 @@ class BundledTensor(TensorSpec, frozen=True, kw_only=True):
         return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
 
 
-class ChosenSample(_Strict, frozen=True, kw_only=True):
+class ChosenSample(Strict, frozen=True, kw_only=True):
     """A golden sample of the self-test: its row in the golden files, and why it was chosen."""
 
     row: int
     reason: Literal["typical", "extreme", "worst-error"]
 
 
-class GoldenFacts(_Strict, frozen=True, kw_only=True):
+class GoldenFacts(Strict, frozen=True, kw_only=True):
     """The golden samples, and the self-test that a device runs on a few of them.
 
     Row i of `golden/expected.npz` is what the model in the bundle should give for sample `chosen[i]`. A device passes
@@ -235,7 +235,7 @@ class GoldenFacts(_Strict, frozen=True, kw_only=True):
     expected_from: str
 
 
-class Ancestry(_Strict, frozen=True, kw_only=True):
+class Ancestry(Strict, frozen=True, kw_only=True):
     """The sha256 of everything that the bundle was made from; `quantized` is None for a float model.
 
     `data` is the digest of the calibration samples' content, None where none were used.
@@ -247,14 +247,14 @@ class Ancestry(_Strict, frozen=True, kw_only=True):
     data: str | None
 
 
-class ProviderShare(_Strict, frozen=True, kw_only=True):
+class ProviderShare(Strict, frozen=True, kw_only=True):
     """How many nodes a provider is expected to run, and their multiply-accumulates."""
 
     nodes: int
     macs: int
 
 
-class Placement(_Strict, frozen=True, kw_only=True):
+class Placement(Strict, frozen=True, kw_only=True):
     """How many nodes the provider is expected to take, in how many pieces, and their share of the work: a prediction.
 
     What a device's provider took stands in `verify.json` (`placed`): the manifest is made before a device runs, and its
@@ -272,7 +272,7 @@ class Placement(_Strict, frozen=True, kw_only=True):
     node_list: str
 
 
-class Tested(_Strict, frozen=True, kw_only=True):
+class Tested(Strict, frozen=True, kw_only=True):
     """What the bundle was made with: ONNX Runtime, and Qualcomm's QAIRT and SoCs where a context was compiled."""
 
     onnxruntime: str
@@ -280,14 +280,14 @@ class Tested(_Strict, frozen=True, kw_only=True):
     socs: tuple[str, ...]
 
 
-class Provenance(_Strict, frozen=True, kw_only=True):
+class Provenance(Strict, frozen=True, kw_only=True):
     """How to make it again: the command without paths, and the recipe with every default written out."""
 
     command: str
     recipe: dict[str, Any]
 
 
-class Manifest(_Strict, frozen=True, kw_only=True):
+class Manifest(Strict, frozen=True, kw_only=True):
     """Everything an app or a device needs to know, without times, paths or host names.
 
     `forms` names the files of each form of the model, the one to load first; `form` is the one an app should load.
@@ -387,8 +387,7 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yields what contradicts the rest of a manifest, and in which way."""
     state, buckets, sizes, samples = manifest.state, manifest.buckets, manifest.open_dims, manifest.golden.samples
     if state:
-        fault = find_fault(state, manifest.inputs, manifest.outputs)
-        if fault is not None:
+        if (fault := find_fault(state, manifest.inputs, manifest.outputs)) is not None:
             yield "state", fault[0]
         elif samples % manifest.steps:
             yield "state", f"has {manifest.steps} steps, and {samples} golden samples make no whole sequences"
@@ -454,9 +453,8 @@ def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
     except (msgspec.ValidationError, RecursionError) as error:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:
-        raise BundleError(
-            f"'{source}' was altered: it is not spelt as edgekit writes it", hint="build the bundle again"
-        )
+        words = f"'{source}' was altered: it is not spelt as edgekit writes it"
+        raise BundleError(words, hint="build the bundle again")
     return value
 
 

@@ -5,7 +5,7 @@ This module also opens whatever a bundle comes as: a folder, an archive, or eith
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,19 +14,10 @@ import msgspec
 
 from edgekit._files import copy_once, digest_bytes, staged_folder, work_folder, write_file
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.expected import Recorded
-from edgekit.bundle.folder import (
-    MANIFEST,
-    VERIFY,
-    Bundle,
-    extract_nested,
-    list_nested,
-    open_bundle,
-    read_listing,
-    read_nested,
-    require_folder_name,
-)
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
 from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
@@ -107,8 +98,7 @@ def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bun
         BundleError: one is damaged, or there is none.
     """
     if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
-        found = sorted(path.parent for path in paths[0].glob(f"*/{MANIFEST}"))
-        if not found:
+        if not (found := sorted(path.parent for path in paths[0].glob(f"*/{MANIFEST}"))):
             raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
         paths = found
     return tuple(open_bundle(path, key=key) for path in paths)
@@ -136,13 +126,12 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
     # The order of arguments must not show in the bytes.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
-    shared = set(index.shared)
     # A folder that is there is replaced, but only one that was joined before.
     if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
         raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
     with staged_folder(out) as staging:
         for bundle in bundles:
-            for name, place in _places(bundle.manifest, shared).items():
+            for name, place in _places(bundle.manifest, index.shared).items():
                 copy_once(bundle.folder / name, staging / place)
             folder = staging / _VARIANTS / bundle.manifest.target
             for name in (MANIFEST, VERIFY):
@@ -163,19 +152,18 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
         BundleError: the index or a manifest is missing, malformed or altered; a file is missing, altered, unlisted, a
             link, or bears an unsafe name; it is not signed with the key.
     """
-    listing = read_listing(path, INDEX, key)
+    listing = folders.read_listing(path, INDEX, key)
     index = decode_strictly(listing.data, Index, listing.source)
     manifests: list[tuple[Manifest, BundledFile]] = []
     for variant in index.variants:
         # The index is not believed in where it points.
         is_own = variant.folder == f"{_VARIANTS}/{variant.target}"
-        require_folder_name(variant.target if is_own else variant.folder, listing.source)
-        manifests.append((read_nested(path, variant.folder, variant.manifest, INDEX), variant.manifest))
+        folders.require_folder_name(variant.target if is_own else variant.folder, listing.source)
+        manifests.append((folders.read_nested(path, variant.folder, variant.manifest, INDEX), variant.manifest))
     # The index follows from the manifests: computed again it must be the same, and need not be trusted.
     if not manifests or index != _make_index(manifests):
-        raise BundleError(
-            f"'{listing.source}' contradicts the manifests of its variants", hint="join the bundles again"
-        )
+        words = f"'{listing.source}' contradicts the manifests of its variants"
+        raise BundleError(words, hint="join the bundles again")
     files = _list_files(index, [manifest for manifest, _ in manifests])
     digests = listing.check_folder(files, [f"{variant.folder}/{VERIFY}" for variant in index.variants])
     return MultiBundle(folder=path, index=index, sha256=listing.sha256, digests=digests, attested=listing.attested)
@@ -191,8 +179,8 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     by_target = {variant.target: variant for variant in multi.index.variants}
     if target not in by_target:
         raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
-    variant, shared = by_target[target], set(multi.index.shared)
-    return extract_nested(multi.folder, variant.folder, variant.manifest, partial(_places, shared=shared), out)
+    variant, shared = by_target[target], multi.index.shared
+    return folders.extract_nested(multi.folder, variant.folder, variant.manifest, partial(_places, shared=shared), out)
 
 
 def choose_variant(
@@ -218,9 +206,9 @@ def choose_variant(
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
     """Returns the index of variants with these manifests, each once and of one model; each stands beside its file."""
     ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
-    counts = Counter(digest for manifest, _ in ordered for digest in set(_sharable(manifest).values()))
-    entries = {entry.sha256: entry for manifest, _ in ordered for entry in manifest.files.values()}
-    shared = sorted(digest for digest, count in counts.items() if count > 1)
+    shared = folders.find_shared(
+        {entry.sha256: entry for entry in _sharable(manifest).values()} for manifest, _ in ordered
+    )
     first = manifests[0][0]
     return Index(
         name=first.name,
@@ -235,13 +223,13 @@ def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
                 socs=manifest.tested.socs,
                 minimum_ort=manifest.minimum_ort,
                 precision=manifest.precision,
-                model_file=_places(manifest, set(shared))[manifest.model_file],
+                model_file=_places(manifest, shared)[manifest.model_file],
                 fallback=manifest.fallback,
             )
             for manifest, file in ordered
             if manifest.ancestry.source == first.ancestry.source
         ),
-        shared={digest: entries[digest] for digest in shared},
+        shared=shared,
     )
 
 
@@ -250,19 +238,17 @@ def _rank(described: tuple[Manifest, BundledFile]) -> tuple[int, str]:
     return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), target)
 
 
-def _sharable(manifest: Manifest) -> dict[str, str]:
-    """Returns the files of a variant that may lie in `shared/`, with their digests: not models with external data."""
+def _sharable(manifest: Manifest) -> dict[str, BundledFile]:
+    """Returns the files of a variant that may lie in `shared/`: not models with external data."""
     bound = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
-    return {name: entry.sha256 for name, entry in manifest.files.items() if name not in bound}
+    return {name: entry for name, entry in manifest.files.items() if name not in bound}
 
 
-def _places(manifest: Manifest, shared: set[str]) -> dict[str, str]:
+def _places(manifest: Manifest, shared: Collection[str]) -> dict[str, str]:
     """Returns where each file of a variant lies, seen from the index."""
-    sharable = _sharable(manifest)
-    return {
-        name: f"{_SHARED}/{sharable[name]}" if sharable.get(name) in shared else f"{_VARIANTS}/{manifest.target}/{name}"
-        for name in manifest.files
-    }
+    places = {name: f"{_VARIANTS}/{manifest.target}/{name}" for name in manifest.files}
+    common = {name: f"{_SHARED}/{e.sha256}" for name, e in _sharable(manifest).items() if e.sha256 in shared}
+    return places | common
 
 
 def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, BundledFile]:
@@ -271,7 +257,7 @@ def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, Bundle
     files: dict[str, BundledFile] = {}
     for manifest in manifests:
         variant = variants[manifest.target]
-        files |= list_nested(variant.folder, variant.manifest, manifest, _places(manifest, set(index.shared)))
+        files |= folders.list_nested(variant.folder, variant.manifest, manifest, _places(manifest, index.shared))
     return files
 
 
@@ -317,9 +303,8 @@ def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = N
         if isinstance(found, MultiBundle):
             names = [variant.target for variant in found.index.variants]
             if target is None and len(names) != 1:
-                raise UsageError(
-                    f"'{path}' holds several targets", hint=f"choose one: --target {' or '.join(sorted(names))}"
-                )
+                words = f"'{path}' holds several targets"
+                raise UsageError(words, hint=f"choose one: --target {' or '.join(sorted(names))}")
             chosen = target or names[0]
             yield extract_variant(found, chosen, work / chosen)
             return
@@ -335,10 +320,10 @@ def open_recorded(build: Path, name: str, targets: Iterable[str]) -> dict[str, R
         UsageError: there is none.
         BundleError: one is damaged.
     """
-    folders = {target: build / f"{name}-{target}" for target in targets}
-    opened = {target: open_bundle(folder) for target, folder in folders.items() if folder.is_dir()}
+    places = {target: build / f"{name}-{target}" for target in targets}
+    opened = {target: open_bundle(folder) for target, folder in places.items() if folder.is_dir()}
     if not opened:
-        wanted = " or ".join(folder.name for folder in folders.values())
+        wanted = " or ".join(folder.name for folder in places.values())
         raise UsageError(f"'{build}' holds no bundle to take the reference from", hint=f"it should hold {wanted}")
     return {target: Recorded(folder=bundle.folder, manifest=bundle.manifest) for target, bundle in opened.items()}
 

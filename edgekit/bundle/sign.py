@@ -236,9 +236,8 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
     # To be believed, now that its signature was checked.
     statement = decode_strictly(payload, Statement, f"{place} (payload)")
     if digest_bytes(data) not in [one.digest.sha256 for one in statement.subject if one.name == name]:
-        raise BundleError(
-            f"'{name}' of '{folder}' was altered after it was signed", hint="do not use it: fetch it again"
-        )
+        words = f"'{name}' of '{folder}' was altered after it was signed"
+        raise BundleError(words, hint="do not use it: fetch it again")
     return statement
 
 
@@ -270,9 +269,8 @@ def check_seal(seal: Seal | None, digest: str, what: str, key: Path) -> None:
     """
     public, wanted = _load_public(key)
     if seal is None:
-        raise BundleError(
-            f"'{what}' is not signed", hint="ask for one that is: edgekit verify --export FILE --sign-run KEY"
-        )
+        words = f"'{what}' is not signed"
+        raise BundleError(words, hint="ask for one that is: edgekit verify --export FILE --sign-run KEY")
     _require_key(seal.keyid, wanted, what)
     if not _verifies(public, seal.signature, _name_run(digest)):
         raise BundleError(f"'{what}' was altered after it was signed", hint="do not use it: fetch it again")
@@ -295,10 +293,8 @@ def _load_public(key: Path) -> tuple[Any, str]:
 def _require_key(keyid: str, wanted: str, what: str) -> None:
     # Not the same as a wrong signature: whether another signer is trusted is for the user to decide.
     if keyid != wanted:
-        raise BundleError(
-            f"'{what}' is signed with another key: {keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)",
-            hint="ask who signed it for the public key, and whether to trust it",
-        )
+        words = f"'{what}' is signed with another key: {keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)"
+        raise BundleError(words, hint="ask who signed it for the public key, and whether to trust it")
 
 
 def _load_library() -> tuple[Any, Any]:
@@ -306,9 +302,8 @@ def _load_library() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 - an optional extra
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
     except ImportError as error:
-        raise MissingExtraError(
-            "signatures need the package 'cryptography'", hint=spell_install("cryptography")
-        ) from error
+        words = "signatures need the package 'cryptography'"
+        raise MissingExtraError(words, hint=spell_install("cryptography")) from error
     return serialization, ed25519
 
 
@@ -336,8 +331,7 @@ def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:
 def _verifies(public: Any, signature: str, data: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an optional extra
 
-    raw = decode_base64(signature)
-    if raw is None:
+    if (raw := decode_base64(signature)) is None:
         return False
     try:
         public.verify(raw, data)

@@ -41,7 +41,7 @@ _PLUGINS = {
     "QNNExecutionProvider": (
         ("com.qualcomm.qti", "onnxruntime-android-qnn", "onnxruntime-qnn", "2.7.0"),
         ("com.qualcomm.qti", "qnn-runtime", "qairt", "2.51.0"),
-    ),
+    )
 }
 
 
@@ -58,9 +58,8 @@ def list_android_dependencies(provider: str, versions: Mapping[str, str], ort: s
 
     `versions` are those that the bundle was made with.
     """
-    own = Dependency(group="com.microsoft.onnxruntime", artifact="onnxruntime-android", version=ort)
     return (
-        own,
+        Dependency(group="com.microsoft.onnxruntime", artifact="onnxruntime-android", version=ort),
         *(
             Dependency(group=group, artifact=artifact, version=versions.get(key, known), runtime=True)
             for group, artifact, key, known in _PLUGINS.get(provider, ())

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.devices.android.android import X86_64, Android, read_phones
-from edgekit.devices.android.installed import LOADER as ANDROID_LOADER
+from edgekit.devices.android import android, installed
 from edgekit.devices.device import Device, DeviceStatus, Missing
-from edgekit.devices.ios.ios import LOADER as IOS_LOADER
-from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
-from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.ios import ios
 from edgekit.devices.local.arm64 import CPUS, Arm64, install_arm64
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, Native, QnnSimulator
@@ -27,9 +24,9 @@ _DEVICES: dict[str, Device] = {
     "host:native": Native(),
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
-    "android": Android(),
-    "android:x86_64": Android(cpu=X86_64, evidence=Evidence.SAME_EP),
-    IOS_SIMULATOR: IosSimulator(),
+    "android": android.Android(),
+    "android:x86_64": android.Android(cpu=android.X86_64, evidence=Evidence.SAME_EP),
+    ios.NAME: ios.IosSimulator(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
     "arm64:native": Native(arm=True, evidence=Evidence.SAME_ARCH),
@@ -48,7 +45,7 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 
 
 # What installs a phone's library, and finds it again.
-_LOADERS: Mapping[str, Loader] = {"android": ANDROID_LOADER, IOS_SIMULATOR: IOS_LOADER}
+_LOADERS: Mapping[str, Loader] = {"android": installed.LOADER, ios.NAME: ios.LOADER}
 
 
 def device_names() -> tuple[str, ...]:
@@ -64,17 +61,13 @@ def find_device(name: str, target: Target) -> Device:
     """
     device = known_device(name)
     if better := device.replaced.get(target.provider):
-        raise UsageError(
-            f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself",
-            hint=f"--on {better}, or --on host for the CPU provider",
-        )
+        words = f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself"
+        raise UsageError(words, hint=f"--on {better}, or --on host for the CPU provider")
     if not _fits(device, target):
         providers = " and ".join(sorted(device.providers))
         fitting = ", ".join(other for other, one in _DEVICES.items() if _fits(one, target))
-        raise UsageError(
-            f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
-            hint=f"devices of this target: {fitting}",
-        )
+        words = f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}"
+        raise UsageError(words, hint=f"devices of this target: {fitting}")
     return device.for_target(target)
 
 
@@ -149,16 +142,16 @@ def install_device(
         DeviceError: a step of the installation failed; no half-finished installation is left.
     """
     device, loader = known_device(name), _LOADERS.get(name.partition(":")[0])
-    for given, owner in ((library, ANDROID_LOADER), (framework, IOS_LOADER)):
+    for given, owner in ((library, installed.LOADER), (framework, ios.LOADER)):
         if given is not None and loader is not owner:
             hint = f"edgekit devices install {owner.device} {owner.option}"
             raise UsageError(f"'{name}' takes no {owner.option.split()[0]}", hint=hint)
     missing, given = device.find_missing(), library or framework
     if loader is not None:
-        installed = loader.find_installed()
-        if given is not None or installed is None or not loader.is_current(installed):
-            installed = loader.install(progress, given)
-        progress(installed.describe())
+        found = loader.find_installed()
+        if given is not None or found is None or not loader.is_current(found):
+            found = loader.install(progress, given)
+        progress(found.describe())
     elif missing is None:
         progress(f"'{name}' can run already")
     elif isinstance(device, Arm64):
@@ -182,8 +175,9 @@ def known_device(name: str) -> Device:
         return AdbDevice()
     if name == "ssh":
         raise UsageError("'ssh' names no machine", hint="give ssh:USER@HOST")
-    if kind == "android" and (address in read_phones().cores or address in read_phones().phones):
-        option = "cpu" if address in read_phones().cores else "phone"
+    phones = android.read_phones()
+    if kind == "android" and (address in phones.cores or address in phones.phones):
+        option = "cpu" if address in phones.cores else "phone"
         raise UsageError(f"'{address}' is a setting of 'android'", hint=f"--on android --set {option}={address}")
     if name not in _DEVICES:
         raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, (*device_names(), "adb", "ssh")))

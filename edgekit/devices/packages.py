@@ -138,14 +138,12 @@ def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
         run = IosSimulator(cache=folder).run_job(job, work)
     # Without a load time, no session was made.
     if run.load_ms <= 0:
-        raise DeviceError(
-            f"the Core ML provider refuses '{job.model.stem}': {run.failure}", hint="edgekit check --observe"
-        )
+        words = f"the Core ML provider refuses '{job.model.stem}': {run.failure}"
+        raise DeviceError(words, hint="edgekit check --observe")
     found = sorted(folder.glob("*/[0-9]*_*/model"), key=lambda path: int(path.parent.name.partition("_")[0]))
     if not found:
-        raise DeviceError(
-            f"the Core ML provider takes nothing of '{job.model.stem}'", hint="edgekit check --target coreml says why"
-        )
+        words = f"the Core ML provider takes nothing of '{job.model.stem}'"
+        raise DeviceError(words, hint="edgekit check --target coreml says why")
     return tuple(found)
 
 

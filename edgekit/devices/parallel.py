@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
@@ -60,13 +61,9 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
     If one raises, or the caller is interrupted, the child processes of all are ended, and waiting calls are not made.
     """
-    with running_behind(_make_call, max(1, at_once or len(calls))) as begin:
+    with running_behind(operator.call, max(1, at_once or len(calls))) as begin:
         futures = [begin(call) for call in calls]
     return tuple(future.result() for future in futures)
-
-
-def _make_call(call: Callable[[], _T]) -> _T:
-    return call()
 
 
 @contextlib.contextmanager

@@ -144,8 +144,15 @@ class Recorded(Device, frozen=True, kw_only=True):
         """
         for reason in self._find_other(job):
             raise self._explain(reason)
-        count = self.claim.samples
-        every = self._read_outputs(job, work / "out")
+        count, folder = self.claim.samples, work / "out"
+        received = count + self.claim.turns
+        with _open(self.path) as file:
+            _take_lines(file)
+            for index in range(received):
+                exchange.receive_tensors(file, folder / exchange.tensors_name(index), job.outputs)
+            if file.read(1):
+                raise self._explain("goes on after its last output")
+        every = exchange.open_outputs(folder, received, job.outputs, str(self.path))
         outputs = select_samples(every, range(count))
         if digest_samples(outputs) != self.claim.outputs_sha256:
             raise self._explain("holds other outputs than it says")
@@ -184,16 +191,6 @@ class Recorded(Device, frozen=True, kw_only=True):
         if claim.turns > claim.samples:
             yield f"holds {claim.turns} turns, and {claim.samples} samples"
 
-    def _read_outputs(self, job: Job, folder: Path) -> Samples:
-        count = self.claim.samples + self.claim.turns
-        with _open(self.path) as file:
-            _take_lines(file)
-            for index in range(count):
-                exchange.receive_tensors(file, folder / exchange.tensors_name(index), job.outputs)
-            if file.read(1):
-                raise self._explain("goes on after its last output")
-        return exchange.open_outputs(folder, count, job.outputs, str(self.path))
-
     def _explain(self, reason: str) -> DeviceError:
         return DeviceError(f"the run in '{self.path.name}' {reason}", hint=_HINT)
 
@@ -225,11 +222,6 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
     else:
         voucher = "as claimed: nobody signed it"
     return Recorded(path=path, claim=claim, bundle_sha256=bundle_sha256, voucher=voucher)
-
-
-def is_recorded(device: Device) -> bool:
-    """Returns True for a recorded run, which can answer nothing else."""
-    return isinstance(device, Recorded)
 
 
 def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:

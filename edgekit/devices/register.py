@@ -50,8 +50,7 @@ def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
     Raises:
         DeviceError: there is no client or no coordinator or no such place, or it was not free in time.
     """
-    program = shutil.which(_CLIENT)
-    if program is None:
+    if (program := shutil.which(_CLIENT)) is None:
         raise DeviceError(f"place '{place}' of Labgrid needs {_CLIENT}", hint="pip install labgrid, or pipx")
     # A user name of edgekit's own, so that a place which the user acquired by hand is not mistaken for edgekit's.
     env = {"LG_USERNAME": f"edgekit-{getpass.getuser()}"}
@@ -188,12 +187,10 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
     fields = ListedDevice.__struct_fields__
     form = f"[[device]] with {', '.join(fields)}"
     suggest = partial(suggest_key, valid=("device", *fields), otherwise=form)
-    listed = read_toml(path, _File, hint="--on-file takes a .toml file", keys=suggest).device
-    if not listed:
+    if not (listed := read_toml(path, _File, hint="--on-file takes a .toml file", keys=suggest).device):
         raise UsageError(f"'{path}' lists no device", hint=form)
     names = [entry.name for entry in listed]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise UsageError(f"'{path}' lists the name '{twice}' twice", hint="give each device a name of its own")
     return tuple(resolve_device(entry, path.parent) for entry in listed)
 
@@ -224,22 +221,18 @@ def choose_devices(
         # The default may come from a bundle: only the user may decide which machines edgekit contacts.
         for name in default:
             if name.partition(":")[0] in REMOTE:
-                raise UsageError(
-                    f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that",
-                    hint="if it is yours, name it: --on",
-                )
+                words = f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that"
+                raise UsageError(words, hint="if it is yours, name it: --on")
     names = choice.names if choice.names or listed else default
     devices = [device for name in names for device in _find_set(name, target_for, choice.settings)]
     if choice.settings and not any(_takes_settings(name, target_for) for name in names):
         named = f"--set {next(iter(choice.settings))}"
-        raise UsageError(
-            f"{named} means nothing for {', '.join(names) or 'these devices'}", hint="--on android takes it"
-        )
+        words = f"{named} means nothing for {', '.join(names) or 'these devices'}"
+        raise UsageError(words, hint="--on android takes it")
     for entry in listed:
         if entry.settings and not _takes_settings(entry.device, target_for):
-            raise UsageError(
-                f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'", hint="leave them out"
-            )
+            words = f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'"
+            raise UsageError(words, hint="leave them out")
         found = _find_set(entry.device, target_for, entry.settings)
         devices += [_name_device(entry, device, is_one=len(found) == 1) for device in found]
     return devices
@@ -263,9 +256,8 @@ def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedD
     changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
     for key in changes:
         if not hasattr(device, key):
-            raise UsageError(
-                f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
-            )
+            words = f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'"
+            raise UsageError(words, hint="leave it out")
     return NamedDevice(
         label=entry.name if is_one else f"{entry.name}:{address_of(device).split(':')[-1]}",
         device=cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes)),

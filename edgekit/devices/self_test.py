@@ -69,8 +69,7 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
     tell = progress or say_nothing
     test = SelfTest(device=served[0][0].name, evidence=served[0][0].evidence)
     for device, target in served:
-        missing = device.find_missing()
-        if missing is not None:
+        if (missing := device.find_missing()) is not None:
             test = msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
             continue
         label = f"{target.name}: " if len(served) > 1 else ""

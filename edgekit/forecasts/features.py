@@ -103,8 +103,7 @@ def measure_work(graph: Graph) -> Work:
 
 
 def _is_free(graph: Graph, node: Node) -> bool:
-    computed = any(_source(graph, name) not in graph.constants for name in node.input if name)
-    if not computed:
+    if all(_source(graph, name) in graph.constants for name in node.input if name):
         return True
     if node.op_type == "Reshape":
         before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])

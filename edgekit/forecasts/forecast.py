@@ -9,18 +9,9 @@ import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence, Verdict
+from edgekit.forecasts import model
 from edgekit.forecasts.features import Traffic, Work, list_amounts
-from edgekit.forecasts.model import (
-    MEMORY_KINDS,
-    Bits,
-    Fitted,
-    list_planned,
-    load_cpu_fit,
-    load_fitted,
-    load_phones,
-    load_table,
-    measure_distance,
-)
+from edgekit.forecasts.model import Bits, Fitted
 from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
 
@@ -163,10 +154,10 @@ def read_precisions(text: str) -> tuple[Bits, ...]:
 
 def choose_phones() -> tuple[Phone, ...]:
     """Returns one measured device for each chip that was measured in some precision, by name."""
-    fitted, _ = load_fitted()
+    fitted, _ = model.load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
     found: dict[int, Phone] = {}
-    for phone in sorted(load_phones(), key=lambda phone: (phone.form != "Phone", phone.name)):
+    for phone in sorted(model.load_phones(), key=lambda phone: (phone.form != "Phone", phone.name)):
         if phone.name in measured:
             found.setdefault(phone.soc_model, phone)
     return tuple(sorted(found.values(), key=lambda phone: phone.name))
@@ -204,7 +195,7 @@ def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceFore
     Raises:
         UsageError: the other network does nothing that takes time.
     """
-    fitted = load_cpu_fit()
+    fitted = model.load_cpu_fit()
     took, own = (fitted.sum(list_amounts(each.kinds)) for each in (other, work))
     if not took > 0:
         raise UsageError(f"{machine}: that model does no work to scale by", hint="give one that multiplies")
@@ -223,13 +214,13 @@ class _Estimate:
     """The forecast of a network in one precision, for any device."""
 
     def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime], traffic: Traffic | None) -> None:
-        self.model, networks = load_fitted()
+        self.model, networks = model.load_fitted()
         self.work, self.known = work, known
         self.precision: Bits = precision
         self.fitted: Fitted = self.model.precisions[precision]
         split = {name: self.fitted.split(list_amounts(known.kinds)) for name, known in networks.items()}
         own = self.fitted.split(list_amounts(work.kinds))
-        far = {name: measure_distance(own, other) for name, other in split.items()}
+        far = {name: model.measure_distance(own, other) for name, other in split.items()}
         # The distance of each known network, the nearest first.
         self.ranked = dict(sorted(far.items(), key=lambda pair: pair[1]))
         self.distance = next(iter(self.ranked.values()))
@@ -237,7 +228,7 @@ class _Estimate:
         self.compiled = self.fitted.compiled if traffic is not None else None
         if self.compiled is not None and traffic is not None:
             # The errors of graph and plan are different, so that the mean of both errs less than either.
-            self.log_ms = (self.log_ms + math.log(self.compiled.sum(list_planned(work.kinds, traffic)))) / 2
+            self.log_ms = (self.log_ms + math.log(self.compiled.sum(model.list_planned(work.kinds, traffic)))) / 2
             # Only networks with a plan were used in the fit.
             self.distance = next(far for name, far in self.ranked.items() if "float" in networks[name].traffic)
         self.moved, self.left = self._calibrate()
@@ -247,8 +238,7 @@ class _Estimate:
         found: list[tuple[float, float]] = []
         for time in self.known:
             own = self.model.precisions[time.precision]
-            device = find_measured(time.device, own)
-            if device is None:
+            if (device := find_measured(time.device, own)) is None:
                 raise UsageError(
                     f"no network was measured on '{time.device}' in {time.precision}",
                     hint=f"a time on one of these moves the forecast: {', '.join(sorted(own.devices)[:6])}, ...",
@@ -277,8 +267,7 @@ class _Estimate:
             device=phone.name, chipset=phone.chipset, soc_model=phone.soc_model, htp=phone.htp,
             precision=self.precision, placing=placing,
         )  # fmt: skip
-        device = find_measured(phone.name, self.fitted)
-        if device is None:
+        if (device := find_measured(phone.name, self.fitted)) is None:
             lacks = self.precision == "float" and not phone.fp16
             return msgspec.structs.replace(row, note=_NO_FLOAT if lacks else "no network was measured on its chip so")
         own = next((t for t in self.known if t.device == phone.name and t.precision == self.precision), None)
@@ -287,17 +276,16 @@ class _Estimate:
             row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
         else:
             row = self._add_time(row, device, placing)
-        table = load_table()
+        table = model.load_table()
         near = (
             Neighbour(network=name, distance=round(distance, 3), ms=measured[device].ms)
             for name, distance in self.ranked.items()
             if device in (measured := table.find_rows(table.find_key(name), self.precision))
         )
         row = msgspec.structs.replace(row, nearest=tuple(islice(near, _NEAREST)))
-        fit = self.model.memory[self.precision].get(device)
-        if fit is None:
+        if (fit := self.model.memory[self.precision].get(device)) is None:
             return row
-        mb = max(1.0, fit.sum([*(self.work.kinds.get(kind, 0.0) for kind in MEMORY_KINDS), 1.0]))
+        mb = max(1.0, fit.sum([*(self.work.kinds.get(kind, 0.0) for kind in model.MEMORY_KINDS), 1.0]))
         low, high = (round(mb * math.exp(value), 1) for value in (fit.low, fit.high))
         return msgspec.structs.replace(row, memory_mb=round(mb, 1), low_mb=low, high_mb=high)
 
@@ -330,5 +318,5 @@ def find_measured(name: str, fitted: Fitted) -> str | None:
     """
     if name in fitted.devices:
         return name
-    numbers = {phone.name: phone.soc_model for phone in load_phones()}
+    numbers = {phone.name: phone.soc_model for phone in model.load_phones()}
     return next((each for each in fitted.devices if numbers[each] == numbers[name]), None)

@@ -18,7 +18,6 @@ from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import OutputError, UsageError, suggest_name
 from edgekit.package import formats, variant
-from edgekit.package.react_native import PROVIDERS, collect_react_native, find_unsupported, list_remarks
 from edgekit.target import read_version
 
 Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
@@ -50,12 +49,14 @@ def _name_providers(*names: str) -> frozenset[str]:
 _BOARD = _name_providers("CPU", "CUDA", "CoreML", "OpenVINO", "QNN", "Tensorrt", "WebGpu", "Xnnpack")
 _ANDROID = _name_providers("CPU", "Nnapi", "QNN", "Xnnpack")
 _APPLE = _name_providers("CPU", "CoreML", "Xnnpack")
+# The providers of React Native's plug-in but QNN, whose options it misnames (`backendType` for `backend_type`).
+_PLUGIN = _name_providers("CPU", "CoreML", "Nnapi", "Xnnpack")
 
 FORMS: dict[Kind, Form] = {
     "aar": Form(collect=formats.collect_aar, platform="android", providers=_ANDROID, needs_runtime=True),
     "ort-package": Form(collect=formats.collect_ort_package, shares=False),
     "react-native": Form(
-        collect=collect_react_native, providers=PROVIDERS, refuse=find_unsupported, remark=list_remarks
+        collect=formats.collect_npm, providers=_PLUGIN, refuse=formats.find_unsupported, remark=formats.list_remarks
     ),
     "swiftpm": Form(collect=formats.collect_swiftpm, platform="ios", providers=_APPLE),
     "tar": Form(collect=formats.collect_board, platform="linux", providers=_BOARD, archive="tar"),
@@ -175,8 +176,7 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
         UsageError: this kind of package has no code that runs several models.
         OutputError: `out` cannot be written.
     """
-    form = FORMS[kind]
-    if form.archive is None:
+    if FORMS[kind].archive is None:
         archives = " or ".join(name for name, each in FORMS.items() if each.archive)
         words = f"a package of kind {kind} has no code that runs several models"
         raise UsageError(words, hint=f"--as {archives}: a group brings its own loader in Python, app/edgekit_group.py")
@@ -198,8 +198,7 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
                 sizes |= {f"aar/{entry.filename}": entry.file_size for entry in aar.infolist()}
         else:
             sizes[name] = _files.measure_content(source)
-    archive = FORMS[kind].archive
-    if archive is not None:
+    if (archive := FORMS[kind].archive) is not None:
         write_archive(entries, out, archive)
         sha256 = _files.digest_file(out)
     else:

@@ -226,8 +226,7 @@ def _cut(
     if "onnx" in extras and "onnx" in manifest.forms:
         forms.add("onnx")
     names = {MANIFEST, *(name for form in forms for name in manifest.forms[form])}
-    chosen = [sample.row for sample in manifest.golden.chosen]
-    if chosen:
+    if chosen := [sample.row for sample in manifest.golden.chosen]:
         names.add(f"{GOLDEN}/{EXPECTED}")
     if "all" in extras:
         names |= manifest.files.keys()
@@ -303,8 +302,7 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     shapes = {each.name: each.shape for each in (*manifest.inputs, *manifest.outputs) if each.is_static}
     if manifest.open_dims:
         feeds = manifest.state.feeds if manifest.state else {}
-        growing = sorted(name for _, name, _ in list_open(manifest.inputs) if name in feeds)
-        if growing:
+        if growing := sorted(name for _, name, _ in list_open(manifest.inputs) if name in feeds):
             why = f" with open dimensions: its state '{growing[0]}' may grow, and no loader feeds it back"
         elif not chosen:
             why = " with open dimensions: it has no self-test"
@@ -317,8 +315,7 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     if why:
         hint = "build it with the size of every dimension: --dim NAME=INT"
         raise UsageError(f"'{bundle.folder}' cannot be packaged{why}", hint=hint)
-    outputs = [each for each in manifest.outputs if each.name in shapes]
-    if not outputs:
+    if not (outputs := [each for each in manifest.outputs if each.name in shapes]):
         raise UsageError(
             f"'{bundle.folder}' cannot be packaged: the shape of each of its outputs depends on the data, so that a"
             " loader could prove nothing",

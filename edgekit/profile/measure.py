@@ -33,19 +33,9 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.basic import merge_domains, name_nodes
 from edgekit.prepare.fix import FIXES, apply_rewrites
+from edgekit.profile import nodes as kernels
 from edgekit.profile.events import Execution, Trace, read_profile, read_trace
-from edgekit.profile.nodes import (
-    Source,
-    add_roof_shares,
-    choose_runs,
-    find_source,
-    list_nodes,
-    list_operators,
-    list_sources,
-    list_unasked,
-)
 from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, NodeTime, NpuTime, PhaseMemory, Roof
-from edgekit.profile.roofline import find_roof
 from edgekit.progress import Progress
 from edgekit.target import Target, load_target, target_names
 
@@ -133,7 +123,7 @@ def _list_runs(text: str) -> Iterator[Cycles]:
             cycles = {}
 
 
-def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[NpuTime, ...]:
+def list_npu(runs: Sequence[Cycles], sources: Mapping[str, kernels.Source]) -> tuple[NpuTime, ...]:
     """Returns the operations with their median cycles, the most expensive first; the first run is not counted."""
     steady = runs[1:] or runs
     names = dict.fromkeys(name for run in steady for name in run)
@@ -143,7 +133,7 @@ def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[Npu
     times = (
         NpuTime(
             name=name,
-            source=find_source(name, sources).node,
+            source=kernels.find_source(name, sources).node,
             cycles=cycles,
             share=cycles / whole if whole else 0.0,
             spread=(max(found[name]) - min(found[name])) / cycles if cycles else 0.0,
@@ -288,16 +278,12 @@ def _take_median(run: DeviceRun) -> float:
 
 def _read(run: DeviceRun) -> Trace:
     if run.trace is None:
-        raise DeviceError(
-            f"'{run.device}' gave no profile: its runner is older than this edgekit, or cannot profile",
-            hint="edgekit runner build, or --on host",
-        )
+        words = f"'{run.device}' gave no profile: its runner is older than this edgekit, or cannot profile"
+        raise DeviceError(words, hint="edgekit runner build, or --on host")
     trace = read_trace(run.trace)
     if not any(execution.steps for execution in trace.executions):
-        raise DeviceError(
-            f"the profile of '{run.device}' holds no kernel",
-            hint="its ONNX Runtime may be built without a profiler: --on host has one",
-        )
+        words = f"the profile of '{run.device}' holds no kernel"
+        raise DeviceError(words, hint="its ONNX Runtime may be built without a profiler: --on host has one")
     return trace
 
 
@@ -313,7 +299,7 @@ def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: 
 
     with work_folder() as work:
         try:
-            return find_roof(device.name, options.threads, run, work, afresh=options.probe_again), ""
+            return kernels.find_roof(device.name, options.threads, run, work, afresh=options.probe_again), ""
         except EdgekitError as error:
             return None, f"what {device.name} reaches is not known: {error.message}"
 
@@ -321,16 +307,16 @@ def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: 
 def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, lack: str, *, keep_raw: bool) -> Profiled:
     """Returns the profile of some runs; `lack` says why it is not known what the device reaches."""
     traces, last = [_read(run) for run in measured.traced], measured.traced[-1]
-    kept = tuple(run for trace in traces for run in choose_runs(trace.executions))
+    kept = tuple(run for trace in traces for run in kernels.choose_runs(trace.executions))
     runs = (measured.first, *(traced for _, traced in measured.pairs))
     cycles = [one for run in runs if run.npu_trace for one in read_npu(run.npu_trace)]
     # For a file in ORT format there is only ONNX Runtime's own graph.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
-    sources = {} if graph is None else list_sources(graph)
-    nodes = list_nodes(kept, sources)
+    sources = {} if graph is None else kernels.list_sources(graph)
+    nodes = kernels.list_nodes(kept, sources)
     if empty.roof is not None:
-        nodes = add_roof_shares(nodes, empty.roof)
+        nodes = kernels.add_roof_shares(nodes, empty.roof)
     rounds = [(_take_median(plain), _take_median(traced)) for plain, traced in measured.pairs]
     found = msgspec.structs.replace(
         empty,
@@ -344,9 +330,9 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, lack: str, *, k
         memory=_list_memory(measured, traces[-1]),
         load_ms=last.load_ms,
         make_ms=traces[-1].make_ms,
-        operators=list_operators(nodes),
+        operators=kernels.list_operators(nodes),
         nodes=nodes,
-        unasked=list_unasked(nodes),
+        unasked=kernels.list_unasked(nodes),
         npu=list_npu(cycles, sources),
     )
     advice = () if model is None else give_advice(model, job.target, nodes)

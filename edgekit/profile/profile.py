@@ -1,6 +1,6 @@
-"""Profiles a subject on devices, and compares two profiles."""
+"""Profiles a subject on devices, and compares two profiles: why one session is slower than another of its model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.profile.causes import find_causes, pair_layers
+from edgekit.graph.graph import Graph
+from edgekit.profile import report as reports
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
-from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
+from edgekit.profile.report import Cause, DeviceProfile, LayerPair, NodeTime
 from edgekit.progress import Progress
+from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, match_tensors, sort_nodes
 
 
 class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
     """A report, and the profiles that it was made from."""
 
-    report: ProfileReport
+    report: reports.ProfileReport
     profiled: tuple[Profiled, ...]
 
 
@@ -56,7 +58,7 @@ def profile_on(
             seconds = min(options.limit_s, Effort().seconds)
             effort = Effort(runs=options.runs, seconds=seconds, threads=options.threads)
             ratio = compare_on(subject, other, present[0], effort, progress).ratio
-    report = ProfileReport(
+    report = reports.ProfileReport(
         profiles=tuple(one.profile for one in found),
         comparison=_compare(found, ratio) if len(found) == 2 else None,
         skipped=skipped,
@@ -65,7 +67,7 @@ def profile_on(
     return ProfileRun(report=report, profiled=found)
 
 
-def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileComparison | None:
+def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> reports.ProfileComparison | None:
     """Returns the comparison of two profiles, None if one of them failed."""
     a, b = found
     first, second = a.profile, b.profile
@@ -84,7 +86,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
     slow, fast = (a, b) if is_a_slower else (b, a)
     causes = find_causes(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
     one_device = first.device == second.device
-    return ProfileComparison(
+    return reports.ProfileComparison(
         a=first.subject if one_device else f"{first.subject} on {first.device}",
         b=second.subject if one_device else f"{second.subject} on {second.device}",
         a_ms=first.plain_ms,
@@ -94,6 +96,242 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         pairs=pairs,
         causes=causes if is_known or whole[0] != whole[1] else (),
     )
+
+
+# Why one session is slower than another of the same model: kernels that compute the same value are compared.
+
+Kernels = Sequence[NodeTime]
+
+
+def pair_layers(a: Kernels, graph_a: Graph, b: Kernels, graph_b: Graph) -> tuple[LayerPair, ...]:
+    """Returns the values that both sessions compute, in the order of computation, with the kernels that lead to each.
+
+    The graphs are those that the sessions were made from. A kernel counts for the first matched value after it. Fusion
+    ends at different values on the two sides, so values are grouped until both sides have a kernel for them.
+    """
+    matched = match_tensors(graph_a, graph_b)
+    ends_a = {name: item.tensor for item in matched for name in (item.tensor, item.in_a)}
+    ends_b = {name: item.tensor for item in matched for name in (item.raw_b, item.in_b, *item.copies_in_b)}
+    keys = [item.tensor for item in matched]
+    return tuple(_join(keys, _assign_kernels(a, graph_a, ends_a), _assign_kernels(b, graph_b, ends_b)))
+
+
+def _join(
+    keys: Sequence[str], of_a: Mapping[str, list[NodeTime]], of_b: Mapping[str, list[NodeTime]]
+) -> Iterator[LayerPair]:
+    groups: list[tuple[str, list[NodeTime], list[NodeTime]]] = [("", [], [])]
+    # Kernels after the last matched value come last.
+    for key in (*keys, ""):
+        _, first, second = groups[-1]
+        if _computes(first) and _computes(second) and key:
+            groups.append((key, [], []))
+        _, first, second = groups[-1]
+        groups[-1] = (key or groups[-1][0], first, second)
+        first += of_a.get(key, [])
+        second += of_b.get(key, [])
+    if len(groups) > 1 and not all(map(_computes, groups[-1][1:])):
+        # One side computes nothing for the last values: they belong to the group before.
+        key, first, second = groups.pop()
+        groups[-1] = (key, groups[-1][1] + first, groups[-1][2] + second)
+    for tensor, first, second in groups:
+        yield LayerPair(
+            tensor=tensor,
+            a_ms=sum(node.self_ms for node in first),
+            b_ms=sum(node.self_ms for node in second),
+            a_ops=tuple(dict.fromkeys(node.op for node in first)),
+            b_ops=tuple(dict.fromkeys(node.op for node in second)),
+        )
+
+
+def _computes(nodes: Iterable[NodeTime]) -> bool:
+    # A kernel that only moves or rounds data belongs to the next kernel that computes.
+    return any(not node.kind for node in nodes)
+
+
+def _assign_kernels(kernels: Kernels, graph: Graph, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
+    """Returns the kernels that lead to each matched value; those after the last one have the key ""."""
+    # The matched value that each node computes, or the first one after it.
+    owners: dict[str, str] = {}
+    for node in reversed(sort_nodes(graph)):
+        here = next((ends[name] for name in node.output if name in ends), None)
+        readers = (reader.name for name in node.output for reader in graph.consumers.get(name, ()))
+        owners[node.name] = here or next((owners[name] for name in readers if owners.get(name)), "")
+    spent: dict[str, list[NodeTime]] = {}
+    waiting: list[NodeTime] = []
+    key = ""
+    for kernel in kernels:
+        waiting.append(kernel)
+        # Nodes that ONNX Runtime inserted (a Reorder, a Transpose, a Q node) mostly serve the kernel that follows.
+        if kernel.source in owners:
+            key = owners[kernel.source]
+            spent.setdefault(key, []).extend(waiting)
+            waiting = []
+    spent.setdefault(key, []).extend(waiting)
+    return spent
+
+
+# Reasons below this share of a run are not reported; and integer multiplication that is not this many times faster than
+# float does not pay for the rounding. Both chosen by hand.
+_WORTH = 0.02
+_FASTER = 1.5
+_NAMED = 5
+
+_WAYS: dict[reports.Kind, str] = {
+    "quantize and dequantize": "quantize whole stretches: edgekit check MODEL --target NAME says what stays float",
+    "casts": "keep one type from end to end: edgekit prepare MODEL --fix --out FILE drops casts that change nothing",
+    "reorders": "ONNX Runtime reorders to blocks of channels around each Conv: fewer other operators between them",
+    "transposes": "export in one layout, or change that of the input: edgekit prepare MODEL --layout INPUT=nhwc",
+    "copies between providers": "fewer pieces: edgekit check MODEL --target NAME names the nodes that split the graph",
+}
+
+
+class SlowAndFast(msgspec.Struct, frozen=True, kw_only=True):
+    """The slower and the faster session, with their profiles; layers of both, with times as (slow, fast)."""
+
+    slow: DeviceProfile
+    fast: DeviceProfile
+    graph: Graph | None
+    layers: tuple[tuple[LayerPair, float, float], ...] = ()
+
+
+def find_causes(
+    slow: DeviceProfile, fast: DeviceProfile, graph: Graph | None, pairs: Iterable[LayerPair], *, slow_is_a: bool
+) -> tuple[Cause, ...]:
+    """Returns why the slower session is slower, the largest cause first; causes may overlap.
+
+    `graph` is that of the slower session. Causes of less than 2 % of a run are left out.
+    """
+    layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
+    sides = SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
+    least = _WORTH * slow.run_ms
+    finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
+    found = [cause for finder in finders for cause in finder(sides) if cause.milliseconds >= least]
+    return tuple(sorted(found, key=lambda cause: -cause.milliseconds))
+
+
+def _extra_work(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields conversions and copies that cost the slower session more; they are no part of the model's formulas."""
+    other = {one.kind: one.self_ms for one in sides.fast.unasked}
+    for one in sides.slow.unasked:
+        before = other.get(one.kind, 0.0)
+        inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
+        yield Cause(
+            id=one.kind.replace(" ", "-"),
+            message=f"{one.kind} take {one.self_ms:.3g} ms in {one.nodes} kernels{inserted}, against {before:.3g} ms",
+            milliseconds=one.self_ms - before,
+            advice=_WAYS.get(one.kind, ""),
+            nodes=_name(node for node in sides.slow.nodes if node.kind == one.kind),
+        )
+
+
+def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields the kernels of a quantized graph that compute in float between DQ and Q nodes."""
+    graph = sides.graph
+    if graph is None:
+        return
+    by_name = {node.name: node for node in graph.nodes}
+    islands: list[NodeTime] = []
+    for node in sides.slow.nodes:
+        own = by_name.get(node.source)
+        is_float = bool(node.inputs) and node.inputs[0].startswith("float[") and not node.integers
+        if own is None or node.kind or not is_float:
+            continue
+        reads = any((maker := graph.producers.get(name)) and maker.op_type == DEQUANTIZE for name in own.input[:1])
+        gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
+        if reads and gives and all(op == QUANTIZE for op in gives):
+            islands.append(node)
+    whole = sum(node.self_ms for node in islands)
+    if not islands:
+        return
+    ops = ", ".join(f"{sum(node.op == op for node in islands)} {op}" for op in dict.fromkeys(n.op for n in islands))
+    yield Cause(
+        id="float-islands",
+        message=f"{ops} compute in float between DequantizeLinear and QuantizeLinear: {whole:.3g} ms",
+        milliseconds=whole,
+        advice="quantize the float model for this provider: edgekit quantize FLOAT --target cpu places Q and DQ for it",
+        nodes=_name(islands),
+    )
+
+
+def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields that the machine lacks fast integer instructions, and the layers that are slower in integers."""
+    integers = [node for node in sides.slow.nodes if node.integers and node.macs]
+    if not integers or any(node.integers and node.macs for node in sides.fast.nodes):
+        return
+    if (roof := sides.slow.roof) is not None and roof.integer_gmacs < _FASTER * roof.float_gmacs:
+        yield Cause(
+            id="no-fast-integers",
+            message=(
+                f"this machine multiplies integers {roof.integer_gmacs / roof.float_gmacs:.2g} times as fast as floats:"
+                " it has no instruction for products of 8 bits (VNNI, dot product)"
+            ),
+            milliseconds=sum(node.self_ms for node in integers),
+            advice="INT8 saves memory here, not time: keep float where time counts, or measure on the device itself",
+            nodes=_name(integers),
+        )
+    ops = {node.op for node in integers}
+    worse = [
+        (pair, slow, fast)
+        for pair, slow, fast in sides.layers
+        if fast > 0 and slow > fast and ops & {*pair.a_ops, *pair.b_ops}
+    ]
+    if worse:
+        pair, slow, fast = max(worse, key=lambda one: one[1] - one[2])
+        yield Cause(
+            id="slow-integer-layers",
+            message=(
+                f"{len(worse)} layers take longer in integers and what rounds around them, most of all '{pair.tensor}':"
+                f" {slow:.3g} ms, against {fast:.3g} ms"
+            ),
+            milliseconds=sum(slow - fast for _, slow, fast in worse),
+            advice="small layers gain little: leave them in float with a plan (edgekit quantize --plan-only, --plan)",
+            nodes=tuple(pair.tensor for pair, *_ in sorted(worse, key=lambda one: one[2] - one[1])[:_NAMED]),
+        )
+
+
+def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields the kernels that use one thread although the session has several."""
+    if sides.slow.threads == 1 or not any(node.spread for node in sides.slow.nodes):
+        return
+    alone = [node for node in sides.slow.nodes if not node.spread]
+    before = sum(node.self_ms for node in sides.fast.nodes if not node.spread)
+    whole = sum(node.self_ms for node in alone)
+    yield Cause(
+        id="one-thread",
+        message=f"{len(alone)} kernels keep to one thread: {whole:.3g} ms, against {before:.3g} ms",
+        milliseconds=whole - before,
+        nodes=_name(alone),
+    )
+
+
+def _between(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields the time between kernels, which grows with their number, unless the profiler itself causes it."""
+    slow, fast = sides.slow, sides.fast
+    if any(one.overhead is None or one.overhead.value > reports.DISTURBED for one in (slow, fast)):
+        return
+    gap = (slow.run_ms - slow.nodes_ms) - (fast.run_ms - fast.nodes_ms)
+    yield Cause(
+        id="between-kernels",
+        message=f"between {len(slow.nodes)} kernels, against {len(fast.nodes)}, pass {gap:.3g} ms more",
+        milliseconds=gap,
+        advice="fewer, larger nodes: edgekit prepare MODEL --fix --out FILE",
+    )
+
+
+def _layers(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields the three layers that lose most time to the other side; other causes may explain them too."""
+    for pair, slow, fast in sorted(sides.layers, key=lambda one: one[2] - one[1])[:3]:
+        ops = " and ".join(" ".join(side) or "nothing" for side in (pair.a_ops, pair.b_ops))
+        yield Cause(
+            id="layer",
+            message=f"'{pair.tensor}' takes {slow:.3g} ms, against {fast:.3g} ms ({ops})",
+            milliseconds=slow - fast,
+            nodes=(pair.tensor,),
+        )
+
+
+def _name(nodes: Iterable[NodeTime]) -> tuple[str, ...]:
+    return tuple(node.name for node in sorted(nodes, key=lambda node: -node.self_ms)[:_NAMED])
 
 
 # Writes runs as a file in Chrome's trace format, which Perfetto and chrome://tracing open.

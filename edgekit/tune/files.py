@@ -100,9 +100,8 @@ def require_bundle(path: Path) -> None:
     # The index holds the digest of each manifest: changing one would break the whole folder.
     index = next((parent / INDEX for parent in path.resolve().parents[:2] if (parent / INDEX).is_file()), None)
     if index is not None:
-        raise BundleError(
-            f"'{path}' belongs to '{index}'", hint="tune the bundle before you join it: edgekit join comes after"
-        )
+        words = f"'{path}' belongs to '{index}'"
+        raise BundleError(words, hint="tune the bundle before you join it: edgekit join comes after")
 
 
 def apply_setting(path: Path, tuned: TunedSession) -> str:

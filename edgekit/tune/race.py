@@ -121,8 +121,7 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
     try:
         block = _run(setup, setup.job_for(entrant))
     except EdgekitError as error:
-        missing = setup.device.find_missing()
-        if missing is not None:
+        if (missing := setup.device.find_missing()) is not None:
             hint = missing.command or "what was measured is kept where --state names a file"
             raise DeviceError(f"'{setup.device.name}' is gone: {missing.reason}", hint=hint) from error
         return Measured(fault=f"failed: {error.message}")
@@ -165,8 +164,7 @@ def judge_outputs(
 def _run(setup: RaceSetup, job: Job) -> Block:
     if setup.goal in {"memory", "load"}:
         return run_block(setup.device, job, 2, setup.seconds, _NO_WARMUP_MS)
-    fitting = int(_RUN_MS / setup.guess_ms)
-    runs = max(_FEWEST, min(_MOST, fitting))
+    runs = max(_FEWEST, min(_MOST, int(_RUN_MS / setup.guess_ms)))
     if setup.goal == "p99":
         runs = max(runs, min(_FOR_P99, int(_LONGEST_P99_MS / setup.guess_ms)))
     return run_block(setup.device, job, runs, setup.seconds, setup.guess_ms)
@@ -340,11 +338,9 @@ def compare_fresh(
     """
     rounds: list[tuple[float, float]] = []
     for number in range(ROUNDS):
-        found = take([holder, challenger])
-        if found is None:
+        if (found := take([holder, challenger])) is None:
             return TIME_OVER
-        fault = next((measured.fault for measured in found if measured.fault is not None), None)
-        if fault is not None:
+        if (fault := next((measured.fault for measured in found if measured.fault is not None), None)) is not None:
             return fault
         rounds.append((cost_of(found[0], goal), cost_of(found[1], goal)))
         if number + 1 == futile < ROUNDS and (ratio := compare_rounds(rounds)).value > 1 - LEAST_GAIN:

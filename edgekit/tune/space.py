@@ -53,12 +53,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     def apply(self, setting: SessionSetting) -> SessionSetting:
         """Returns a setting with this change."""
-        given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
         return msgspec.structs.replace(
             setting,
             config={**setting.config, **self.config},
             provider_options={**setting.provider_options, **self.provider_options},
-            **given,
+            **{name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None},
         )
 
 

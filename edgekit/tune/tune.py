@@ -28,22 +28,9 @@ from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
+from edgekit.tune import race
 from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
-from edgekit.tune.race import (
-    GATE,
-    LEAST_GAIN,
-    TIME_OVER,
-    Decision,
-    Entrant,
-    Journal,
-    Measured,
-    RaceSetup,
-    Round,
-    compare_fresh,
-    judge_outputs,
-    measure,
-    race,
-)
+from edgekit.tune.race import Decision, Entrant, Measured
 from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
 
 
@@ -133,8 +120,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a search works with."""
 
-    setup: RaceSetup
-    journal: Journal
+    setup: race.RaceSetup
+    journal: race.Journal
     given: Circumstances
     subject: Subject
     first: Block
@@ -187,10 +174,10 @@ def _prepare(
     # The reference is the float model's golden outputs for a bundle without other data, else the outputs of the
     # defaults.
     bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
-    gate = GATE if bundle is None else bundle.manifest.thresholds
+    gate = race.GATE if bundle is None else bundle.manifest.thresholds
     if asked.min_sqnr_db is not None:
         gate = msgspec.structs.replace(gate, min_sqnr_db=asked.min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
-    setup = RaceSetup(
+    setup = race.RaceSetup(
         device=device,
         goal=asked.goal,
         job_for=job_for,
@@ -213,10 +200,10 @@ def _prepare(
         asked=job.target.session,
     )
     key = {"goal": asked.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
-    journal = Journal(partial(measure, setup), asked.budget_s, asked.state, key)
+
     return _Search(
         setup=setup,
-        journal=journal,
+        journal=race.Journal(partial(race.measure, setup), asked.budget_s, asked.state, key),
         given=given,
         subject=opened[""],
         first=first,
@@ -236,7 +223,7 @@ def _search(search: _Search) -> tuple[Entrant, list[Decision], Ratio | str | Non
         # The time reserved for the final comparison is not needed then: it is used for the undecided groups, in the
         # same order.
         for group in groups:
-            late = [one for one in decisions if one.group == group.name and one.reason.startswith(TIME_OVER)]
+            late = [one for one in decisions if one.group == group.name and one.reason.startswith(race.TIME_OVER)]
             if late and held == DEFAULTS:
                 held, made = _race_group(search, held, group, last=True)
                 place = decisions.index(late[0])
@@ -244,9 +231,9 @@ def _search(search: _Search) -> tuple[Entrant, list[Decision], Ratio | str | Non
     final: Ratio | str | None = None
     if held != DEFAULTS:
         search.progress(f"race '{held.name}' against the defaults")
-        final = compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
+        final = race.compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
         taken = [one for one in decisions if one.taken]
-        if final == TIME_OVER and len(taken) == 1:
+        if final == race.TIME_OVER and len(taken) == 1:
             # A single change was already compared with the defaults in fresh rounds that were not used to select it.
             final = taken[0].ratio
     return held, decisions, final
@@ -264,7 +251,7 @@ def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = Fa
     while changes:
         search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
         entrants = {change.name: extend(held, change) for change in changes}
-        found = race(group.name, held, tuple(entrants.values()), take, search.given.goal)
+        found = race.race(group.name, held, tuple(entrants.values()), take, search.given.goal)
         decisions.append(found)
         if not found.taken:
             break
@@ -275,7 +262,7 @@ def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = Fa
             for change in changes
             if group.apart
             and not change.touches & winner.touches
-            and found.screened.get(entrants[change.name].name, 1.0) < 1 - LEAST_GAIN
+            and found.screened.get(entrants[change.name].name, 1.0) < 1 - race.LEAST_GAIN
         ]
     return held, decisions
 
@@ -311,7 +298,7 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
         if run.failure is not None:
             return run.failure
         reference = select_samples(read_outputs(golden), range(count))
-        _, fault = judge_outputs(reference, run.outputs, gate, bundle)
+        _, fault = race.judge_outputs(reference, run.outputs, gate, bundle)
     return fault or ""
 
 
@@ -419,7 +406,7 @@ def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> It
 _SAME_DB = 90.0
 
 
-def sum_up(rounds: Iterable[Round]) -> Mapping[str, TriedSetting]:
+def sum_up(rounds: Iterable[race.Round]) -> Mapping[str, TriedSetting]:
     """Returns each setting with its medians, by name, in the order of the first measurements."""
     found: dict[str, tuple[Entrant, list[Measured]]] = {}
     for one in rounds:

@@ -50,10 +50,9 @@ def attribute_loss(
         labels = None if classes is None else [classes[index] for index in indices]
         steps.append(_describe(step, found, None if labels is None else measure_accuracy(reference, got, labels)))
     steps.append(_describe("device" if run.evidence == Evidence.DEVICE else "provider", worst, run.accuracy))
-    measured = None if run.accuracy is None else run.accuracy.reference
     return msgspec.structs.replace(
         report,
-        attribution=share_loss(steps, measured),
+        attribution=share_loss(steps, None if run.accuracy is None else run.accuracy.reference),
         attributed_device=run.device,
         notes=(*report.notes, *refusals),
     )

@@ -142,8 +142,7 @@ def _run_device(group: Group, bundles: Mapping[str, Bundle], device: Device, wor
     private = {
         name: snapshot_bundle(bundle, [plans[name].form], work / "members" / name) for name, bundle in bundles.items()
     }
-    labels = read_labels(golden)
-    if labels is None:
+    if (labels := read_labels(golden)) is None:
         raise BundleError(f"group '{group.folder}' has no labels", hint="build the group again")
     rows = spread_indices(golden.samples, min(plan.samples for plan in plans.values()))
     turns = 1 if wiring.tokens is None else wiring.tokens.most

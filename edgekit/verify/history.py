@@ -75,8 +75,7 @@ def read_run(path: Path, number: int) -> PastRun:
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    found = _RUNS.select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))
-    if not found:
+    if not (found := _RUNS.select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))):
         raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")
     return found[0]
 
@@ -112,8 +111,7 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
     )
     asked = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
     known = tuple(run for run in before.runs if run.device in asked)
-    lines = find_regressions(msgspec.structs.replace(before, runs=known), report)
-    if lines:
+    if lines := find_regressions(msgspec.structs.replace(before, runs=known), report):
         changes = "; ".join(find_changes(before, report)) or "nothing that edgekit knows of"
         lines = tuple(f"worse than {source}: {line} (changed since: {changes})" for line in lines)
     return msgspec.structs.replace(report, runs=runs, regressions=lines)
@@ -137,8 +135,7 @@ def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
             yield f"{name} {old[:12]} -> {new[:12]}"
     earlier = {run.device: run for run in before.runs}
     for run in now.runs:
-        other = earlier.get(run.device)
-        if other is None:
+        if (other := earlier.get(run.device)) is None:
             yield f"device {run.device} is new"
             continue
         for name in sorted(other.versions.keys() | run.versions.keys()):
@@ -164,8 +161,7 @@ def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]
     later = {run.device: run for run in now.runs}
     lines: list[str] = []
     for run in before.runs:
-        other = later.get(run.device)
-        if other is None:
+        if (other := later.get(run.device)) is None:
             reason = next((f": {skip.reason}" for skip in now.skipped if skip.device == run.device), "")
             lines.append(f"device {run.device} did not run{reason}")
             continue

@@ -15,7 +15,7 @@ from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.observe import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, name_as_model
-from edgekit.devices.recorded import is_recorded
+from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.model.external import skim_model
@@ -144,7 +144,7 @@ def try_model_files(
     bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
 ) -> Iterator[FileReport]:
     """Yields the figures of each other model file of a bundle, run on a device with as few samples as needed."""
-    if kind_of(device) not in LINKED_RUNTIMES or is_recorded(device):
+    if kind_of(device) not in LINKED_RUNTIMES or isinstance(device, Recorded):
         return
     rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
     samples = select_samples(read_inputs(golden), rows)

@@ -202,8 +202,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"the provider takes {self.taken_macs:.0%} of the work, less than {self.min_taken_macs:.0%}")
         if self.max_size_bytes is not None and self.size_bytes > self.max_size_bytes:
             found.append(f"the model has {self.size_bytes} bytes, more than {self.max_size_bytes}")
-        most = self.max_size_share
-        if most is not None and self.size_bytes > most * self.source_size_bytes:
+        if (most := self.max_size_share) is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
         for name in self.required:
@@ -222,10 +221,9 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
     """Returns the same facts judged by other thresholds; nothing runs again."""
-    runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
     return msgspec.structs.replace(
         report,
-        runs=runs,
+        runs=tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs),
         min_taken_macs=thresholds.min_taken_macs,
         max_size_bytes=thresholds.max_size_bytes,
         max_size_share=thresholds.max_size_share,

@@ -18,34 +18,23 @@ from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each, run_together
-from edgekit.devices.recorded import is_recorded
+from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify import own_model
+from edgekit.verify import own_model, placement, sizes, suspects
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
 from edgekit.verify.layers.on_device import look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, doubt_output, judge_output
-from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.sizes import (
-    KeptOutputs,
-    UnpaddedGolden,
-    compare_sizes,
-    describe_differences,
-    keep_outputs,
-    run_buckets,
-)
-from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.state import run_sequences
-from edgekit.verify.suspects import find_ignored_optimisations, find_input_mistake, find_suspects, list_traps
 from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import describe_chance, measure_accuracy
 
@@ -57,7 +46,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, or None if they are unknown."""
 
     golden: Golden | None
-    unpadded: UnpaddedGolden | None
+    unpadded: sizes.UnpaddedGolden | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
@@ -98,15 +87,15 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs as other devices' are compared with them, or None if some samples did not come back."""
 
     report: RunReport
-    kept: KeptOutputs | None = None
-    scored: Scored | None = None
+    kept: sizes.KeptOutputs | None = None
+    scored: own_model.Scored | None = None
 
 
 def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
     *,
-    golden: Golden | UnpaddedGolden | None = None,
+    golden: Golden | sizes.UnpaddedGolden | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
@@ -130,10 +119,10 @@ def verify_bundle(
     """
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = find_present(devices)
-    unpadded = golden if isinstance(golden, UnpaddedGolden) else None
+
     asked = _Asked(
-        golden=golden.golden if isinstance(golden, UnpaddedGolden) else golden,
-        unpadded=unpadded,
+        golden=golden.golden if isinstance(golden, sizes.UnpaddedGolden) else golden,
+        unpadded=golden if isinstance(golden, sizes.UnpaddedGolden) else None,
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
@@ -159,14 +148,14 @@ def verify_bundle(
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
-        differences=tuple(describe_differences(kept)),
+        differences=tuple(sizes.describe_differences(kept)),
     )
     return recheck_report(report, manifest.thresholds)
 
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[KeptOutputs, ...]]:
+) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[sizes.KeptOutputs, ...]]:
     """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in own_model.TESTED_FORMS if bundle.manifest.forms.get(form))
@@ -185,7 +174,9 @@ def _run_devices(
         reports = tuple(done.report for done in runs)
         if asked.task is not None:
             scored = [(done.report, done.scored) for done in runs]
-            reports = add_stand_ins(private, asked.golden or private.golden, asked.task, scored, work / "stand-in")
+            reports = own_model.add_stand_ins(
+                private, asked.golden or private.golden, asked.task, scored, work / "stand-in"
+            )
         return reports, tuple(broken), tuple(done.kept for done in runs if done.kept is not None)
 
 
@@ -232,27 +223,27 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             own=own,
             notes=notes,
         )
-        report, run, sizes = _measure_run(trial), trial.run, None
+        report, run, by_size = _measure_run(trial), trial.run, None
         if bundle.manifest.open_dims and run.failure is None:
-            sizes = compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
+            by_size = sizes.compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
         elif asked.golden is None or asked.unpadded is not None:
             # Buckets need the lengths that the samples had before padding.
-            sizes = run_buckets(bundle, device, job, run, rows, work / "sizes", asked.unpadded)
+            by_size = sizes.run_buckets(bundle, device, job, run, rows, work / "sizes", asked.unpadded)
         report = msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_traps(trial, report.outputs)),
             located=_look_inside(trial, device, report.outputs, work / "layers"),
             state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
-            sizes=sizes,
-            files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
+            sizes=by_size,
+            files=tuple(placement.try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
             return _Done(report=report)
         scored, labels = None, read_labels(golden)
         if asked.task is not None and labels is not None:
-            scored = score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
-        kept = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
+            scored = own_model.score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
+        kept = sizes.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
         return _Done(report=report, kept=kept, scored=scored)
 
 
@@ -270,7 +261,7 @@ def _measure_run(trial: _Trial) -> RunReport:
         with contextlib.suppress(EdgekitError):
             digest = digest_samples(run.outputs)
     older = "" if run.evidence is Evidence.DEVICE else own_model.describe_older(run, bundle.manifest.minimum_ort)
-    gap, outputs = find_gap(run, trial.job), _compare(trial)
+    gap, outputs = placement.find_gap(run, trial.job), _compare(trial)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -283,7 +274,7 @@ def _measure_run(trial: _Trial) -> RunReport:
         provider_nodes=count_nodes(run, trial.job),
         placement_source=run.placement_source,
         gap=gap,
-        placed=find_placed(run, trial.job),
+        placed=placement.find_placed(run, trial.job),
         outputs=outputs,
         accuracy=accuracy,
         task=task,
@@ -298,7 +289,7 @@ def _measure_run(trial: _Trial) -> RunReport:
         notes=(
             *run.notes,
             *_list_notes(trial),
-            *filter(None, (describe_hidden(gap),)),
+            *filter(None, (placement.describe_hidden(gap),)),
             *describe_agreements(outputs),
         ),
         log=run.log,
@@ -320,8 +311,8 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     ]
     failing = _name_wrong(outputs, trial)
     is_half = trial.bundle.manifest.precision == "fp16"
-    suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
-    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+    found = suspects.find_suspects(reference, got, failing, is_half=is_half) if failing else {}
+    return tuple(msgspec.structs.replace(output, suspect=found.get(output.name)) for output in outputs)
 
 
 def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Iterator[OutputReport]:
@@ -356,9 +347,9 @@ def _list_findings(trial: _Trial) -> Iterator[str]:
     found = (
         trial.impossible_time,
         own_model.describe_older(run, manifest.minimum_ort) if run.evidence is Evidence.DEVICE else None,
-        describe_unmatched(run, trial.job),
+        placement.describe_unmatched(run, trial.job),
         describe_unlisted(trial.bundle),
-        find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
+        suspects.find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
     )
     yield from filter(None, found)
     if run.failure is None and trial.asked.golden is None:
@@ -389,18 +380,17 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
 
 def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]:
     """Yields the known traps that may explain why a run does not pass."""
-    yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
-    forms = trial.bundle.manifest.forms
-    own = trial.bundle.find_model("onnx") if "onnx" in forms else trial.job.model
+    yield from suspects.list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
+    own = trial.bundle.find_model("onnx") if "onnx" in trial.bundle.manifest.forms else trial.job.model
     model, wrong = trial.asked.float_model or own, _name_wrong(outputs, trial)
     if wrong and model.suffix == ".onnx":
-        mistake = find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
+        mistake = suspects.find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
         yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)
 
 
 def _look_inside(trial: _Trial, device: Device, outputs: Sequence[OutputReport], work: Path) -> Located | None:
     """Returns the layer that the device computes differently, or None if it was not looked for."""
-    is_asked = (trial.asked.layers or bool(_name_wrong(outputs, trial))) and not is_recorded(device)
+    is_asked = (trial.asked.layers or bool(_name_wrong(outputs, trial))) and not isinstance(device, Recorded)
     if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
         return None
     traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))

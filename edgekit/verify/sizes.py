@@ -15,7 +15,7 @@ from edgekit.data.padding import crop_samples, cut_samples, free_axes
 from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.observe import count_nodes
-from edgekit.devices.recorded import is_recorded
+from edgekit.devices.recorded import Recorded
 from edgekit.errors import DataError, EdgekitError
 from edgekit.model.tensors import Tensors
 from edgekit.verify.metrics.compare import compare_outputs
@@ -98,8 +98,7 @@ def run_buckets(
     Raises:
         DataError: the bundle's float results cannot be read.
     """
-    buckets = bundle.manifest.buckets
-    if not buckets or run.failure is not None:
+    if not (buckets := bundle.manifest.buckets) or run.failure is not None:
         return None
     if unpadded is None:
         golden, open_outputs = bundle.golden, free_axes(buckets.padding.outputs, bundle.golden.outputs)
@@ -122,7 +121,7 @@ def run_buckets(
         mine = [row for row in rows if buckets.choose(lengths[row]) == bucket]
         mine = mine or [row for row in rows if lengths[row] <= bucket.size]
         report = BucketReport(size=bucket.size, file=bucket.file, lengths=tuple(lengths[row] for row in mine))
-        if mine and not is_recorded(device):
+        if mine and not isinstance(device, Recorded):
             given = select_samples(job.samples, [rows.index(row) for row in mine])
             sized = msgspec.structs.replace(
                 job,
@@ -151,9 +150,7 @@ def run_buckets(
     report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))
     sizes.append(msgspec.structs.replace(report, outputs=compare(run.outputs, rows, largest.size)))
     return SizesReport(
-        dim=buckets.padding.dim,
-        filled=compare(select_samples(filled, rows), rows, largest.size),
-        sizes=tuple(sizes),
+        dim=buckets.padding.dim, filled=compare(select_samples(filled, rows), rows, largest.size), sizes=tuple(sizes)
     )
 
 
@@ -168,8 +165,7 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
     It is the dimension in which the samples have the most sizes. None if there is none, or if there are too few samples
     to compare groups of them.
     """
-    places = {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}
-    if not places:
+    if not (places := {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}):
         return None
     shapes = [{name: value.shape for name, value in sample.items()} for sample in inputs]
     sizes_of = {name: [shape[tensor][axis] for shape in shapes] for name, (tensor, axis) in places.items()}

@@ -178,9 +178,7 @@ def run_sequences(
     # An app reads the outputs that are no state, or all if there are no others.
     read = tuple(report for report in reports if report.name not in find_fed_back(state).values())
     return msgspec.structs.replace(
-        found,
-        outputs=read or tuple(reports),
-        drift=measure_drift(names, reference, fed_back, given, state.steps),
+        found, outputs=read or tuple(reports), drift=measure_drift(names, reference, fed_back, given, state.steps)
     )
 
 

@@ -39,8 +39,7 @@ def decode_text(value: Array, limit: TaskLimit) -> str:
         DataError: the output is nothing that the decoder reads.
     """
     name = limit.decoder or ("strings" if value.dtype.kind in "UO" else "ctc-greedy")
-    decode = DECODERS.get(name)
-    if decode is None:
+    if (decode := DECODERS.get(name)) is None:
         raise UsageError(f"there is no decoder '{name}'", hint=suggest_name(name, DECODERS))
     return decode(value, limit)
 
@@ -79,10 +78,8 @@ def _spell(places: list[int], limit: TaskLimit, blank: int | None, classes: int)
     if blank is not None and len(letters) == classes - 1:
         letters.insert(blank, "")
     if len(letters) != classes or any(not 0 <= place < classes for place in places):
-        raise DataError(
-            f"an alphabet of {len(limit.alphabet)} letters does not fit {classes} classes",
-            hint="alphabet has one letter a class, with or without the blank",
-        )
+        words = f"an alphabet of {len(limit.alphabet)} letters does not fit {classes} classes"
+        raise DataError(words, hint="alphabet has one letter a class, with or without the blank")
     return "".join(letters[place] for place in places)
 
 
@@ -125,10 +122,8 @@ def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detecti
     """
     names = (limit.output or "boxes,scores,classes").split(",")
     if len(names) != 3 or any(name not in outputs for name in names):
-        raise DataError(
-            f"map needs three outputs, {','.join(names)}; there are {', '.join(outputs)}",
-            hint='name them: output = "BOXES,SCORES,CLASSES", or write a module:function',
-        )
+        words = f"map needs three outputs, {','.join(names)}; there are {', '.join(outputs)}"
+        raise DataError(words, hint='name them: output = "BOXES,SCORES,CLASSES", or write a module:function')
     boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64).reshape(-1) for name in names)
     if boxes.size != 4 * scores.size or classes.size != scores.size:
         raise DataError(
@@ -219,9 +214,8 @@ def _match_tokens(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[Arr
     scores = find_output(outputs, limit, lambda value: value.ndim > 1 and value.shape[-2] == wanted.size)
     words = scores.shape[-1] if scores.ndim > 1 else 0
     if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
-        raise DataError(
-            f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens", hint="a token for each position"
-        )
+        said = f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens"
+        raise DataError(said, hint="a token for each position")
     if wanted.max(initial=0) >= words:
         raise DataError(f"token {wanted.max()} is no word of {words}", hint="tokens count from 0")
     counted = wanted >= 0
@@ -266,8 +260,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
             unit="value",
             higher_is_better=limit.higher_is_better,
         )
-    metric = METRICS.get(limit.name)
-    if metric is None:
+    if (metric := METRICS.get(limit.name)) is None:
         raise UsageError(f"there is no metric '{limit.name}'", hint=suggest_name(limit.name, METRICS))
     return metric
 
@@ -404,9 +397,8 @@ def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
         axes = [axis for axis in range(found.ndim) if np.delete(found.shape, axis).tolist() == list(wanted.shape)]
         found = found.argmax(axis=axes[0]) if axes else found
     if found.shape != wanted.shape:
-        raise DataError(
-            f"a mask {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="give both one shape"
-        )
+        words = f"a mask {list(found.shape)} does not fit a label {list(wanted.shape)}"
+        raise DataError(words, hint="give both one shape")
     kept = wanted != limit.ignore
     wanted, found = wanted[kept], found[kept].astype(np.int64)
     if wanted.size and (min(wanted.min(), found.min()) < 0 or max(wanted.max(), found.max()) >= MAX_CLASSES):
@@ -432,9 +424,8 @@ def read_psnr(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, 
     wanted = np.asarray(label)
     found = find_output(outputs, limit, lambda value: value.size == wanted.size)
     if found.size != wanted.size:
-        raise DataError(
-            f"an image {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="give both one shape"
-        )
+        words = f"an image {list(found.shape)} does not fit a label {list(wanted.shape)}"
+        raise DataError(words, hint="give both one shape")
     peak = limit.peak or (255.0 if wanted.dtype.kind in "iu" else 1.0)
     error = found.astype(np.float64).reshape(-1) - wanted.astype(np.float64).reshape(-1)
     return min(decibels(peak * peak, float(np.mean(error * error))), DB_LIMIT / 2), 1.0
@@ -495,11 +486,9 @@ def find_output(outputs: Tensors, limit: TaskLimit, fits: Callable[[Array], bool
         if limit.output not in outputs:
             raise DataError(f"there is no output '{limit.output}'", hint=suggest_name(limit.output, outputs))
         return outputs[limit.output]
-    found = next((value for value in outputs.values() if fits(value)), None)
-    if found is None:
-        raise DataError(
-            f"metric '{limit.name}' can read no output of {', '.join(outputs)}", hint="name it: output = ..."
-        )
+    if (found := next((value for value in outputs.values() if fits(value)), None)) is None:
+        words = f"metric '{limit.name}' can read no output of {', '.join(outputs)}"
+        raise DataError(words, hint="name it: output = ...")
     return found
 
 
@@ -531,18 +520,14 @@ def _read_own(name: str, function: Callable[..., Any], outputs: Tensors, label: 
     try:
         value = function(outputs, label)
     except Exception as error:  # it is the user's own code, which may raise anything
-        raise DataError(
-            f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}",
-            hint="it is called with outputs by name and a label",
-        ) from error
+        words = f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}"
+        raise DataError(words, hint="it is called with outputs by name and a label") from error
     with contextlib.suppress(TypeError, ValueError):
         above, below = np.broadcast_to(np.asarray(value, dtype=np.float64), (2,)) if np.ndim(value) else (value, 1.0)
         if math.isfinite(above) and math.isfinite(below):
             return float(above), float(below)
-    raise DataError(
-        f"the metric's own function gave {value!r}",
-        hint="it returns a number, or (above, below) whose sums are divided",
-    )
+    words = f"the metric's own function gave {value!r}"
+    raise DataError(words, hint="it returns a number, or (above, below) whose sums are divided")
 
 
 MOST_SAMPLES = 1024

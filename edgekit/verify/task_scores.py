@@ -195,8 +195,7 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
 
     A sample that did not come back, or came back with values that are not finite, counts as wrong.
     """
-    ranking = _find_ranking(reference)
-    if ranking is None:
+    if (ranking := _find_ranking(reference)) is None:
         return None
     name, _ = ranking
     before, now = _list_right(reference, name, labels), _list_right(got, name, labels)
@@ -244,8 +243,7 @@ def check_class_labels(golden: Golden) -> None:
     Raises:
         DataError: a label is below 0, or there are not that many classes.
     """
-    ranking = _find_ranking(read_outputs(golden))
-    if ranking is None:
+    if (ranking := _find_ranking(read_outputs(golden))) is None:
         return
     for label in read_classes(golden) or ():
         if not 0 <= label < ranking[1]:

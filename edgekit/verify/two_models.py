@@ -106,12 +106,12 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
     )
     wanted = keep_small(_run_model(a, both, {}))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
-    found = keep_small(_run_model(b, both, dtypes, outputs))
+
     return ModelComparison(
         a=a.name,
         b=b.name,
         samples=samples.count,
-        outputs=_compare_outputs(a, b, wanted, found, outputs),
+        outputs=_compare_outputs(a, b, wanted, keep_small(_run_model(b, both, dtypes, outputs)), outputs),
         layers=compare_layers(a, b, both) if layers else (),
         renamed={**inputs, **outputs},
     )
@@ -141,7 +141,7 @@ def compare_on_device(
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = keep_small(_run_model(a, samples, {}))
-        located = find_device_layer(device, job, work / "layers") if layers else None
+
         return ModelComparison(
             a=a.name,
             b=b.name,
@@ -150,7 +150,7 @@ def compare_on_device(
             layers=(),
             device=device.name,
             failure=run.failure,
-            located=located,
+            located=find_device_layer(device, job, work / "layers") if layers else None,
         )
 
 

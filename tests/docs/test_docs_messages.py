@@ -62,7 +62,7 @@ def _list_ids(file: Path) -> Iterator[str]:
 
 
 def test_every_id_of_advice_and_of_a_cause_has_a_row() -> None:
-    ids = {id_ for name in ("check/advice.py", "profile/causes.py") for id_ in _list_ids(ROOT / "edgekit" / name)}
+    ids = {id_ for name in ("check/advice.py", "profile/profile.py") for id_ in _list_ids(ROOT / "edgekit" / name)}
     assert {"no-builder", "one-thread", "…-activations"} <= ids
     assert ids - set(_QUOTED) == set()
     rewrites = PAGES["docs/reference/rewrites.md"]

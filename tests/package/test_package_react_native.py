@@ -17,8 +17,8 @@ import pytest
 from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, read_all, run_program
 
 from edgekit.bundle.folder import open_bundle
+from edgekit.package.formats import PLUGIN, find_unsupported
 from edgekit.package.package import package_bundles
-from edgekit.package.react_native import PLUGIN, find_unsupported
 from edgekit.package.variant import Identity
 
 pytestmark = pytest.mark.slow

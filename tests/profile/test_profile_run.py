@@ -23,11 +23,10 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-from edgekit.profile.causes import find_causes, pair_layers
 from edgekit.profile.measure import give_advice
-from edgekit.profile.nodes import add_roof_shares, find_source, list_sources
+from edgekit.profile.nodes import add_roof_shares, find_roof, find_source, list_sources
+from edgekit.profile.profile import find_causes, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
-from edgekit.profile.roofline import find_roof
 from edgekit.report.profiles import describe_node, headline_profile, split_area
 from edgekit.target import load_target
 

@@ -7,7 +7,6 @@ archive that it was packed into; its README says which model runs when.
 
 import contextlib
 import hashlib
-from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,22 +16,12 @@ import msgspec
 import onnx
 
 from edgekit._files import copy_once, digest_bytes, read_chunks, staged_folder, write_file, write_new
+from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.folder import (
-    APP,
-    GOLDEN,
-    MANIFEST,
-    Bundle,
-    extract_nested,
-    list_nested,
-    read_listing,
-    read_nested,
-    replace_model,
-    require_folder_name,
-)
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
-from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
+from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, render_template
 from edgekit.errors import BundleError, UsageError
@@ -45,18 +34,14 @@ GROUP = "group.json"
 _MEMBERS, _MODELS, _SHARED = "members", "models", "shared"
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Member(_Strict, frozen=True, kw_only=True):
+class Member(Strict, frozen=True, kw_only=True):
     """A model of the group: the digest of its manifest, and the file to load, relative to `group.json`."""
 
     manifest: BundledFile
     model_file: str
 
 
-class GroupManifest(_Strict, frozen=True, kw_only=True):
+class GroupManifest(Strict, frozen=True, kw_only=True):
     """The content of `group.json`: members, wiring, golden samples, and the metric by which the group is judged.
 
     `inputs` and `outputs` are those of the group as a whole. `files` are its own files, `shared` those of several
@@ -138,10 +123,9 @@ def write_group(
     if len(targets) != 1:
         named = ", ".join(sorted(targets))
         raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
-    entries = {entry.sha256: entry for manifest in manifests.values() for entry in manifest.files.values()}
-    by_member = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
-    counts = Counter(digest for digests in by_member for digest in digests)
-    shared = {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
+    shared = folders.find_shared(
+        {entry.sha256: entry for entry in manifest.files.values()} for manifest in manifests.values()
+    )
     _check_places(manifests, shared)
     with staged_folder(out) as staging:
         for member, bundle in bundles.items():
@@ -185,29 +169,28 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     """
     if not path.is_dir():
         raise BundleError(f"there is no group '{path}'", hint="give the folder that holds group.json")
-    listing = read_listing(path, GROUP, key)
+    listing = folders.read_listing(path, GROUP, key)
     source = listing.source
     group = decode_strictly(listing.data, GroupManifest, source)
     manifests: dict[str, Manifest] = {}
     for name, member in group.members.items():
-        require_folder_name(name, source)
-        manifest = manifests[name] = read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
+        folders.require_folder_name(name, source)
+        manifest = manifests[name] = folders.read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
         if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
             raise BundleError(f"'{source}' contradicts the manifest of '{name}'", hint="build the group again")
     if ":" in group.metric.name:
         # A metric `module:function` would import and run Python.
         words = f"'{source}' asks for the metric {group.metric.name[:200]!r}, code that no bundle may run"
         raise BundleError(words, hint="name a metric that edgekit has")
-    fault = find_fault(group.wiring, _interfaces(manifests))
-    if fault is not None:
+    if (fault := find_fault(group.wiring, _interfaces(manifests))) is not None:
         raise BundleError(f"the wiring in '{source}' {fault[0]}", hint="build the group again")
-    digests = listing.check_folder(_list_files(group, manifests))
+
     return Group(
         folder=path,
         manifest=group,
         manifests=manifests,
         sha256=listing.sha256,
-        digests=digests,
+        digests=listing.check_folder(_list_files(group, manifests)),
         attested=listing.attested,
     )
 
@@ -221,7 +204,7 @@ def extract_member(group: Group, name: str, out: Path) -> Bundle:
     """
     folder, entry = f"{_MEMBERS}/{name}", group.manifest.members[name].manifest
     find_places = partial(_places, name, shared=group.manifest.shared)
-    return extract_nested(group.folder, folder, entry, find_places, out)
+    return folders.extract_nested(group.folder, folder, entry, find_places, out)
 
 
 def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
@@ -241,7 +224,7 @@ def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict
     files = dict(group.files)
     for name, manifest in manifests.items():
         entry, places = group.members[name].manifest, _places(name, manifest, group.shared)
-        files |= list_nested(f"{_MEMBERS}/{name}", entry, manifest, places)
+        files |= folders.list_nested(f"{_MEMBERS}/{name}", entry, manifest, places)
     return files
 
 
@@ -309,7 +292,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
 def find_equal_weights(models: Sequence[Model]) -> int:
     """Returns how many bytes of weights more than one of these models has, each weight counted once."""
     found = [_digest_weights(model, read_proto(model, weights=False)) for model in models]
-    return sum(_find_equal(found).values())
+    return sum(places[0].size_bytes for places in folders.find_shared(found).values())
 
 
 def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> tuple[dict[str, Bundle], int]:
@@ -326,7 +309,7 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
     }
     shared, size_bytes = share_models(models, folder)
     made = {
-        name: replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
+        name: folders.replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
         for name, files in shared.items()
     }
     return {**bundles, **made}, size_bytes
@@ -343,8 +326,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
     """
     protos = {name: read_proto(model, weights=False) for name, model in models.items()}
     weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
-    equal = _find_equal(list(weights.values()))
-    if not equal:
+    if not (equal := folders.find_shared(weights.values())):
         return {}, 0
     # Named after its content, so that the file of another group has another name.
     file = folder / f"weights-{digest_bytes(''.join(equal).encode())[:16]}.data"
@@ -352,8 +334,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
     offsets = _write_weights(file, {digest: found[digest] for digest in equal})
     made: dict[str, tuple[Path, ...]] = {}
     for name, proto in protos.items():
-        mine = {digest: places for digest, places in weights[name].items() if digest in offsets}
-        if not mine:
+        if not (mine := {digest: places for digest, places in weights[name].items() if digest in offsets}):
             continue
         for digest, places in mine.items():
             for place in places:
@@ -371,7 +352,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
             point_to(others[other].tensor, DataPlace(own.name, offset, others[other].size_bytes))
         write_new(path, [proto.SerializeToString(deterministic=True)])
         made[name] = (path, file, own) if others else (path, file)
-    return made, sum(equal.values())
+    return made, sum(places[0].size_bytes for places in equal.values())
 
 
 def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Place]]:
@@ -388,17 +369,9 @@ def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Pla
 
 
 def _locate(tensor: onnx.TensorProto, folder: Path) -> _Place:
-    place = read_place(tensor)
-    if place is None:
+    if (place := read_place(tensor)) is None:
         return _Place(tensor=tensor, file=None, offset=0, size_bytes=len(tensor.raw_data))
     return _Place(tensor=tensor, file=folder / place.file, offset=place.offset, size_bytes=place.length)
-
-
-def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> dict[str, int]:
-    """Returns the bytes of each weight that several models have, by digest, in its order."""
-    counts = Counter(digest for found in weights for digest in found)
-    sizes = {digest: places[0].size_bytes for found in weights for digest, places in found.items()}
-    return {digest: sizes[digest] for digest in sorted(counts) if counts[digest] > 1}
 
 
 def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:

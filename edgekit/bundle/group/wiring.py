@@ -239,8 +239,7 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
             yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, mine.outputs)
     of_tokens = () if stage.text is None else (stage.text.input, stage.text.positions)
     for name in _list_roles(stage):
-        spec = mine.inputs.get(name)
-        if spec is None:
+        if (spec := mine.inputs.get(name)) is None:
             continue
         # All sizes are known, except for the batch and, of text, the length: with a single axis, that is the length.
         known = list(spec.shape or (0,))
@@ -263,8 +262,7 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     """
     stages: list[Stage] = []
     for stage in wiring.stages:
-        mine = members.get(stage.run)
-        if mine is None:
+        if (mine := members.get(stage.run)) is None:
             stages.append(stage)
             continue
         state, roles, feeds = dict(stage.state), _list_roles(stage), dict(stage.feeds)

@@ -16,9 +16,7 @@ import msgspec
 from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.installed import LOADER, MACHINES
-from edgekit.devices.android.nnapi.compute import Facts, can_compute, find_feature_level
-from edgekit.devices.android.nnapi.network import Driver, read_driver
-from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
+from edgekit.devices.android.nnapi import compute, network, tflite
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
@@ -58,13 +56,10 @@ class Core(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str = ""
 
     @property
-    def hwcaps(self) -> tuple[int, int]:
+    def hwcaps(self) -> tuple[int, ...]:
         """AT_HWCAP and AT_HWCAP2 for these features."""
-        known = set(self.features.split())
-        words = [
-            sum(1 << bit for bit, name in enumerate(names.split()) if name in known) for names in (_HWCAP, _HWCAP2)
-        ]
-        return words[0], words[1]
+        known, words = set(self.features.split()), (_HWCAP.split(), _HWCAP2.split())
+        return tuple(sum(1 << bit for bit, name in enumerate(names) if name in known) for names in words)
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +135,7 @@ class Android(Device, frozen=True, kw_only=True):
     providers: frozenset[str] = PROVIDERS
     cpu: str = DEFAULT_CORE
     phone: str = ""
-    driver: Driver | None = None
+    driver: network.Driver | None = None
     evidence: Evidence = Evidence.SAME_BINARY
     computes: bool = False
 
@@ -173,15 +168,13 @@ class Android(Device, frozen=True, kw_only=True):
         if "cpu" in settings and "phone" in settings:
             raise UsageError("--set cpu and --set phone both name the CPU", hint="give one of them")
         if device.cpu == X86_64 and (named := next((name for name in ("cpu", "phone") if name in settings), None)):
-            raise UsageError(
-                f"--set {named} means nothing for '{device.name}'", hint="--on android is the one with a phone"
-            )
+            words = f"--set {named} means nothing for '{device.name}'"
+            raise UsageError(words, hint="--on android is the one with a phone")
         if "driver" in settings:
             if target.provider != NNAPI:
-                raise UsageError(
-                    f"--set driver means nothing for {target.provider}", hint="drivers stand behind NNAPI only"
-                )
-            device = msgspec.structs.replace(device, driver=read_driver(Path(settings["driver"])))
+                words = f"--set driver means nothing for {target.provider}"
+                raise UsageError(words, hint="drivers stand behind NNAPI only")
+            device = msgspec.structs.replace(device, driver=network.read_driver(Path(settings["driver"])))
         if "phone" in settings:
             name, phones = settings["phone"], read_phones().phones
             if name not in phones:
@@ -196,16 +189,14 @@ class Android(Device, frozen=True, kw_only=True):
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
-        installed = LOADER.find_installed()
-        if installed is None:
+        if (installed := LOADER.find_installed()) is None:
             return Missing(reason="ONNX Runtime for Android is not installed", command=_INSTALL)
         if self.abi not in installed.abis:
             command = f"{LOADER.needs[self.abi]}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
-        if self.computes and not can_compute():
-            return Missing(
-                reason="ai-edge-litert, which computes NNAPI's networks, is not installed", command=INSTALL_LITERT
-            )
+        if self.computes and not compute.can_compute():
+            said = "ai-edge-litert, which computes NNAPI's networks, is not installed"
+            return Missing(reason=said, command=tflite.INSTALL_LITERT)
         if find_emulator(self.abi) is not None:
             return None
         if self.abi == X86_64:
@@ -233,7 +224,7 @@ class Android(Device, frozen=True, kw_only=True):
     def _run(self, job: Job, work: Path) -> DeviceRun:
         request = self._describe_job(job)
         # Without samples, or without TFLite's kernels, networks are only built, not computed.
-        is_computed = job.target.provider == NNAPI and job.samples.count > 0 and can_compute()
+        is_computed = job.target.provider == NNAPI and job.samples.count > 0 and compute.can_compute()
         with serving(work / "nnapi", _COMPUTES, job.timeout_s) if is_computed else contextlib.nullcontext() as served:
             argv = [*self._enter(job, work, served), str(LOADER.find_program(self.abi)), "--pipe"]
             run = run_program(self, argv, job, request, work, emulates=True)
@@ -269,14 +260,13 @@ class Android(Device, frozen=True, kw_only=True):
         if served is not None:
             facts.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
         if job.target.provider == NNAPI:
-            facts.append(f"EDGEKIT_NNAPI_LEVEL={find_feature_level(int(api))}")
+            facts.append(f"EDGEKIT_NNAPI_LEVEL={compute.find_feature_level(int(api))}")
         if self.driver is not None:
             facts.append(f"EDGEKIT_NNAPI_DRIVER={self.driver.name}")
             facts.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
             if self.driver.feature_level is not None:
                 facts.append(f"EDGEKIT_NNAPI_DRIVER_LEVEL={self.driver.feature_level}")
-        emulator = find_emulator(self.abi)
-        if not emulator:
+        if not (emulator := find_emulator(self.abi)):
             return ("env", *facts)
         core = find_core(self.cpu)
         write_phone(core, work / "phone")
@@ -286,8 +276,7 @@ class Android(Device, frozen=True, kw_only=True):
 
     def _explain_failure(self, run: DeviceRun, job: Job) -> str:
         """Returns, after a semicolon, NNAPI's last message or the ONNX Runtime bug behind a crash; else ""."""
-        said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
-        if said:
+        if said := re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE):
             return f"; {said[-1]}"
         # Observed in 1.29.0 on x86-64, not on Arm: the provider reads the type of each node's first input, and crashes
         # if there is none.
@@ -308,14 +297,13 @@ class Android(Device, frozen=True, kw_only=True):
         if request.provider_options.get(_POOL, asked) != asked:
             pool = request.provider_options[_POOL]
             yield f"XNNPACK had {pool} of {asked} threads, which compute the same: here they would wait for each other"
-        facts = None if served is None else served.read_facts(Facts)
+        facts = None if served is None else served.read_facts(compute.Facts)
         if facts is None:
             return
         if facts.relaxed:
             yield "NNAPI was allowed half precision: here each operation reads and gives halves"
         refused = () if self.driver is None or request.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
-        left = {name: facts.operations[name] for name in refused if name in facts.operations}
-        if left:
+        if left := {name: facts.operations[name] for name in refused if name in facts.operations}:
             counts = ", ".join(f"{count} {name}" for name, count in left.items())
             yield (
                 f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"

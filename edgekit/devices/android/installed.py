@@ -115,7 +115,7 @@ _KEPT = re.compile(rf"classes\.jar|headers/[\w.]+\.(?:h|inc)|jni/(?:{'|'.join(MA
 _NATIVE = re.compile(r"jni/([\w-]+)/([\w.+-]+\.so)")
 # The ELF header and the program headers are at the beginning of a file.
 _ELF_HEADERS_BYTES = 1 << 13
-_MOST_BYTES = 1 << 30
+
 _VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
 _PROVIDERS = {
     "NnapiExecutionProvider": b"OrtSessionOptionsAppendExecutionProvider_Nnapi\0",
@@ -167,16 +167,13 @@ def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progr
     try:
         with zipfile.ZipFile(archive) as file:
             sizes = {info.filename: info.file_size for info in file.infolist()}
-            if sum(sizes.values()) > _MOST_BYTES:
+            if sum(sizes.values()) > MAX_BYTES:
                 raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
-            found = [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]
-            if not found:
+            if not (found := [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]):
                 libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
                 has = ", ".join(sorted(words[1] for words in libraries))
-                raise DeviceError(
-                    f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}",
-                    hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
-                )
+                said = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
+                raise DeviceError(said, hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar")
             kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
             kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
             for name, path in kept.items():
@@ -254,8 +251,7 @@ LOADER = Loader(
 
 def find_app_runtime() -> AppRuntime | None:
     """Returns the installed archive as an app ships it, or None."""
-    installed = LOADER.find_installed()
-    if installed is None:
+    if (installed := LOADER.find_installed()) is None:
         return None
     return AppRuntime(
         archive=installed.archive,

@@ -10,7 +10,7 @@ import plistlib
 import re
 import struct
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, require_device
 from edgekit.devices.ios.mil.compute import Facts
 from edgekit.devices.local.host import COREML, coreml_options
-from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.pipes import Served, serving
+from edgekit.devices.process.pipes import serving
 from edgekit.devices.process.run import describe_job, refuse_run, run_program
 from edgekit.devices.release import Loader, Release, fetch_members, find_zig
 from edgekit.errors import DeviceError, UsageError
@@ -265,47 +264,30 @@ class IosSimulator(Device, frozen=True, kw_only=True):
         require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
         if job.target.provider not in {COREML, CPU_PROVIDER}:
             return refuse_run(self, f"'{self.name}' runs {COREML}, not {job.target.provider}")
-        models = work / "models"
+        session, options = job.target.session, dict[str, str]()
+        if job.target.provider == COREML:
+            options = coreml_options(session.platforms.get("ios", session).provider_options)
+        request = describe_job(
+            job,
+            provider=job.target.provider,
+            provider_options=options if self.cache is None else {**options, "ModelCacheDirectory": str(self.cache)},
+            runtime=str(LOADER.find_library(ABI)),
+            threads=job.threads or 1,
+        )
+        models, pipes = work / "models", work / "pipes"
         models.mkdir()
-        request = _describe_job(job, self.cache)
+        # The simulator's library has telemetry on by default.
+        argv = ["env", f"EDGEKIT_IOS={job.target.settings.get('ios', '17')}", "ORT_DISABLE_TELEMETRY=1"]
+        argv += [f"EDGEKIT_COREML_MODELS={models}", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
         # Without samples, ML Programs are only built, not computed.
-        with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
-            enter = _enter(job.target.settings, models, work / "pipes" if served else None)
-            argv = [*enter, str(LOADER.find_program(ABI)), "--pipe"]
+        argv += [f"EDGEKIT_COREML_PIPES={pipes}"] if job.samples.count else []
+        argv += [str(LOADER.find_program(ABI)), "--pipe"]
+        with serving(pipes, _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
             run = run_program(self, argv, job, request, work, emulates=True)
-        return msgspec.structs.replace(
-            run, versions={**LOADER.find_versions(), **run.versions}, notes=(*run.notes, *_list_notes(served))
-        )
-
-
-def _describe_job(job: Job, cache: Path | None) -> RunnerJob:
-    session, options = job.target.session, dict[str, str]()
-    if job.target.provider == COREML:
-        options = coreml_options(session.platforms.get("ios", session).provider_options)
-    return describe_job(
-        job,
-        provider=job.target.provider,
-        provider_options=options if cache is None else {**options, "ModelCacheDirectory": str(cache)},
-        runtime=str(LOADER.find_library(ABI)),
-        threads=job.threads or 1,
-    )
-
-
-def _list_notes(served: Served | None) -> Iterator[str]:
-    """Yields the note that the ML Program is the provider's, but was computed by edgekit."""
-    facts = None if served is None else served.read_facts(Facts)
-    total = 0 if facts is None else sum(facts.operations.values())
-    if facts is not None and total:
-        yield (
-            f"Core ML's program was written by the provider; edgekit computed its {total} operations,"
-            f" {facts.halves} of them in half precision"
-        )
-
-
-def _enter(settings: Mapping[str, str], models: Path, pipes: Path | None) -> tuple[str, ...]:
-    """Returns the start of the command, with the iOS release, the models' folder, and the pipes for computing."""
-    facts = [f"EDGEKIT_IOS={settings.get('ios', '17')}", f"EDGEKIT_COREML_MODELS={models}"]
-    facts += [] if pipes is None else [f"EDGEKIT_COREML_PIPES={pipes}"]
-    # The simulator's library has telemetry on by default.
-    facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
-    return ("env", *facts)
+        notes, facts = run.notes, served.read_facts(Facts) if served else None
+        if facts and facts.operations:
+            said = (
+                f"Core ML's program was written by the provider; edgekit computed its {sum(facts.operations.values())}"
+            )
+            notes = (*notes, f"{said} operations, {facts.halves} of them in half precision")
+        return msgspec.structs.replace(run, versions={**LOADER.find_versions(), **run.versions}, notes=notes)

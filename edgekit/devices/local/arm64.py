@@ -182,8 +182,7 @@ def arm64_root() -> Path:
     Raises:
         DeviceError: it is not installed.
     """
-    folder = find_installed()
-    if folder is None:
+    if (folder := find_installed()) is None:
         raise DeviceError("the Debian arm64 root is not installed", hint=_INSTALL)
     return folder / "root"
 

@@ -78,11 +78,8 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
     graph.initializer.extend(added)
     # Remove weights that were replaced by a rounded copy; in a file of IR version 3 they are graph inputs too.
     unused = set(weights).difference(find_reads(graph))
-    tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
-    inputs = [value for value in graph.input if value.name not in unused]
-    del graph.initializer[:], graph.input[:]
-    graph.initializer.extend(tensors)
-    graph.input.extend(inputs)
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in unused])
+    refill(graph.input, [value for value in graph.input if value.name not in unused])
 
 
 def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
@@ -128,12 +125,9 @@ class Emulated(Device, frozen=True, kw_only=True):
             proto = read_proto(model, weights=False)
             taken = _taken_names(job)
             # A check of another model would round the wrong nodes, unnoticed.
-            stray = taken - {node.name for node in proto.graph.node}
-            if stray:
-                raise ModelError(
-                    f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'",
-                    hint="check it again",
-                )
+            if stray := taken - {node.name for node in proto.graph.node}:
+                words = f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'"
+                raise ModelError(words, hint="check it again")
             placement = tuple(
                 PlacedNode(
                     name=node.name,
@@ -157,8 +151,7 @@ def _taken_names(job: Job) -> frozenset[str]:
 
 def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path:
     """Returns the file to run: the model, or for a float model in fp16 a copy that rounds to half."""
-    is_quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
-    if is_quantized or job.precision != "fp16":
+    if job.precision != "fp16" or any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
         return model.path
     # The copy has its weights inside, for a while both the rounded and the original ones.
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:

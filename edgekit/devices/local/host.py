@@ -294,7 +294,5 @@ def _check_context(model: Path, soc: str) -> None:
             is_list = re.fullmatch(r"\d+(,\d+)*", socs) is not None
             made_for = [number for number in socs.split(",") if number != "0"] if is_list else []
             if made_for and soc not in made_for:
-                raise TargetError(
-                    f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",
-                    hint=f"build the model for it: --target qnn with soc_model={soc}",
-                )
+                words = f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}"
+                raise TargetError(words, hint=f"build the model for it: --target qnn with soc_model={soc}")

@@ -35,8 +35,7 @@ def find_swiftshader() -> Mapping[str, str]:
     """Returns the environment variables for WebGPU on SwiftShader, empty if there is a GPU or no SwiftShader."""
     if sys.platform != "linux" or any(Path("/dev/dri").glob("renderD*")) or Path("/dev/nvidia0").exists():
         return {}
-    folder = next((one for one in _FOLDERS if (one / _DRIVER).is_file()), None)
-    if folder is None:
+    if (folder := next((one for one in _FOLDERS if (one / _DRIVER).is_file()), None)) is None:
         return {}
     found = {"VK_ICD_FILENAMES": str(folder / _DRIVER), "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"}
     # Dawn opens the Vulkan loader by its bare name. ctypes.util.find_library is avoided: it starts ldconfig and even a
@@ -255,9 +254,8 @@ def find_missing_provider(device: str, hardware: str) -> Missing | None:
     kinds = [one.kind for one in found.devices]
     if row.module and (hardware not in kinds if hardware else not kinds):
         seen = f": it has {', '.join(kinds)}" if kinds else ""
-        return Missing(
-            reason=f"{row.name} finds no {hardware or 'device'} on this machine{seen}", command=row.needs or None
-        )
+        said = f"{row.name} finds no {hardware or 'device'} on this machine{seen}"
+        return Missing(reason=said, command=row.needs or None)
     return None
 
 

@@ -92,14 +92,12 @@ def find_runner(abi: str) -> NativeRunner | Missing:
         return NativeRunner(abi=abi, program=folder / PROGRAM, library=library)
     command = f"edgekit runner build --abi {abi}"
     if ABIS[abi].android:
-        return Missing(
-            reason=f"the runner for Android {abi} is not built", command=f"{command} --ndk NDK --library AAR"
-        )
+        command = f"{command} --ndk NDK --library AAR"
+        return Missing(reason=f"the runner for Android {abi} is not built", command=command)
     if library is None:
         return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
     tools = ("cmake", "make", "c++" if ABIS[abi].is_host else ABIS[abi].compiler)
-    absent = [tool for tool in tools if shutil.which(tool) is None]
-    if absent:
+    if absent := [tool for tool in tools if shutil.which(tool) is None]:
         package = "g++" if ABIS[abi].is_host else "g++-aarch64-linux-gnu"
         packages = f"apt-get install cmake make {package}"
         return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {command}")
@@ -132,10 +130,8 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
     if abi.android:
         if ndk is None or library is None:
-            raise UsageError(
-                f"Android {abi.name} needs --ndk and --library",
-                hint="--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar",
-            )
+            words = f"Android {abi.name} needs --ndk and --library"
+            raise UsageError(words, hint="--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar")
         toolchain = ndk.absolute() / "build" / "cmake" / "android.toolchain.cmake"
         if not toolchain.is_file():
             raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")

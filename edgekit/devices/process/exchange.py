@@ -204,8 +204,7 @@ def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
     data = stream.read(entry.size_bytes)
     if entry.dtype != "string":
         dtype = np.dtype(DTYPES[entry.dtype])
-        value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
-        return value.reshape(entry.shape)
+        return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(entry.shape)
     try:
         items = msgspec.json.decode(data, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

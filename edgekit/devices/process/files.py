@@ -11,8 +11,7 @@ from edgekit.model.model import list_external
 
 def cache_folder() -> Path:
     """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
-    own = os.environ.get("EDGEKIT_CACHE", "")
-    if own:
+    if own := os.environ.get("EDGEKIT_CACHE", ""):
         return Path(own).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
 

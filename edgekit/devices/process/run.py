@@ -69,9 +69,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
     """Returns the runner in Python, for the interpreter `python` in another root file system or on another machine."""
     return Program(
-        files={ORT_RUNNER.name: ORT_RUNNER},
-        argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
-        notes=notes,
+        files={ORT_RUNNER.name: ORT_RUNNER}, argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"), notes=notes
     )
 
 

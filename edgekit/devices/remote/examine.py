@@ -161,8 +161,7 @@ def examine_phone(phone: AdbDevice) -> PhoneReport:
     require_device(phone.name, phone.find_link_fault())
     script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
     # The exit code of the last test must not become that of the script.
-    said = ask(phone, f"{script}\n{_LOOKS}\ntrue", step="examining it")
-    facts = read_facts(said)
+    facts = read_facts(ask(phone, f"{script}\n{_LOOKS}\ntrue", step="examining it"))
     if not facts.abi:
         raise DeviceError(f"'{phone.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
     return PhoneReport(device=phone.name, facts=facts, findings=judge_facts(facts))

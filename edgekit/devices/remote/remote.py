@@ -212,9 +212,8 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
                 return Missing(reason="adb does not answer", command="adb kill-server")
             state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
             return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
-        features = self._adb("features").stdout.split()
         # Without this feature, adb does not transmit the exit code of a program.
-        if "shell_v2" not in features:
+        if "shell_v2" not in self._adb("features").stdout.split():
             return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
         return None
 
@@ -278,9 +277,8 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
 
     def find_link_fault(self) -> Missing | None:
         """Returns what is wrong on this machine, without contacting the other one."""
-        return (
-            None if shutil.which("ssh") else Missing(reason="ssh not found", command="apt-get install openssh-client")
-        )
+        missing = Missing(reason="ssh not found", command="apt-get install openssh-client")
+        return None if shutil.which("ssh") else missing
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script in a POSIX shell of the machine."""
@@ -356,7 +354,5 @@ exit 0"""
             return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
         if self.python:
             return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
-        reason = native.reason if native else f"there is no runner for '{kind}'"
-        return Missing(
-            reason=f"{reason}, and no python3 there has onnxruntime", command=native.command if native else None
-        )
+        missing = native or Missing(reason=f"there is no runner for '{kind}'", command=None)
+        return Missing(reason=f"{missing.reason}, and no python3 there has onnxruntime", command=missing.command)

@@ -76,10 +76,6 @@ class Shell(Device, frozen=True, kw_only=True):
         """Returns the local command that runs a script on the machine, with stdin, stdout and stderr passed through."""
         raise NotImplementedError
 
-    def transfer_s(self, size_bytes: int) -> float:
-        """Returns how long it may take to send that many bytes."""
-        return self.step_timeout_s + size_bytes / self.slowest_bytes_per_s
-
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on the machine.
@@ -121,21 +117,18 @@ def ask(
     before, begin, rest = said.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
     output, done, code = rest.rpartition(f"\n{_DONE} ")
     if begin and before.strip():
-        line = last_line(before)
         raise DeviceError(
-            f"'{shell.name}' while {step}: its shell writes '{line[:80]}' before every command",
+            f"'{shell.name}' while {step}: its shell writes '{last_line(before)[:80]}' before every command",
             hint="make the shell's start-up files silent where no terminal is: that text would mix with tensors",
         )
     if not done:
         why = "it does not answer" if finished.timed_out else last_line(finished.stderr)
-        raise DeviceError(
-            f"'{shell.name}' while {step}: {why or 'the link broke before the end'}", hint="edgekit devices list"
-        )
+        words = f"'{shell.name}' while {step}: {why or 'the link broke before the end'}"
+        raise DeviceError(words, hint="edgekit devices list")
     if code.strip() != "0":
         reason = last_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
-        raise DeviceError(
-            f"'{shell.name}' while {step}: {reason[-300:]}", hint="is it connected, with space? edgekit devices list"
-        )
+        words = f"'{shell.name}' while {step}: {reason[-300:]}"
+        raise DeviceError(words, hint="is it connected, with space? edgekit devices list")
     return output
 
 
@@ -210,10 +203,10 @@ exit 0"""
     lines = [[*line.split(" "), ""] for line in ask(shell, script, step="looking at what is there").splitlines()]
     sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])]
     free = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
-    copies = {w[2]: f"{w[1]}/{' '.join(w[3:-1])}" for w in lines if w[0] == "copy" and len(w) > 4}
+
     return _Seen(
         sizes=tuple(sizes[: len(names)]),
-        copies=copies,
+        copies={w[2]: f"{w[1]}/{' '.join(w[3:-1])}" for w in lines if w[0] == "copy" and len(w) > 4},
         left=tuple(words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])),
         free_bytes=free[-1] if free else None,
     )
@@ -248,7 +241,8 @@ def _fill(
     if missing:
         # The first line of tar's complaint has the reason, the last one says only that there was one.
         script = f'cd {place}/{part} && e=$(tar -xf - 2>&1) || {{ echo "$e" | head -n 1 >&2; exit 1; }}'
-        limit_s = shell.transfer_s(sum(path.stat().st_size for path in missing.values()))
+        size_bytes = sum(path.stat().st_size for path in missing.values())
+        limit_s = shell.step_timeout_s + size_bytes / shell.slowest_bytes_per_s
         ask(shell, script, step="sending files", timeout_s=limit_s, feed=_pack(missing))
     # Each file is compared with its digest and gets its name, then the set; the least recently used sets are removed.
     lines = [f"cd {place}/{part} || exit 1\n{_TEST}"]

@@ -49,8 +49,7 @@ def prepare_provider(options: Any, job: Json, providers: list[Any]) -> list[Any]
         _preload()
         return providers
     devices, _ = find_devices(job)
-    wanted = [device for device in devices if job["hardware"] in {"", _kind(device)}]
-    if not wanted:
+    if not (wanted := [device for device in devices if job["hardware"] in {"", _kind(device)}]):
         found = ", ".join(_kind(device) for device in devices) or "none"
         raise RuntimeError(f"{job['provider']} finds no {job['hardware'] or 'device'} here, but {found}")
     options.add_provider_for_devices(wanted[:1], job["provider_options"])
@@ -73,8 +72,7 @@ def _claiming_vendor(vendor: int) -> Generator[bool]:
     each. The vendor is overwritten only if the memory holds exactly these values.
     """
     changed: list[tuple[Any, int]] = []
-    cpus = [device.device for device in ort.get_ep_devices() if vendor and _kind(device) == "cpu"]
-    for cpu in cpus:
+    for cpu in [device.device for device in ort.get_ep_devices() if vendor and _kind(device) == "cpu"]:
         # pybind11 stores the address of the C++ record after the header of the Python object.
         address = ctypes.c_void_p.from_address(id(cpu) + 16).value
         if cpu.vendor_id == vendor or not address:

@@ -111,8 +111,7 @@ def _run_samples(
         if index >= job["least_samples"] and time.perf_counter() - begin > job["budget_s"]:
             status = "stopped"
             break
-        inputs = next(samples, None)
-        if inputs is None:
+        if (inputs := next(samples, None)) is None:
             break
         values = _run_repeatedly(session, inputs, job, run)
         parts = [_flatten(*output) for output in zip(names, values, strict=True)]

@@ -128,7 +128,8 @@ def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors],
         max_abs=None if lost else max(each.max_abs for each in found),
         own_sqnr_db=metrics.sqnr_db(own) if is_finite else None,
         own_bias=metrics.bias_share(own) if is_finite else None,
-        offset_steps=None if steps is None else steps.measure_offset(step),
+        # The absolute mean distance: a zero point off by one makes it 1.
+        offset_steps=None if steps is None else abs(steps.total) / max(1, steps.count) / step,
         channel_steps=None if steps is None else steps.measure_channels(step),
         non_finite=lost,
     )
@@ -264,8 +265,7 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     # One call per sample, so that its tensors are freed before those of the next are computed.
     for sample in samples:
         compared.add(sample)
-    layers = compared.report()
-    if not layers:
+    if not (layers := compared.report()):
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
     return layers
 
@@ -285,8 +285,7 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
 
 def explain_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
     """Returns a sentence about the first layer that stands out, or nothing."""
-    bad = find_first_bad(layers)
-    if bad is None:
+    if (bad := find_first_bad(layers)) is None:
         return ()
     return (f"layer '{bad.name}' ({bad.op}) is the first whose result is not the float model's: {describe_layer(bad)}",)
 

@@ -10,13 +10,13 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from onnx import TensorProto
 
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes, walk_back
+from edgekit.verify.metrics.tensor_metrics import Floats
 
 # The steps of an 8-bit grid. 16-bit grids are measured in 8-bit steps too, because 8-bit weights cost more than the
 # steps of a 16-bit grid.
@@ -26,8 +26,6 @@ _STEPS = 255.0
 _MOST_NOISE = 1.0
 
 _MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-
-_Floats = npt.NDArray[np.float64]
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,16 +41,11 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """The size of a step if the grid had 8 bits."""
         return self.scale * max(1.0, (self.high - self.low) / _STEPS)
 
-    def round_values(self, values: Array) -> _Floats:
+    def round_values(self, values: Array) -> Floats:
         """Returns the values after QuantizeLinear and DequantizeLinear."""
         # rint rounds halves to even, as QuantizeLinear does (ONNX operator specification).
         steps = np.rint(values.astype(np.float64) / self.scale) + self.zero
         return np.asarray((np.clip(steps, self.low, self.high) - self.zero) * self.scale)
-
-    def read_values(self, integers: Array) -> Array:
-        """Returns the dequantized values of integers."""
-        values: Array = ((integers.astype(np.float64) - self.zero) * self.scale).astype(np.float32)
-        return values
 
 
 class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,19 +57,14 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int
     total: float
-    energies: tuple[_Floats, ...]
+    energies: tuple[Floats, ...]
     low: float
     high: float
     is_image: bool = False
 
     def find_step(self, grid: Grid | None, least: float = 0.0) -> float:
         """Returns the size of a step: that of the grid or, without one, a 255th of the range of the values."""
-        own = grid.step if grid is not None else (self.high - self.low) / _STEPS
-        return max(own, least)
-
-    def measure_offset(self, step: float) -> float:
-        """Returns the absolute mean distance in steps; a zero point off by one makes it 1."""
-        return abs(self.total) / max(1, self.count) / step
+        return max(least, grid.step if grid is not None else (self.high - self.low) / _STEPS)
 
     def measure_channels(self, step: float) -> tuple[float, float]:
         """Returns the root of the mean square, in steps, of the worst channel and of the middle one."""
@@ -121,11 +109,10 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
 
 def add_steps(found: Iterable[StepErrors | None]) -> StepErrors | None:
     """Returns the sums over all samples; if a channel axis changes its length, the worse sample counts."""
-    known = [steps for steps in found if steps is not None]
-    if not known:
+    if not (known := [steps for steps in found if steps is not None]):
         return None
 
-    def add(one: _Floats, other: _Floats) -> _Floats:
+    def add(one: Floats, other: Floats) -> Floats:
         return one + other if one.shape == other.shape else max(one, other, key=np.sum)
 
     return StepErrors(

@@ -25,22 +25,12 @@ from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_outside, read_proto, save_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, measure_layer, report_layer
-from edgekit.verify.layers.grids import Grid, read_grid
-from edgekit.verify.layers.matching import (
-    DEQUANTIZE,
-    ISOLATED_PREFIX,
-    QUANTIZE,
-    declare,
-    extract_part,
-    list_computing,
-    open_part,
-    walk_back,
-)
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
-_ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
+_ROUNDING = frozenset({matching.QUANTIZE, matching.DEQUANTIZE})
 # Runtimes fuse these into the node before, if nothing else reads that node.
 _FUSED_AFTER = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
@@ -71,12 +61,14 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     tensor: str
     layer: str
     op: str
-    grid: Grid | None = None
+    grid: grids.Grid | None = None
 
     def read(self, values: Tensors) -> Array:
         """Returns the tensor as floats."""
-        value = values[self.tensor]
-        return value if self.grid is None else self.grid.read_values(value)
+        value, grid = values[self.tensor], self.grid
+        if grid is not None:
+            value = ((value.astype(np.float64) - grid.zero) * grid.scale).astype(np.float32)
+        return value
 
 
 def plan_probes(model: Model) -> tuple[Probe, ...]:
@@ -87,7 +79,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     because runtimes compute both at once.
     """
     graph = view_model(read_outside(model))
-    computing = list_computing(graph)
+    computing = matching.list_computing(graph)
     dynamic = {name for node in computing for name in node.output}.union(graph.fed)
     starts: dict[str, tuple[str, str]] = {}
     joined: set[str] = set()
@@ -102,11 +94,11 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
         for name in filter(None, node.output):
             starts[name] = start
             after = graph.consumers.get(name, ())
-            grid = read_grid(node, graph) if node.op_type == QUANTIZE else None
+            grid = grids.read_grid(node, graph) if node.op_type == matching.QUANTIZE else None
             if len(after) == 1 and name not in graph.outputs and _is_fused_into(after[0], node, dynamic):
                 joined.add(name)
             elif grid is not None or not (
-                node.op_type in _ROUNDING or any(reader.op_type == QUANTIZE for reader in after)
+                node.op_type in _ROUNDING or any(reader.op_type == matching.QUANTIZE for reader in after)
             ):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
     return tuple(probes)
@@ -141,12 +133,7 @@ def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Lo
 
 
 def find_device_layer(
-    device: Device,
-    job: Job,
-    work: Path,
-    *,
-    may_cut: bool = True,
-    slice_bytes: int = 32 << 20,
+    device: Device, job: Job, work: Path, *, may_cut: bool = True, slice_bytes: int = 32 << 20
 ) -> Located:
     """Returns the first layer of an ONNX model that a device computes differently from this machine.
 
@@ -166,18 +153,18 @@ def find_device_layer(
     outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
     same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
     planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
-    specs = _describe_tensors(open_part(model, [probe.tensor for probe in planned]), job.samples)
+    specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
     graph, tensors = view_model(read_outside(model)), {probe.tensor for probe in probes}
 
     def run_slice(wanted: Sequence[Probe], place: Path) -> str:
         """Runs the model once with these tensors, and those that their layers read, as outputs; returns a refusal."""
-        met = walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
+        met = matching.walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
         sources = [probe for probe in probes if probe.tensor in met]
         names = {probe.tensor for probe in (*sources, *wanted)}
         added = [specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
         proto = read_proto(model)
-        proto.graph.output.extend(declare(spec.name, spec.dtype, spec.shape) for spec in added)
+        proto.graph.output.extend(matching.declare(spec.name, spec.dtype, spec.shape) for spec in added)
         place.mkdir(parents=True)
         path = save_proto(proto, place / "probed.onnx").path
         run = _run(device, msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
@@ -268,12 +255,14 @@ def _measure_slice(
 ) -> Iterator[tuple[Probe, LayerErrors]]:
     """Yields the errors of each layer in each sample; `outputs` are the device's, with the tensors of all probes."""
     tensors = [probe.tensor for probe in wanted]
-    here, isolated = open_part(model, tensors), None
+    here, isolated = matching.open_part(model, tensors), None
     for sample, got in zip(samples, outputs, strict=False):
         given = {probe.tensor: (probe.tensor, got[probe.tensor].dtype) for probe in sources}
-        isolated = isolated or open_part(model, tensors, given)
+        isolated = isolated or matching.open_part(model, tensors, given)
         exact = here.run(sample)
-        own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
+        own = isolated.run(
+            {**sample, **{matching.ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}}
+        )
         for probe in wanted:
             found = probe.read(got)
             yield probe, measure_layer(probe.grid, (probe.read(exact), found), [(probe.read(own), found)])
@@ -305,14 +294,14 @@ def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, tuple[st
     stops = {probe.tensor for probe in probes}
     last_read: dict[str, int] = {}
     for place, probe in enumerate(probes):
-        last_read |= dict.fromkeys(walk_back(graph, [probe.tensor], stops)[1], place)
-    last_read |= dict.fromkeys(graph.outputs | walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
+        last_read |= dict.fromkeys(matching.walk_back(graph, [probe.tensor], stops)[1], place)
+    last_read |= dict.fromkeys(graph.outputs | matching.walk_back(graph, graph.outputs - stops, stops)[1], len(probes))
     cuts: list[tuple[str, tuple[str, ...]]] = []
     live: list[str] = []
     for place, probe in enumerate(probes):
         live = [name for name in (*live, probe.tensor) if last_read.get(name, -1) > place]
         dequantized = {
-            name: node.output[0] for name in live for node in graph.readers(name) if node.op_type == DEQUANTIZE
+            name: node.output[0] for name in live for node in graph.readers(name) if node.op_type == matching.DEQUANTIZE
         }
         if live:
             cuts.append((probe.layer, tuple(dequantized.get(name, name) for name in live)))
@@ -326,7 +315,7 @@ def save_prefix(model: Model, outputs: Sequence[str], path: Path) -> Model:
         OutputError: the file cannot be written.
     """
     proto = read_proto(model)
-    extract_part(proto, outputs)
+    matching.extract_part(proto, outputs)
     return save_proto(proto, path)
 
 
@@ -348,10 +337,21 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
     found = {-1: _WRONG_DB}
 
     def measure(place: int) -> None:
+        """Sets the least SQNR of an output of a prefix on the device; the lowest if one cannot be compared."""
         folder = work / str(place)
         (folder / "run").mkdir(parents=True)
         prefix = save_prefix(model, cuts[place][1], folder / "prefix.onnx")
-        ratio = _measure_prefix(device, job, prefix, folder / "run")
+        reference = _run_here(prefix, job.samples)
+        outputs = tuple(
+            TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
+            for name, value in next(iter(reference), dict[str, Array]()).items()
+        )
+        kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
+        nodes = tuple(node for node in job.check.node_list if node.name in kept)
+        check = msgspec.structs.replace(job.check, node_list=nodes)
+        part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
+        run = device.run_job(part, folder / "run")
+        ratio = -math.inf if run.failure is not None else find_least_db(compare_outputs(reference, run.outputs))
         found[place] = min(max(ratio, -_WRONG_DB), _WRONG_DB)
 
     def fall(span: tuple[int, int]) -> float:
@@ -373,21 +373,6 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
     grows = layer is None and found[last] < _WRONG_DB
     notes = (f"the error grows from layer to layer, at none by {_CLOSER_DB:.0f} dB",) if grows else ()
     return Located(layer=layer, runs=len(found) - 1, cuts=len(cuts), notes=notes)
-
-
-def _measure_prefix(device: Device, job: Job, prefix: Model, work: Path) -> float:
-    """Returns the least SQNR of an output of a prefix of a job's model on a device, -inf if one cannot be compared."""
-    reference = _run_here(prefix, job.samples)
-    outputs = tuple(
-        TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
-        for name, value in next(iter(reference), dict[str, Array]()).items()
-    )
-    kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
-    check = msgspec.structs.replace(
-        job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
-    )
-    run = device.run_job(msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check), work)
-    return -math.inf if run.failure is not None else find_least_db(compare_outputs(reference, run.outputs))
 
 
 def find_least_db(reports: Sequence[OutputReport]) -> float:

@@ -179,8 +179,7 @@ def find_half_loss(model: Model, halved: Collection[str], samples: Samples, leas
         RuntimeRefusal: ONNX Runtime does not run the model.
         UsageError: the samples do not fit it.
     """
-    lossy = find_lossy(model, halved, samples, least_db)
-    if lossy is None:
+    if (lossy := find_lossy(model, halved, samples, least_db)) is None:
         return None
     graph = read_graph(model)
     nodes = [node for node in graph.nodes if node.name in lossy.nodes]

@@ -161,7 +161,7 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
     changes_shape = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
     agreement = sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes_shape else None
     unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
-    mismatch = next((row.mismatch for row in unexcused), trouble)
+
     non_finite = sum(sample.non_finite for sample in errors)
     elements = sum(sample.elements for sample in errors)
     facts = OutputReport(
@@ -170,7 +170,7 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         elements=elements,
         non_finite=non_finite,
         reference_non_finite=sum(sample.reference_non_finite for sample in errors),
-        mismatch=mismatch,
+        mismatch=next((row.mismatch for row in unexcused), trouble),
         shape_agreement=agreement,
     )
     if non_finite:
@@ -305,10 +305,10 @@ def weigh_detections(listed: DetectionList, wanted: Tensors, found: Tensors) -> 
         return 0.0, 1.0
     (boxes, chances), (others, theirs) = listed.decode(wanted), listed.decode(found)
     mine, got = chances.max(axis=1) ** 2, theirs.max(axis=1) ** 2
-    is_same = np.array_equal(listed.read_others(wanted), listed.read_others(found))
+
     # Apps take the first rows as the best: rising scores, or scores outside 0 to 1, are no list. Rounding is tolerated.
     steps = np.diff(listed.read_scores(found), prepend=1.0, append=0.0)
-    if not is_same or steps.max() > _ROUNDED:
+    if steps.max() > _ROUNDED or not np.array_equal(listed.read_others(wanted), listed.read_others(found)):
         return 0.0, float(mine.sum())
     fits = chances.argmax(axis=1)[None] == theirs.argmax(axis=1)[:, None]
     overlaps = np.where(fits, overlap_boxes(others, boxes), 0.0)

@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from edgekit.data.samples import Samples
 from edgekit.model.tensors import Array, is_numeric
 from edgekit.verify.metrics.compare import read_first
 from edgekit.verify.metrics.intervals import bootstrap_share
-from edgekit.verify.metrics.tensor_metrics import decibels, sketch_samples
-
-Floats = npt.NDArray[np.float64]
+from edgekit.verify.metrics.tensor_metrics import Floats, decibels, sketch_samples
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """How often chance may accuse an honest output, and as a normal deviate: a tenth of one run in a thousand."""
@@ -79,8 +76,7 @@ def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str,
 def describe_origin(sides: Sides) -> str | None:
     """Returns, in words, where an output came from if not from the bundle's own model, else None."""
     own, got = sides.own, sides.got
-    replay = find_replay(sides)
-    if replay is not None or len(own) < 2:
+    if (replay := find_replay(sides)) is not None or len(own) < 2:
         return replay
     signal, error = _energy(own), _energy(got - own)
     if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
@@ -128,8 +124,7 @@ def find_replay(sides: Sides) -> str | None:
     shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
     bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0
     independent = max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
-    free = min(independent, _MOST_VALUES * len(sides.own))
-    if measure_chance(near, apart, free) >= CHANCE:
+    if measure_chance(near, apart, min(independent, _MOST_VALUES * len(sides.own))) >= CHANCE:
         return None
     return (
         f"lies {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does:"
@@ -185,8 +180,7 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
         first, second = np.sort(distances)[:2]
         return max(measure_chance(first, second, dims), 1.0 / count**2)
 
-    moved = _find_moved(own, got, _energy(_centre(own)) / count, weigh)
-    if moved is None:
+    if (moved := _find_moved(own, got, _energy(_centre(own)) / count, weigh)) is None:
         return None
     return f"came back for other samples: that of the device's run {moved[0]} belongs to its run {moved[1]}"
 

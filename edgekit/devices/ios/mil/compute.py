@@ -145,8 +145,7 @@ def read_package(folder: Path) -> Program:
         OSError: a file cannot be read.
     """
     files = sorted(folder.rglob("*/model.mlmodel")) if folder.is_dir() else [folder]
-    path = next((path for path in files if path.stat().st_size > 0), None)
-    if path is None:
+    if (path := next((path for path in files if path.stat().st_size > 0), None)) is None:
         raise ValueError("it holds no model.mlmodel")
     return read_program(path.read_bytes(), path.parent)
 
@@ -221,8 +220,7 @@ def _read_operation(entry: Any, read_file: _ReadFile) -> Operation:
     name, inputs = constants.pop("name", ""), dict[str, tuple[str, ...]]()
     for argument in entry.inputs:
         bindings = argument.value.bindings
-        values = [binding.value for binding in bindings if binding.HasField("value")]
-        if values:
+        if values := [binding.value for binding in bindings if binding.HasField("value")]:
             constants[argument.key] = _read_value(values[0], read_file)
         else:
             inputs[argument.key] = tuple(binding.name for binding in bindings)

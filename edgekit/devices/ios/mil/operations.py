@@ -181,8 +181,7 @@ def _concatenate(given: Arguments) -> Array:
 
 def _split(given: Arguments) -> tuple[Array, ...]:
     x, axis = given.tensor("x"), given.whole("axis", 0)
-    sizes = given.wholes("split_sizes")
-    if sizes is None:
+    if (sizes := given.wholes("split_sizes")) is None:
         return tuple(np.split(x, given.whole("num_splits", 1), axis))
     return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
 
@@ -239,9 +238,8 @@ def _cast(given: Arguments) -> Array:
     name = given.text("dtype", "fp32")
     if name not in _NAMES:
         raise ValueError(f"it casts to {name!r}")
-    x = given.tensor("x")
     # numpy rounds towards zero here, as C does.
-    return x.astype(_NAMES[name])
+    return given.tensor("x").astype(_NAMES[name])
 
 
 def _to_space(name: str, order: tuple[int, ...], place: int) -> Compute:
@@ -377,10 +375,9 @@ def _normalize_instance(given: Arguments) -> Array:
 def _normalize_layer(given: Arguments) -> Array:
     x = given.tensor("x")
     axes = given.wholes("axes") or tuple(range(x.ndim))
-    normal = _center(given, axes)
     places = {axis % x.ndim for axis in axes}
     shape = [size if axis in places else 1 for axis, size in enumerate(x.shape)]
-    return _scale_and_shift(normal, given, lambda value, _: value.reshape(shape))
+    return _scale_and_shift(_center(given, axes), given, lambda value, _: value.reshape(shape))
 
 
 def _normalize_l2(given: Arguments) -> Array:

@@ -99,12 +99,12 @@ def _resample(given: Arguments) -> Array:
     # Constant padding in ONNX's operator is always zero. As interpolation weights sum to 1, subtracting the padding
     # value before and adding it afterwards gives the same as padding with that value.
     fill = np.float32(given.number("padding_value", 0.0))
-    sampling = "nearest" if given.text("sampling_mode", "bilinear") == "nearest" else "linear"
+
     sampled = _run_operator(
         "GridSample",
         (given.tensor("x") - fill, given.tensor("coordinates")),
         align_corners=int(given.flag("align_corners")),
-        mode=sampling,
+        mode="nearest" if given.text("sampling_mode", "bilinear") == "nearest" else "linear",
         padding_mode=_PADDINGS[padding],
     )
     return sampled + fill
