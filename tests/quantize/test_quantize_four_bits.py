@@ -31,15 +31,9 @@ from edgekit.quantize.gptq import (
 )
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    WeightError,
-    choose_kept,
-    keep_eight,
-    rank_weights,
-    scale_errors,
-)
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
 from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.mixed_precision.weights import WeightError, choose_kept, keep_eight, rank_weights, scale_errors
 from edgekit.quantize.plan import Candidate, draft_plan
 from edgekit.quantize.qdq import round_weights
 from edgekit.quantize.rounding import Rounding

@@ -37,11 +37,11 @@ from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
     fit_inputs,
-    keep_eight,
     relieve_class_maps,
     relieve_plan,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
+from edgekit.quantize.mixed_precision.weights import keep_eight
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target

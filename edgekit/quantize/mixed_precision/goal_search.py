@@ -47,6 +47,7 @@ from edgekit.quantize.mixed_precision.relief import (
 )
 from edgekit.quantize.mixed_precision.score import EVEN_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
+from edgekit.quantize.mixed_precision.weights import find_coarse_layers, keep_layers_float
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import AUTO_METHODS
 
@@ -72,7 +73,7 @@ def find_plan(
     goal = PLAIN_DROP if max_drop is None else max_drop
     plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
     if searched is not None:
-        searched = _lift_wide(search, searched, goal, is_asked=max_drop is not None)
+        searched = _lift(search, searched, goal, is_asked=max_drop is not None)
         searched = _hold_against_rivals(search, searched, goal)
         searched = _cut_state(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
@@ -123,36 +124,48 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
     return searched
 
 
-def _lift_wide(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
-    """Returns the search result with trials in which tensors that 16 bits do not hold are in float (`find_wide_range`).
+def _lift(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
+    """Returns the search result with trials in which what integers do not hold is in float.
 
-    They are made where the chosen plan misses the goal. One is chosen if that saves more than it costs, and the target
-    still takes as much of the work, of which enough stays in integers.
+    These are tensors that 16 bits do not hold (`find_wide_range`), then layers whose weights 8 bits do not hold
+    (`find_coarse_layers`). They are made where the chosen plan misses the goal. One is chosen if that saves more than
+    it costs, and the target still takes as much of the work, of which enough stays in integers.
     """
-    before, memo = searched.chosen, search.memo
-    is_wide = bool(before.plan.wide) or not search.relievable
-    if before.prediction.meets(max_drop) or not (is_wide and before.plan.judged and memo.budget.allows(MORE)):
+    before, first, memo = searched.chosen, searched.trials[0], search.memo
+    if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE)):
         return searched
-    first = searched.trials[0].plan
-    find = partial(find_wide_range, search.model, search.calibration, search.target, first, before.plan, memo)
-    wide_range = memo.budget.attempt(MORE, find) or WideRange()
-    share = HALF if is_asked or first.judged[0].sqnr_db < COLLAPSED_DB else PLAIN_INTEGER
-    least = share * searched.trials[0].integer_macs
-    lifted: tuple[str, ...] = ()
-    # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
-    wider = [each for each in searched.trials if len(each.plan.wide) > len(before.plan.wide)]
-    for base, names in [*((before, names) for names in wide_range.steps), *((base, None) for base in wider)]:
-        if searched.chosen.prediction.meets(max_drop) or not (names or lifted):
-            break
-        make = partial(lift_tensors, search.model, search.calibration, base.plan, names or lifted)
-        step = f"{base.step}, {len(names or lifted)} in float"
-        searched, trial = _add_trial(search, searched, step, make)
-        if trial is None:
-            continue
-        is_taken = trial.taken_macs >= before.taken_macs - SAME_SHARE and trial.integer_macs >= least
-        meets = trial.prediction.meets(max_drop)
-        if is_taken and (meets or searched.chosen.prediction.loss() > add_worth([searched.chosen, trial])):
-            searched, lifted = _adopt(searched, trial, max_drop), names or lifted
+    has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
+    least = (HALF if is_asked or has_collapsed else PLAIN_INTEGER) * first.integer_macs
+
+    def lift(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
+        """Tries a plan with some tensors or weights in float; returns True if it is chosen."""
+        nonlocal searched
+        if searched.chosen.prediction.meets(max_drop):
+            return False
+        plan = partial(make, search.model, search.calibration, base.plan, names)
+        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} {what} in float", plan)
+        if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE or trial.integer_macs < least:
+            return False
+        saves = searched.chosen.prediction.loss() > add_worth([searched.chosen, trial])
+        if saves or trial.prediction.meets(max_drop):
+            searched = _adopt(searched, trial, max_drop)
+            return True
+        return False
+
+    wide_range, lifted = WideRange(), list[tuple[str, ...]]()
+    if before.plan.wide or not search.relievable:
+        find = partial(find_wide_range, search.model, search.calibration, search.target, first.plan, before.plan, memo)
+        wide_range = memo.budget.attempt(MORE, find) or wide_range
+        lifted = [names for names in wide_range.steps if lift(before, "tensors", lift_tensors, names)]
+        # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
+        wider = [each for each in searched.trials if lifted and len(each.plan.wide) > len(before.plan.wide)]
+        for base in wider:
+            lift(base, "tensors", lift_tensors, lifted[-1])
+    if not searched.chosen.prediction.meets(max_drop):
+        base = searched.chosen
+        coarse = memo.budget.attempt(MORE, partial(find_coarse_layers, search.model, search.calibration, base.plan))
+        for names in coarse or ():
+            lift(base, "layers", keep_layers_float, names)
     return msgspec.structs.replace(searched, wide_range=wide_range.lost)
 
 

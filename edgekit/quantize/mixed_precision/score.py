@@ -4,7 +4,7 @@ Variants of a QDQ graph show where a loss comes from: one with float weights, an
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -117,15 +117,14 @@ def switch_activations(
     return proto, names
 
 
-def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, nodes: Sequence[str]) -> onnx.ModelProto:
-    """Returns the float graph with switches between two rounded forms of the weights and biases of some layers.
+def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> onnx.ModelProto:
+    """Returns the float graph with a switch that rounds the weight and bias of each of some layers.
 
-    The extra input SWITCHES, bool [N], says for each of `nodes` whether it has the weight and bias of `few` or those of
-    `eight`, both QDQ forms of the graph.
+    `rounded` holds the values of each layer by the index of the input (`list_rounded`). The extra input SWITCHES, bool
+    [N], says for each of them, in this order, whether it has these.
     """
     proto = _copy(graph.model)
-    forms = [_dequantize_layers(qdq, set(nodes)) for qdq in (few, eight)]
-    places = {name: index for index, name in enumerate(nodes)}
+    places = {name: index for index, name in enumerate(rounded)}
     for node in list(proto.graph.node):
         if node.name not in places:
             continue
@@ -133,28 +132,29 @@ def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, n
         index = numpy_helper.from_array(np.array(places[node.name]), f"{node.name}.edgekit.index")
         proto.graph.initializer.append(index)
         proto.graph.node.append(helper.make_node("Gather", [SWITCHES, index.name], [switch]))
-        for place, values in forms[0][node.name].items():
-            names = [f"{node.name}.edgekit.{place}.{form}" for form in ("few", "eight", "used")]
-            for name, value in zip(names, (values, forms[1][node.name][place]), strict=False):
-                proto.graph.initializer.append(numpy_helper.from_array(value, name))
-            proto.graph.node.append(helper.make_node("Where", [switch, *names[:2]], names[2:]))
-            node.input[place] = names[2]
-    proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(nodes)]))
+        for place, values in rounded[node.name].items():
+            other, used = (f"{node.name}.edgekit.{place}.{form}" for form in ("rounded", "used"))
+            proto.graph.initializer.append(numpy_helper.from_array(values, other))
+            proto.graph.node.append(helper.make_node("Where", [switch, other, node.input[place]], [used]))
+            node.input[place] = used
+    proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(rounded)]))
     return proto
 
 
-def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[int, Array]]:
-    """Returns, for each node, its dequantized constant inputs, float32, by the index of the input."""
+def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Array]]:
+    """Returns, for each node of a graph whose QDQ form has such, its dequantized constants, float32, by their input."""
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
+    floats = {node.name: node for node in graph.nodes}
     found: dict[str, dict[int, Array]] = {}
     for node in qdq.graph.node:
-        if node.name in nodes:
-            sources = {place: made[name] for place, name in enumerate(node.input) if name in made and place}
-            found[node.name] = {
-                place: read_dequantized(source, lambda name: numpy_helper.to_array(stored[name]))
-                for place, source in sources.items()
-            }
+        if node.name not in floats:
+            continue
+        for place, name in enumerate(floats[node.name].input[: len(node.input)]):
+            source = made.get(node.input[place])
+            if place and source is not None and source.input[0] in stored and graph.is_float_constant(name):
+                values = read_dequantized(source, lambda name: numpy_helper.to_array(stored[name]))
+                found.setdefault(node.name, {})[place] = values
     return found
 
 

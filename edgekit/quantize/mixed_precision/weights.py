@@ -1,0 +1,212 @@
+"""Mixed precision of weights, which are ranked by the noise that each alone adds to the outputs.
+
+Weights of 4 bits that lose most for their size keep 8 bits, as few as are needed. A layer whose weights of 8 bits make
+much of a plan's noise is tried in float.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
+from edgekit.progress import Budget
+from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.calibration.image_headroom import makes_images
+from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.graph.sessions import open_graph
+from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, open_draft, rise_db
+from edgekit.quantize.mixed_precision.score import (
+    SWITCHES,
+    judge_candidate,
+    list_rounded,
+    strip_weights,
+    switch_weights,
+)
+from edgekit.quantize.objective import FAITHFUL_DB, measure_loss
+from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, quantizes_any
+from edgekit.quantize.qdq import round_weights
+
+# How many layers become float at each step.
+_COUNTS = (1, 3, 8)
+# The largest share of weight values that keep 8 bits, which gives up half of what 4 bits save: a choice.
+_MOST_KEPT = 0.5
+_SAMPLES = 4
+# If the sum of the single errors was too optimistic, the next round keeps more weights in 8 bits.
+_ROUNDS, _MARGIN_DB = 3, 2.0
+
+
+class WeightError(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone has 4 bits."""
+
+    name: str
+    size: int
+    noise: float
+
+
+def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
+    """Returns the plan with 8 bits for the weights that lose most for their size, and the tried candidates.
+
+    As few weights keep 8 bits as are needed for a ratio of COLLAPSED_DB (FAITHFUL_DB if the outputs are images, which
+    do not tolerate an error of a tenth), and no more than half of all. `lead` is the judged candidate of the draft's
+    own plan.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else COLLAPSED_DB
+    if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
+        return draft.plan, ()
+    placed = place_draft(draft)
+    # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses comq instead.
+    quick = draft.choose(draft.plan.method, "comq") if draft.plan.rounding == "qronos" else draft
+    tried = list(_try_kept(quick, placed, lead, enough))
+    if tried and quick is not draft:
+        plan, found = max(tried, key=lambda trial: trial[1].sqnr_db)
+        plan = msgspec.structs.replace(plan, rounding=draft.plan.rounding)
+        tried.append((plan, _describe(lead, plan, _judge(draft, placed, plan), found.eight_bit_share)))
+    plan, _ = max(((draft.plan, lead), *tried), key=lambda trial: trial[1].sqnr_db)
+    return plan, tuple(candidate for _, candidate in tried)
+
+
+def _try_kept(
+    draft: Draft, placed: onnx.ModelProto, lead: Candidate, enough: float
+) -> Iterator[tuple[QuantPlan, Candidate]]:
+    """Yields plans with more and more weights of 8 bits, until one is good enough or more cannot help."""
+    least = _judge(draft, placed, msgspec.structs.replace(draft.plan, bits={}))
+    reached = _judge(draft, placed, draft.plan)
+    errors = scale_errors(rank_weights(draft, placed), 10 ** (-reached / 10) - 10 ** (-least / 10))
+    aim, before = enough, draft.plan.bits
+    for _ in range(_ROUNDS):
+        kept = choose_kept(errors, 10 ** (-min(aim, least - 0.5) / 10), 10 ** (-least / 10))
+        bits = {name: count for name, count in draft.plan.bits.items() if name not in kept}
+        if bits == before:
+            return
+        plan, before = msgspec.structs.replace(draft.plan, bits=bits), bits
+        ratio = _judge(draft, placed, plan)
+        share = sum(error.size for error in errors if error.name in kept) / sum(error.size for error in errors)
+        yield plan, _describe(lead, plan, ratio, share)
+        if ratio >= min(enough, least - 1):
+            return
+        aim += max(enough - ratio, _MARGIN_DB)
+
+
+def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> Candidate:
+    return msgspec.structs.replace(
+        lead, rounding=plan.rounding, sqnr_db=round(ratio, 3), eight_bit_share=round(share, 4)
+    )
+
+
+def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
+    qdq = round_weights(placed, draft.graph, plan, draft.statistics)
+    return judge_candidate(qdq, draft.compared, draft.statistics, at_once=draft.effort.at_once)
+
+
+def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
+    """Returns errors scaled so that their sum is the measured noise of all: single errors are not independent."""
+    factor = max(noise, 0.0) / max(sum(error.noise for error in errors), 1e-12)
+    return tuple(msgspec.structs.replace(error, noise=factor * error.noise) for error in errors)
+
+
+def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: float) -> set[str]:
+    """Returns the weights to keep in 8 bits, so that the noise is at most `most_noise`.
+
+    Errors are taken as independent, so their powers add up, together with `least_noise`, the noise with all weights in
+    8 bits. Weights that cost most for their size come first; at most half of all weight values are kept.
+    """
+    total, left = sum(error.size for error in errors), least_noise + sum(error.noise for error in errors)
+    kept, used = set[str](), 0
+    for error in sorted(errors, key=lambda error: -error.noise / error.size):
+        if left <= most_noise:
+            break
+        if used + error.size <= _MOST_KEPT * total:
+            kept.add(error.name)
+            used, left = used + error.size, left - error.noise
+    return kept
+
+
+def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ...]:
+    """Returns the weight of each layer with the noise that it alone causes at the outputs, in graph order.
+
+    If the plan has weights of 4 bits, only these are ranked. One session measures all: its graph has a switch for each
+    weight and its bias.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    # A switch works only for weights behind a DQ; with scales for blocks the order of the weights would be the same.
+    graph, plan = draft.graph, msgspec.structs.replace(draft.plan, block=0)
+    rounded = list_rounded(round_weights(placed, graph, plan, draft.statistics), graph)
+    layers = [layer for layer in read_layers(graph) if layer.node in rounded]
+    layers = [layer for layer in layers if not plan.bits or layer.weight in plan.bits]
+    proto = switch_weights(graph, {layer.node: rounded[layer.node] for layer in layers})
+    del proto.graph.output[:]
+    shown = dict.fromkeys(each.tensor for each in draft.compared)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown)
+    session = open_graph(proto, graph.folder, keep_float_weights=True)
+    held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(draft.statistics), strict=False)]
+
+    def run(index: int) -> Iterator[Mapping[str, Array]]:
+        switches = np.arange(len(layers)) == index
+        yield from (session.run({**inputs, SWITCHES: switches}) for inputs, _ in held)
+
+    plain = list(run(-1))
+    found: list[WeightError] = []
+    for index, layer in enumerate(layers):
+        powers = np.zeros((len(draft.compared), 2))
+        for before, after in zip(plain, run(index), strict=True):
+            powers += [measure_loss(each, before[each.tensor], after[each.tensor]) for each in draft.compared]
+        noise = 10 ** (-join_ratios([ratio_db(*power) for power in powers]) / 10)
+        size = layer.groups * layer.outputs * layer.inputs
+        found.append(WeightError(name=layer.weight, size=size, noise=noise))
+    return tuple(found)
+
+
+def find_coarse_layers(model: Model, calibration: Calibration, plan: QuantPlan) -> tuple[tuple[str, ...], ...]:
+    """Returns the weights that 8 bits do not hold: in each step those that are worth a trial in float, worst first.
+
+    All float weights together must gain a decibel, which takes two judgements, before each is measured by itself; and
+    the weights of a step must gain one too. Example: behind an LSTM with a state in 16 bits, a last Gemm with 8-bit
+    weights has 41 dB where the state has 71. Models whose runs take long have no such search.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    draft = open_draft(model, calibration, plan).use_unsigned()
+    if plan.bits or not draft.effort.is_short:
+        return ()
+    placed = place_draft(draft)
+    least = judge_candidate(
+        strip_weights(placed, draft.graph), draft.compared, draft.statistics, keep_float_weights=True,
+        at_once=draft.effort.at_once,
+    )  # fmt: skip
+    noise = 10 ** (-_judge(draft, placed, draft.plan) / 10)
+    if rise_db(1 - 10 ** (-least / 10) / noise) < LEAST_GAIN_DB:
+        return ()
+    errors = scale_errors(rank_weights(draft, placed), noise - 10 ** (-least / 10))
+    worst, steps = sorted(errors, key=lambda error: -error.noise), list[tuple[str, ...]]()
+    for count in _COUNTS:
+        gone = sum(error.noise for error in worst[:count])
+        left = noise - sum(error.noise for error in worst[: len(steps[-1]) if steps else 0])
+        if rise_db((gone - noise + left) / left) >= LEAST_GAIN_DB:
+            steps.append(tuple(error.name for error in worst[:count]))
+    return tuple(steps)
+
+
+def keep_layers_float(
+    model: Model, calibration: Calibration, plan: QuantPlan, weights: Sequence[str]
+) -> QuantPlan | None:
+    """Returns a plan with the layers of some weights in float, None if nothing would be quantized."""
+    graph = open_draft(model, calibration, plan).graph
+    added = tuple(
+        FloatNode(name=layer.node, op=layer.op, reason=f"8 bits do not hold its weight '{layer.weight}'")
+        for layer in read_layers(graph)
+        if layer.weight in weights
+    )
+    kept = msgspec.structs.replace(plan, float_nodes=(*plan.float_nodes, *added))
+    return kept if quantizes_any(graph, kept) else None
