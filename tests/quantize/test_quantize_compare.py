@@ -13,7 +13,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.detections import CERTAINTY, soften_detections
+from edgekit.quantize.accuracy.detections import CERTAINTY, detection_distances
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -100,7 +100,7 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
         source="",
         record=lambda _expected, found: found["y"],
         judge=lambda _records: Loss(estimate=0.0, interval=(0.0, 0.0)),
-        soften=np.concatenate,
+        distances=np.concatenate,
     )
 
     def draw(farther: float) -> list[Compared]:
@@ -152,7 +152,7 @@ def test_distances_are_those_of_the_decisions() -> None:
     lost[0, 3] = 0.0
     sure, unsure = 0.9**CERTAINTY, 0.5**CERTAINTY
     expected = np.array([0.2 * unsure, 0.2 * unsure + sure * (1 - 0.1**0.5) ** 0.5]) / (sure + unsure)
-    assert soften_detections([rows, lost]).tolist() == pytest.approx(expected)
+    assert detection_distances([rows, lost]).tolist() == pytest.approx(expected)
 
 
 def test_low_scores_move_no_detection() -> None:
@@ -160,7 +160,7 @@ def test_low_scores_move_no_detection() -> None:
     faces = np.array([[0, 0.9, 0.9, 0.9, 0.0]] * 10)
     noise = np.array([[0, 0.02, 0.02, 0.05, 0.1]] * 40)
     shifted = faces + np.array([0, 0, 0, 0, 0.05])
-    quiet, loud = (soften_detections([np.concatenate(each)]).sum() for each in ((faces, noise), (shifted, noise[:0])))
+    quiet, loud = (detection_distances([np.concatenate(each)]).sum() for each in ((faces, noise), (shifted, noise[:0])))
     assert quiet < loud
 
 
@@ -174,7 +174,7 @@ def test_parts_are_weighed_by_what_they_lose() -> None:
             source="",
             record=lambda _expected, found: found[name],
             judge=lambda records: Loss(estimate=price * float(np.mean(records)), interval=(0.0, 1.0)),
-            soften=np.concatenate,
+            distances=np.concatenate,
         )
 
     def draw(decisions: float, values: float) -> Likeness:

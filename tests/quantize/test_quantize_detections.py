@@ -446,7 +446,7 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
             moved: Tensors = {**row, "y": row["y"] + off}
             records.append(part.record(row, moved))
             assert np.allclose(detections.record(row, moved)[:, 4], 0, atol=1e-6)
-        return part.judge(records), float(part.soften(records).mean())
+        return part.judge(records), float(part.distances(records).mean())
 
     nothing, little, much = (lose(by, "objects") for by in (0.0, 0.05, 4.0))
     assert nothing[0].estimate == nothing[1] == 0

@@ -75,7 +75,7 @@ def judge_beside(records: Sequence[Array]) -> Loss:
     return Loss(estimate=discount_loss(float(score(table.sum(axis=0)))), interval=(0.0, bootstrap(table, score)[1]))
 
 
-def soften_beside(records: Sequence[Array]) -> Array:
+def beside_distances(records: Sequence[Array]) -> Array:
     """Returns how much of the masks or points of each sample is lost, as a share of how many there are."""
     table = np.stack(records)
     return np.asarray(table[:, 1] / max(float(table[:, 0].mean()), _TINY))

@@ -112,7 +112,7 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
     return np.concatenate([records, np.array(more).reshape(-1, 5)])
 
 
-def soften_detections(records: Sequence[Array], *, centred: bool = False) -> Array:
+def detection_distances(records: Sequence[Array], *, centred: bool = False) -> Array:
     """Returns how far the detections of each sample moved, as a share of how many there are.
 
     Whether a row shows an object is a decision of the float model's score, compared by the Hellinger distance; its box

@@ -10,8 +10,8 @@ import numpy as np
 
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.beside import judge_beside, record_beside, soften_beside
-from edgekit.quantize.accuracy.detections import estimate_drop, record_detections, soften_detections
+from edgekit.quantize.accuracy.beside import beside_distances, judge_beside, record_beside
+from edgekit.quantize.accuracy.detections import detection_distances, estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db
@@ -40,7 +40,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An output that is judged, or the outputs of a detector's head together, with their shapes by name.
 
-    `record` gives what is kept of a sample, `judge` the loss that all records show, and `soften` how far each sample
+    `record` gives what is kept of a sample, `judge` the loss that all records show, and `distances` how far each sample
     moved; `measure` and `source` are those of the `Prediction`.
     """
 
@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     record: Callable[[Tensors, Tensors], Array]
     judge: Callable[[Sequence[Array]], Loss]
-    soften: Callable[[Sequence[Array]], Array]
+    distances: Callable[[Sequence[Array]], Array]
 
 
 def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -60,20 +60,27 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
         source="the float model's detections",
         record=partial(record_detections, head),
         judge=partial(estimate_drop, centred=head.centred),
-        soften=partial(soften_detections, centred=head.centred),
+        distances=partial(detection_distances, centred=head.centred),
     )
     values = MEASURES["values"]
     measures = {
-        "values": (BESIDE, values.source, values.judge, values.soften),
-        "masks": (MASKS, "the float model's masks", judge_beside, soften_beside),
-        "points": (POINTS, "the float model's points", judge_beside, soften_beside),
+        "values": (BESIDE, values.source, values.judge, values.distances),
+        "masks": (MASKS, "the float model's masks", judge_beside, beside_distances),
+        "points": (POINTS, "the float model's points", judge_beside, beside_distances),
     }
     parts = [detections]
     for each in head.beside:
-        measure, source, judge, soften = measures[each.kind]
+        measure, source, judge, distances = measures[each.kind]
         record = partial(record_beside, head, each)
         parts.append(
-            Part(shapes=detections.shapes, measure=measure, source=source, record=record, judge=judge, soften=soften)
+            Part(
+                shapes=detections.shapes,
+                measure=measure,
+                source=source,
+                record=record,
+                judge=judge,
+                distances=distances,
+            )
         )
     return tuple(parts)
 
@@ -87,7 +94,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
         source=measure.source,
         record=lambda expected, found: measure.record(expected[name], found[name], reading),
         judge=measure.judge,
-        soften=measure.soften,
+        distances=measure.distances,
     )
 
 
@@ -181,7 +188,7 @@ class Likeness:
 
     def moves(self) -> Array:
         """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
-        return np.stack([part.soften(own) for part, own in zip(self._parts, self._records, strict=True)])
+        return np.stack([part.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
 
     def judge(self) -> list[tuple[Part, Loss]]:
         """Returns each part with its loss; only a broken one if there is one, and none if records are missing."""

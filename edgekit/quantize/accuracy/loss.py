@@ -3,7 +3,7 @@
 Each kind has a `Measure`: what is recorded of a sample, and what all records together say. No labels are needed: the
 float model's outputs, and how sure it is of them, stand for the truth.
 
-Beside the decisions that changed, a record shows how far each sample's decisions moved (`Measure.soften`), in the
+Beside the decisions that changed, a record shows how far each sample's decisions moved (`Measure.distances`), in the
 metric of `edgekit.quantize.objective`: by Hellinger's distance between the probabilities p and q of two models, the
 root of 1 - sum sqrt(p_k q_k). Few decisions change, and whether one does depends on chance; but all of them move, so
 the mean of the distances tells two plans apart with fewer samples. Margins of decisions have about the same density on
@@ -118,15 +118,15 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 class Measure(msgspec.Struct, frozen=True):
     """How outputs of one kind are compared: what is recorded of a sample, and what all records say.
 
-    `source` names what the loss is estimated from. `soften` tells how far each sample moved, float64 [samples], by the
-    Hellinger distance of decisions or by the noise as a share of the signal.
+    `source` names what the loss is estimated from. `distances` returns how far each sample moved, float64 [samples]:
+    the Hellinger distance of its decisions, or its noise as a share of the signal.
     """
 
     name: str
     source: str
     record: Callable[[Array, Array, Reading], Array]
     judge: Callable[[Sequence[Array]], Loss]
-    soften: Callable[[Sequence[Array]], Array]
+    distances: Callable[[Sequence[Array]], Array]
 
 
 def measure_hellinger(one: Array, two: Array) -> Array:
@@ -134,7 +134,7 @@ def measure_hellinger(one: Array, two: Array) -> Array:
     return np.asarray(np.sqrt(np.maximum(1 - np.sqrt(one * two).sum(axis=0), 0.0)))
 
 
-def _soften_last(records: Sequence[Array]) -> Array:
+def _last_distances(records: Sequence[Array]) -> Array:
     """Returns the distances, which are the last entry of records of decisions."""
     return np.array([record[-1] for record in records])
 
@@ -188,7 +188,7 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
     return _judge_classes(table)
 
 
-def _soften_steps(records: Sequence[Array]) -> Array:
+def _step_distances(records: Sequence[Array]) -> Array:
     return np.array([record[4].mean() for record in records])
 
 
@@ -241,7 +241,7 @@ def _judge_map(records: Sequence[Array]) -> Loss:
     return Loss(estimate=estimate, interval=(max(estimate - low, -1.0), min(estimate + high, 1.0)), agreement=agreement)
 
 
-def _soften_map(records: Sequence[Array]) -> Array:
+def _map_distances(records: Sequence[Array]) -> Array:
     return np.array([record[7].sum() / record[4].sum() for record in records])
 
 
@@ -260,7 +260,7 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
 
 
-def _soften_labels(records: Sequence[Array]) -> Array:
+def _label_distances(records: Sequence[Array]) -> Array:
     return np.array([changed / count for changed, count in records])
 
 
@@ -308,7 +308,7 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     return Loss(estimate=float(score(pairs.sum(axis=0))), interval=bootstrap(pairs, score))
 
 
-def _soften_image(records: Sequence[Array]) -> Array:
+def _image_distances(records: Sequence[Array]) -> Array:
     return np.array([record[0] for record in records])
 
 
@@ -364,7 +364,7 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     return Loss(estimate=estimate, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
 
 
-def _soften_values(records: Sequence[Array]) -> Array:
+def _value_distances(records: Sequence[Array]) -> Array:
     table = np.stack(records)
     return np.asarray(table[:, 2].sum(axis=1) / max(float(table[:, 1].sum(axis=1).mean()), 1e-30))
 
@@ -393,7 +393,7 @@ def _judge_vectors(records: Sequence[Array]) -> Loss:
     return Loss(estimate=share, interval=wilson_interval(changed, len(cosines)), agreement=1 - share)
 
 
-def _soften_vectors(records: Sequence[Array]) -> Array:
+def _vector_distances(records: Sequence[Array]) -> Array:
     """Returns how far each sample's choice of its nearest neighbour moved.
 
     The choice is a decision between the other samples, and cosines are its logits. They have no scale of their own: it
@@ -418,15 +418,17 @@ def _compare_all(vectors: Array) -> Array:
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
 _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, Measure] = {
-    "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _soften_last),
-    "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _soften_map),
-    "sequence": Measure("whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_sequences, _soften_steps),
-    "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _soften_labels),
-    "values": Measure("spread of the values (R2)", _DIFFERENCES, record_values, _judge_values, _soften_values),
-    "embedding": Measure(
-        "nearest neighbours (recall@1)", _NEIGHBOURS, _record_vectors, _judge_vectors, _soften_vectors
+    "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _last_distances),
+    "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _map_distances),
+    "sequence": Measure(
+        "whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_sequences, _step_distances
     ),
-    "image": Measure("PSNR of images", _DIFFERENCES, _record_image, _judge_image, _soften_image),
+    "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _label_distances),
+    "values": Measure("spread of the values (R2)", _DIFFERENCES, record_values, _judge_values, _value_distances),
+    "embedding": Measure(
+        "nearest neighbours (recall@1)", _NEIGHBOURS, _record_vectors, _judge_vectors, _vector_distances
+    ),
+    "image": Measure("PSNR of images", _DIFFERENCES, _record_image, _judge_image, _image_distances),
 }
 
 

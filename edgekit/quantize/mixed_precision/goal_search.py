@@ -102,7 +102,7 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
     was chosen by 16 samples, before tensors left 8 bits.
 
     Of two plans the better is the one that meets the goal. If both do, or neither, it is the one that moves the
-    decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.soften`), to which every
+    decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.distances`), to which every
     sample contributes. The few decisions that changed would tell less, and the ratio to the signal counts errors of
     logits that decide nothing.
     """

@@ -148,11 +148,11 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     trials = _try_plans(search, goal, first, state)
     if not trials:
         return first, None
-    searched = _settle(search, goal, trials)
+    searched = _choose_measured(search, goal, trials)
     return searched.chosen.plan, searched
 
 
-def _settle(search: Search, goal: Goal, trials: Sequence[Trial]) -> Searched:
+def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial]) -> Searched:
     """Returns the result of a search, whose chosen trial is measured over all samples.
 
     Those that were measured over a part are then compared with it, until they are clearly worse.
@@ -238,7 +238,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     """Returns the trials, by rising number of tensors out of 8 bits.
 
     Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow where one is to
-    be chosen (`_settle`).
+    be chosen (`_choose_measured`).
 
     1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
        in the plain mode, if outputs are plain values that hardly differ.
@@ -330,7 +330,7 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        searched = _settle(self._search, self._goal, self.in_order)
+        searched = _choose_measured(self._search, self._goal, self.in_order)
         self.trials = dict(zip(sorted(self.trials), searched.trials, strict=True))
         return next(count for count, trial in self.trials.items() if trial is searched.chosen)
 
