@@ -150,10 +150,6 @@ def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
     assert raw.read_bytes() == before
 
 
-def test_the_canonical_form_has_a_version() -> None:
-    assert canonical.CANONICAL_VERSION == 1
-
-
 def test_x64_files_with_blocked_layouts_are_canonical_too(tmp_path: Path) -> None:
     model = make_branches(tmp_path / "m.onnx")
     options = OrtOptions(style="full", cpu="x64")

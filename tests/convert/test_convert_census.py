@@ -47,14 +47,6 @@ def test_the_census_is_what_runs(tmp_path: Path, options: OrtOptions, between: s
     assert counted == ran
 
 
-@pytest.mark.parametrize("style", ["full", "runtime"])
-def test_int8_that_cannot_stick_is_found(tmp_path: Path, style: Any) -> None:
-    model = make_qdq(tmp_path / "m.onnx", activation="int8", weight="uint8")
-    write_form(model, tmp_path / "m.ort", OrtOptions(style=style, cpu="arm"))
-    graph = read_graph(tmp_path / "m.ort")
-    assert [node.name for node in find_unfused(replay_saved(graph), graph.outputs)] == ["conv1", "conv2"]
-
-
 def test_int8_that_did_not_stick_is_an_error_with_names(tmp_path: Path) -> None:
     model = make_qdq(tmp_path / "m.onnx", activation="int8", weight="uint8")
     with pytest.raises(ModelError, match=r"2 nodes of 'model.runtime.ort' .* 'conv1' \(Conv\), 'conv2' \(Conv\)"):

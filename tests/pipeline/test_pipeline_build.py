@@ -96,25 +96,6 @@ def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: P
     assert counts == [{32}, {LEAST_SAMPLES}]
 
 
-@pytest.mark.long
-def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:
-    """A sigmoid has a scale of its own on one of the two: what was judged for that is of no use to the other."""
-    rng = np.random.default_rng(7)
-    path = parse_model(
-        "g (float[1,3,8,8] x) => (float[1,40] y) { c = Conv(x, u, v)"
-        " s = Sigmoid(c)  m = Mul(c, s)  p = GlobalAveragePool(m)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }",
-        tmp_path / "gated.onnx",
-    )
-    add_weights(path, rng, u=(8, 3, 3, 3), v=(8,), w=(40, 8))
-    np.savez(tmp_path / "x.npz", x=np.random.default_rng(1).normal(size=(32, 1, 3, 8, 8)).astype(np.float32))
-    data, digests = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz")), set[str]()
-    # That of the simulator is built first, whatever the order they are named in.
-    for targets in (("nnapi",), ("nnapi", "qnn")):
-        report = build(path, data, tmp_path / "-".join(targets), Recipe(targets=targets), verify=False)
-        digests |= {bundle.sha256 for bundle in report.bundles if bundle.target == "nnapi"}
-    assert len(digests) == 1
-
-
 def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.full_like(np.load(LABELS), -1))
     data = msgspec.structs.replace(DEMO_DATA, labels=tmp_path / "labels.npy")
@@ -203,14 +184,6 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same
     assert json.loads(run.stdout) == written
     files = [dict(bundle.files) for bundle in demo.bundles]
     assert [bundle["files"] for bundle in written["bundles"]] == files
-
-
-@pytest.mark.long
-def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:
-    strict = {"min_cosine": 0.999999, "min_sqnr_db": 90.0}
-    report = build(*small, tmp_path / "out", Recipe(targets=(nnapi,), thresholds={"nnapi": strict}))
-    assert not report.passed
-    assert "SQNR" in str(report.bundles[0].verify.runs[0].failures)  # type: ignore[union-attr]
 
 
 def test_without_verification_data_some_samples_are_kept_back(tmp_path: Path) -> None:

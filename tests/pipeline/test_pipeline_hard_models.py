@@ -44,15 +44,6 @@ def test_it_is_refused_in_one_line(name: str, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "q.onnx").exists()
 
 
-def test_a_quantized_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantize(TAKEN["opset 7"], tmp_path) == 0
-    again = Hard(proto=onnx.load(str(tmp_path / "q.onnx")), data=TAKEN["opset 7"].data)
-    capsys.readouterr()
-    (tmp_path / "q.onnx").unlink()
-    assert quantize(again, tmp_path) == 2
-    assert "is quantized already" in capsys.readouterr().err
-
-
 def test_the_same_rows_in_batches_give_the_same_bytes(tmp_path: Path) -> None:
     hard = TAKEN["opset 7"]
     rows = np.concatenate(list(hard.data["x"]))

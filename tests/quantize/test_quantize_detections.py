@@ -375,29 +375,6 @@ def test_a_detector_is_judged_by_its_detections_unless_it_is_stated_otherwise(tm
     assert predict_drop(same, near, samples, stated).measure == "spread of the values (R2)"  # type: ignore[arg-type]
 
 
-def test_numbers_beside_boxes_count_where_an_object_is() -> None:
-    outputs = make_outputs("offsets")
-    head = read(find_head(outputs, (SIDE, SIDE)))
-    (points,) = head.beside
-    assert (points.outputs, points.start, points.stop) == (("b",), 4, 10)
-    detections, beside = read_head(head, {name: value.shape for name, value in outputs[0].items()})
-
-    def lose(where: str) -> float:
-        records = list[Array]()
-        for seed, row in enumerate(outputs):
-            rng = np.random.default_rng(seed)
-            numbers = np.where(np.arange(10) >= 4, rng.normal(0, 5, (1, 80, 10)), row["b"]).astype(np.float32)
-            there = (row["s"] > 0) == (where == "objects")
-            moved = numbers + there * (np.arange(10) >= 4) * rng.normal(0, 2, numbers.shape)
-            expected, found = ({"s": row["s"], "b": each.astype(np.float32)} for each in (numbers, moved))
-            records.append(beside.record(expected, found))
-            assert detections.record(expected, found)[:, 4].max() < 1e-6
-        return beside.judge(records).estimate
-
-    assert lose("objects") > 0.1
-    assert lose("background") < 0.01
-
-
 def code_masks(boxes: Array, chances: Array) -> Tensors:
     """Four maps are the quarters of the image: an object's mask is the quarter in which its middle lies, and others."""
     quarters = np.zeros((1, 4, 16, 16), np.float32)

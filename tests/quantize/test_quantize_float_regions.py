@@ -15,13 +15,6 @@ FRONT = """g (float[1,64] x) => (float[1,4] y)
 SHAPES: dict[str, tuple[int, ...]] = {"dft": (64, 32), "w1": (32, 16), "w2": (16, 4)}
 
 
-def test_spectral_front_end_stays_float_up_to_its_log(tmp_path: Path) -> None:
-    graph = read_float_graph(make_model(FRONT, tmp_path / "m.onnx", SHAPES))
-    ops = {node.op_type for node in graph.nodes if node.name in find_float_regions(graph)}
-    assert ops == {"MatMul", "Mul", "Add", "Log"}
-    assert sum(node.op_type == "MatMul" and node.name in find_float_regions(graph) for node in graph.nodes) == 1
-
-
 def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_path: Path) -> None:
     text = """g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
       re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
@@ -43,7 +36,7 @@ def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
     rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-3, 1)).astype(np.float32)} for _ in range(40)]
     quantized = quantize(model, tmp_path, "nnapi", make_samples(rows))
     assert op_types(quantized.model)[0] == "MatMul"
-    assert {node.op for node in quantized.float_nodes} == {"MatMul", "Mul", "Add", "Log"}
+    assert [node.op for node in quantized.float_nodes] == ["MatMul", "Mul", "Add", "Log"]
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.model.path, SessionSettings())
     errors = [np.abs(one.run(row)["y"] - two.run(row)["y"]).max() for row in rows]
     assert max(errors) < 1

@@ -33,13 +33,6 @@ def test_centers_lie_near_the_values(values: np.ndarray) -> None:
     assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
 
 
-def test_zeros_have_a_bin_of_their_own() -> None:
-    collector = HistogramCollector()
-    collector.add(np.array([[0, 0, 0, 1, -1]], np.float32))
-    frozen = collector.freeze()
-    assert frozen.counts[frozen.centers == 0].tolist() == [3]
-
-
 def test_bins_double_when_a_value_falls_outside() -> None:
     collector = HistogramCollector()
     collector.add(np.array([[0.75, -0.25, 0.0, 0.7501]], np.float32))

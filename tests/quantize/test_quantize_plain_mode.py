@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
-from collapsing_models import DETECTOR, SEGMENTATION, SEPARABLE, draw_samples, make_collapsing
 from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit.data.samples import Samples
@@ -154,31 +152,6 @@ def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(
     assert whole == ["relieve 8"]
     assert searched.chosen.step == "relieve 8"
     assert [trial.is_whole for trial in searched.trials] == [False, False, True]
-
-
-def with_one_scale(name: str) -> Target:
-    target = load_target(name)
-    rules = msgspec.structs.replace(target.quantization, per_channel_ops=())
-    return msgspec.structs.replace(target, quantization=rules)
-
-
-# The worst tensor makes 93 % of the noise, the worst three 98 %.
-@pytest.mark.parametrize(
-    ("drops", "tried"),
-    [
-        ({"all": 0.02, "relieve 1": 0.004}, ["all", "relieve 1"]),
-        ({"all": 0.3, "relieve 3": 0.004}, ["all", "relieve 3"]),
-    ],
-    ids=["one may be enough", "one cannot be enough"],
-)
-def test_only_what_may_be_enough_is_tried(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], tried: list[str]
-) -> None:
-    steps = list[str]()
-    search = begin_search(collapsing, told(drops.get, steps=steps), tmp_path, with_one_scale("qnn"))
-    _, searched = run_search(search)
-    assert steps[: len(tried)] == tried
-    assert searched.chosen.step == tried[-1]
 
 
 @pytest.fixture(scope="module")
@@ -414,30 +387,11 @@ def draw_classifier(folder: Path) -> tuple[Model, Samples]:
     return model, random_samples(model, count=24)
 
 
-def draw_family(text: str, folder: Path) -> tuple[Model, Samples]:
-    """A net that stock quantization ruins."""
-    model = make_collapsing(text, folder)
-    return model, draw_samples(model, 24, 1)
+DRAWN = {"reader": draw_reader, "encoder": draw_encoder, "classifier": draw_classifier}
 
 
-DRAWN: dict[str, Callable[[Path], tuple[Model, Samples]]] = {
-    "separable": partial(draw_family, SEPARABLE),
-    "segmentation": partial(draw_family, SEGMENTATION),
-    "detector": partial(draw_family, DETECTOR),
-    "reader": draw_reader,
-    "encoder": draw_encoder,
-    "classifier": draw_classifier,
-}
-
-
-# test_quantize_families.py holds the plans of the first three to a higher limit.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in {"separable", "segmentation", "detector"}))
-        for name in DRAWN
-    ],
-)
+# test_quantize_families.py holds the plans of nets that stock quantization ruins to a higher limit.
+@pytest.mark.parametrize("name", DRAWN)
 def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(name: str, tmp_path: Path) -> None:
     model, samples = DRAWN[name](tmp_path)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")

@@ -16,26 +16,6 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 
-def test_plan_survives_json(net: Model, calibration: Calibration) -> None:
-    plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=QuantPlan) == plan
-
-
-def test_targets_differ_as_their_files_say(net: Model, calibration: Calibration) -> None:
-    plans = {
-        name: plan_quantization(net, calibration, load_target(name), "int8") for name in ("nnapi", "qnn", "xnnpack")
-    }
-    assert {name: plan.activation for name, plan in plans.items()} == {
-        "nnapi": "uint8",
-        "qnn": "uint8",
-        "xnnpack": "int8",
-    }
-    assert plans["nnapi"].axes == {"w1": 0, "w2": 0, "w3": 0}
-    assert plans["nnapi"].grids["y"].zero_point == 0
-    assert [node.op for node in plans["xnnpack"].float_nodes] == ["Softmax"]
-    assert plan_quantization(net, calibration, load_target("qnn"), "int16").activation == "uint16"
-
-
 def test_float_precision_is_refused(net: Model, calibration: Calibration) -> None:
     with pytest.raises(UsageError, match="'fp16' is no integer precision"):
         plan_quantization(net, calibration, load_target("qnn"), "fp16")

@@ -52,16 +52,6 @@ def test_a_model_and_itself_differ_in_nothing(samples: Samples, tmp_path: Path) 
     assert found.meets(0)
 
 
-def test_a_model_that_favours_one_class_is_expected_to_lose(samples: Samples, tmp_path: Path) -> None:
-    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
-    found = predict_drop(good, bad, samples)
-    assert found.top1_agreement is not None
-    assert found.drop_estimate is not None
-    assert found.top1_agreement < 0.5
-    assert found.drop_estimate > 0.3
-    assert not found.meets(0.005)
-
-
 def test_samples_are_read_once_more_and_the_float_model_never_runs_again(samples: Samples, tmp_path: Path) -> None:
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
     reads: list[int] = []
@@ -298,14 +288,6 @@ def test_one_score_for_each_of_many_boxes_is_no_choice_between_them(tail: str, m
     found = predict_pair(tmp_path, text, ("0.0", "2.0"), rows)
     assert found.measure == measure
     assert not found.meets(0.005)
-
-
-def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: Path) -> None:
-    head, flow = (drop_of(tmp_path, shape, "Identity", 0.1, 0.01) for shape in ("float[1,20,10]", "float[1,20,4]"))
-    assert flow.drop_estimate is not None
-    assert head.drop_estimate == pytest.approx(0.5 * flow.drop_estimate, rel=0.1)
-    assert head.drop_interval is not None
-    assert head.drop_interval[1] >= 0.75 * flow.drop_estimate > 1e-4
 
 
 def test_lost_scores_are_seen_beside_boxes_in_pixels(tmp_path: Path) -> None:
