@@ -1,6 +1,5 @@
 """Requests that come at random, in batches that wait for more or until they are full."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixture_types import Answer, Refused
 from other_machine.board import ssh_board
 from tiny_models import parse_model
 
 from edgekit.bench.blocks import Effort, run_queue
 from edgekit.bench.subject import Opening, open_subject
-from edgekit.cli.main import run_command
 from edgekit.devices.device import Queue
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import describe_job
@@ -94,11 +93,10 @@ def test_more_at_once_serve_what_one_by_one_cannot(machine: Machine) -> None:
     assert max(sizes) > 1
 
 
-def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serves_a_queue(tmp_path: Path, answer: Answer, refused: Refused) -> None:
     model = parse_model(RELU, tmp_path / "m.onnx")
     bench = ["bench", str(model), "--runs", "50", "-q", "--queue", "2000:2", "--batch", "1,4"]
-    assert run_command([*bench, "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    runs = answer(bench)["runs"]
     assert [(run["batch"], run["queue"]) for run in runs] == [
         (1, "2000/s, 2 ms"),
         (4, "2000/s, 2 ms"),
@@ -111,11 +109,9 @@ def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--queue", "9:x"], "is no rate"),
         (["--queue", "9", "--concurrency", "2"], "two ways to load"),
     ):
-        assert run_command(["bench", str(model), *wrong]) == 2
-        assert words in capsys.readouterr().err
+        assert words in refused("bench", str(model), *wrong)
     fixed = parse_model(RELU.replace("n,4", "1,4"), tmp_path / "f.onnx")
-    assert run_command(["bench", str(fixed), "--queue", "9"]) == 2
-    assert "no input has a dynamic first axis" in capsys.readouterr().err
+    assert "no input has a dynamic first axis" in refused("bench", str(fixed), "--queue", "9")
 
 
 def test_only_the_runner_in_python_serves_a_queue(tmp_path: Path) -> None:

@@ -252,13 +252,6 @@ def test_times_that_cannot_be_are_no_comparison(tmp_path: Path) -> None:
     assert not report.succeeded
 
 
-def test_data_gives_the_sample(tmp_path: Path) -> None:
-    np.savez(tmp_path / "d.npz", t0=np.ones((2, 8, 8), np.float32))
-    opening = Opening(data=str(tmp_path / "d.npz"))
-    (sample,) = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, opening).job_for(Phone()).samples
-    np.testing.assert_array_equal(sample["t0"], np.ones((8, 8)))
-
-
 class Echo(Phone, frozen=True, kw_only=True):
     """Keeps the shapes of the samples that it got in a list."""
 

@@ -1,9 +1,12 @@
 """Tiny models, their samples, and a bundle of them."""
 
 import functools
+import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +17,7 @@ from tiny_models import save_net
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden
-from edgekit.bundle.manifest import Ancestry, MachineClass, SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.manifest import Ancestry, MachineClass, SessionSetting, TunedSession, TuningEvidence, encode_json
 from edgekit.bundle.sign import TestResult
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
@@ -82,6 +85,14 @@ def make_detector_bundle(folder: Path, target: str = "nnapi") -> Bundle:
     )
     bundle = write_bundle(contents, folder / f"detector-{target}")
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Changes what a file says in JSON, and spells it as edgekit does."""
+    said = json.loads(path.read_bytes())
+    change(said)
+    path.write_bytes(encode_json(said))
+    return path
 
 
 def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:

@@ -211,14 +211,19 @@ def record_elsewhere(bundle: Bundle, change: Callable[[np.ndarray], np.ndarray])
 
 
 @pytest.fixture
+def elsewhere(tmp_path: Path) -> Bundle:
+    (tmp_path / "there").mkdir()
+    return make_bundle(tmp_path / "there")
+
+
+@pytest.fixture
 def contents(tmp_path: Path) -> Contents:
     (tmp_path / "here").mkdir()
     return make_contents(tmp_path / "here")
 
 
-def test_a_build_elsewhere_is_repeated_to_the_byte(tmp_path: Path, contents: Contents) -> None:
-    (tmp_path / "there").mkdir()
-    there = record_elsewhere(make_bundle(tmp_path / "there"), lambda value: value * np.float32(1 + 1e-6))
+def test_a_build_elsewhere_is_repeated_to_the_byte(tmp_path: Path, contents: Contents, elsewhere: Bundle) -> None:
+    there = record_elsewhere(elsewhere, lambda value: value * np.float32(1 + 1e-6))
     assert write_bundle(contents, tmp_path / "plain").sha256 != there.sha256
     recorded = open_recorded(tmp_path / "there", "tiny", ["nnapi", "qnn"])
     assert list(recorded) == ["nnapi"]
@@ -227,25 +232,20 @@ def test_a_build_elsewhere_is_repeated_to_the_byte(tmp_path: Path, contents: Con
     assert again.sha256 == there.sha256
 
 
-def test_what_this_model_does_not_give_is_refused(tmp_path: Path, contents: Contents) -> None:
-    (tmp_path / "there").mkdir()
-    bundle = make_bundle(tmp_path / "there")
+def test_what_this_model_does_not_give_is_refused(contents: Contents, elsewhere: Bundle) -> None:
     for change in (lambda value: value * np.float32(1.1), lambda value: value * np.float32("nan")):
-        wrong = record_elsewhere(bundle, change)
+        wrong = record_elsewhere(elsewhere, change)
         with pytest.raises(UsageError, match="is not what the model gives here"):
             adopt_reference(contents.golden, Recorded(folder=wrong.folder, manifest=wrong.manifest))
 
 
-def test_other_samples_and_other_builds_are_refused(tmp_path: Path, contents: Contents) -> None:
-    (tmp_path / "there").mkdir()
-    bundle = make_bundle(tmp_path / "there")
-    entry = msgspec.structs.replace(bundle.manifest.files["golden/inputs.npz"], sha256="0" * 64)
-    files = {**bundle.manifest.files, "golden/inputs.npz": entry}
+def test_other_samples_and_other_builds_are_refused(tmp_path: Path, contents: Contents, elsewhere: Bundle) -> None:
+    entry = msgspec.structs.replace(elsewhere.manifest.files["golden/inputs.npz"], sha256="0" * 64)
+    manifest = msgspec.structs.replace(
+        elsewhere.manifest, files={**elsewhere.manifest.files, "golden/inputs.npz": entry}
+    )
     with pytest.raises(UsageError, match="other golden samples"):
-        adopt_reference(
-            contents.golden,
-            Recorded(folder=bundle.folder, manifest=msgspec.structs.replace(bundle.manifest, files=files)),
-        )
+        adopt_reference(contents.golden, Recorded(folder=elsewhere.folder, manifest=manifest))
     with pytest.raises(UsageError, match=r"holds no bundle .* tiny-nnapi or tiny-cpu"):
         open_recorded(tmp_path, "tiny", ["nnapi", "cpu"])
 

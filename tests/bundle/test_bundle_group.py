@@ -1,7 +1,6 @@
 """Groups of models: the wiring is settled and judged, the pipeline does what an app would, the folder is checked."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from bundle_models import edit_json
+from fixture_types import MakeOnce
 from group_models import make_digits, make_talk, run_program, talk_on
 from tiny_models import parse_model
 
@@ -27,7 +28,6 @@ from edgekit.bundle.group.wiring import (
     resolve_wiring,
     run_pipeline,
 )
-from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
@@ -211,9 +211,6 @@ def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> Grou
     return report
 
 
-MakeOnce = Callable[[str, Callable[[Path], object]], Path]
-
-
 @pytest.fixture(scope="module")
 def talk(make_once: MakeOnce) -> Path:
     return make_once("talk", lambda folder: build_into(folder, make_talk, data="talk.npz")) / "out" / "talk-cpu"
@@ -287,12 +284,6 @@ def test_weights_beside_a_model_are_shared_too_and_texts_that_do_not_fit_are_tol
     assert "more" in [output.name for output in session.get_outputs()]
 
 
-def spoil(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    raw = json.loads((folder / GROUP).read_bytes())
-    change(raw)
-    (folder / GROUP).write_bytes(encode_json(raw))
-
-
 def stage(raw: dict[str, Any], place: int) -> dict[str, Any]:
     found: dict[str, Any] = raw["wiring"]["stages"][place]
     return found
@@ -317,7 +308,7 @@ def stage(raw: dict[str, Any], place: int) -> dict[str, Any]:
     ],
 )
 def test_an_altered_group_is_refused(copied: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
-    spoil(copied, change)
+    edit_json(copied / GROUP, change)
     with pytest.raises(BundleError, match=said):
         open_group(copied)
 

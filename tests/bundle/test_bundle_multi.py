@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from bundle_models import PASSED, make_contents
+from bundle_models import PASSED, edit_json, make_contents
 
 from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
@@ -100,12 +100,7 @@ def test_one_signature_covers_every_variant(folder: Path, tmp_path: Path) -> Non
 
 
 def _edit_index(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        raw = json.loads((folder / "index.json").read_bytes())
-        edit(raw)
-        (folder / "index.json").write_bytes(encode_json(raw))
-
-    return change
+    return lambda folder: edit_json(folder / "index.json", edit)
 
 
 def _change_index(**fields: object) -> Callable[[Path], object]:

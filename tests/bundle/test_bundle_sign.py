@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_models import PASSED, make_bundle
+from bundle_models import PASSED, edit_json, make_bundle
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
@@ -118,9 +118,7 @@ def test_every_file_but_the_evidence_is_covered(signed: Path, public: Path) -> N
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    raw = read_envelope(folder)
-    change(raw)
-    (folder / "signature.json").write_bytes(encode_json(raw))
+    edit_json(folder / "signature.json", change)
 
 
 def _resign(folder: Path, change: Callable[[dict[str, Any]], object], key: Path, *, spelt: bool = True) -> None:
@@ -141,6 +139,13 @@ def set_signature(**changed: str) -> Callable[[Path], None]:
     return lambda folder: _rewrite(folder, lambda envelope: envelope["signatures"][0].update(changed))
 
 
+def put_signature(data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "signature.json").write_bytes(data)
+
+
+EARLIER = encode_json({"algorithm": "ed25519", "key": "0", "schema_version": 1, "signature": ""})
+
+
 DAMAGES = [
     pytest.param(lambda b: (b / "signature.json").unlink(), "is not signed", id="unsigned"),
     pytest.param(set_signature(keyid="0" * 64), "signed with another key", id="other key"),
@@ -155,16 +160,10 @@ DAMAGES = [
         lambda b: _rewrite(b, lambda e: e.update(signatures=e["signatures"] * 2)), "malformed", id="two signatures"
     ),
     pytest.param(lambda b: _rewrite(b, lambda e: e.update(more="")), "malformed", id="unknown key"),
-    pytest.param(
-        lambda b: (b / "signature.json").write_bytes(
-            encode_json({"algorithm": "ed25519", "key": "0", "schema_version": 1, "signature": ""})
-        ),
-        "form of an earlier edgekit",
-        id="earlier form",
-    ),
-    pytest.param(lambda b: (b / "signature.json").write_bytes(b"{" * (1 << 24) + b"{"), "larger than", id="large"),
-    pytest.param(lambda b: (b / "signature.json").write_bytes(b"[" * 9_000), "malformed", id="deep"),
-    pytest.param(lambda b: (b / "signature.json").write_bytes(b"\xff"), "malformed", id="no text"),
+    pytest.param(put_signature(EARLIER), "form of an earlier edgekit", id="earlier form"),
+    pytest.param(put_signature(b"{" * (1 << 24) + b"{"), "larger than", id="large"),
+    pytest.param(put_signature(b"[" * 9_000), "malformed", id="deep"),
+    pytest.param(put_signature(b"\xff"), "malformed", id="no text"),
     pytest.param(
         lambda b: (b / "signature.json").write_bytes(b" " + (b / "signature.json").read_bytes()), "altered", id="spaces"
     ),

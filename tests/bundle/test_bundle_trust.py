@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import onnx
 import pytest
-from bundle_models import make_bundle, make_contents
+from bundle_models import edit_json, make_bundle, make_contents
 
 from edgekit._files import digest_bytes, digest_file
 from edgekit.bundle.folder import open_bundle, read_target, write_bundle
-from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.cli.main import run_command
 from edgekit.devices.register import DeviceChoice
@@ -25,14 +24,10 @@ Change = Callable[[dict[str, Any]], None]
 
 def forge(folder: Path, manifest: Change, target: Change | None = None) -> Path:
     """Rewrites a bundle as an adversary would: the digests of what was changed are right again."""
-    told = json.loads((folder / "target.json").read_bytes())
-    (target or (lambda _: None))(told)
-    (folder / "target.json").write_bytes(encode_json(told))
-    said = json.loads((folder / "manifest.json").read_bytes())
-    manifest(said)
-    file = folder / "target.json"
-    said["files"]["target.json"] = {"sha256": digest_file(file), "size_bytes": file.stat().st_size}
-    (folder / "manifest.json").write_bytes(encode_json(said))
+    file = edit_json(folder / "target.json", target or (lambda _: None))
+    entry = {"sha256": digest_file(file), "size_bytes": file.stat().st_size}
+    edit_json(folder / "manifest.json", manifest)
+    edit_json(folder / "manifest.json", lambda said: said["files"].update({"target.json": entry}))
     return folder
 
 
@@ -172,9 +167,7 @@ def test_versions_that_go_into_build_files_are_versions(tmp_path: Path, version:
 )
 def test_an_index_says_what_its_manifests_say(tmp_path: Path, key: str, value: object) -> None:
     joined = join_bundles([make_bundle(tmp_path)], tmp_path / "joined").folder
-    index = json.loads((joined / "index.json").read_bytes())
-    index["variants"][0][key] = value
-    (joined / "index.json").write_bytes(encode_json(index))
+    edit_json(joined / "index.json", lambda index: index["variants"][0].update({key: value}))
     with pytest.raises(BundleError, match="contradicts"):
         open_index(joined)
 
@@ -210,9 +203,7 @@ def test_what_stands_behind_the_provider_is_held_to_the_same(
 
 def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = make_bundle(tmp_path, target="nnapi").folder
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    manifest["inputs"][0]["shape"] = None
-    (folder / "manifest.json").write_bytes(encode_json(manifest))
+    edit_json(folder / "manifest.json", lambda said: said["inputs"][0].update(shape=None))
     for kind in ("aar", "swiftpm", "react-native", "ort-package", "tar"):
         refused("package", str(folder), "--as", kind, "--allow-failed", "--out", "out")
 
@@ -227,10 +218,9 @@ def test_a_model_that_names_a_file_outside_the_bundle(refused: Callable[..., str
     proto.graph.node.append(context)
     proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     onnx.save(proto, str(folder / "tiny.onnx"))
-    manifest = json.loads((folder / "manifest.json").read_bytes())
     data = (folder / "tiny.onnx").read_bytes()
-    manifest["files"]["tiny.onnx"] = {"sha256": digest_bytes(data), "size_bytes": len(data)}
-    (folder / "manifest.json").write_bytes(encode_json(manifest))
+    entry = {"sha256": digest_bytes(data), "size_bytes": len(data)}
+    edit_json(folder / "manifest.json", lambda said: said["files"].update({"tiny.onnx": entry}))
     for command in (["verify", "--files-only"], ["verify", "--on", "host"], ["bench"]):
         assert "'../secret' outside its folder" in refused(command[0], str(folder), *command[1:])
 

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode
 from edgekit.data.samples import list_samples
@@ -36,6 +37,16 @@ class Stub(Device, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         raise NotImplementedError
+
+
+class Watched(WrappedDevice, frozen=True, kw_only=True):
+    """A real device, and the jobs that it was given."""
+
+    jobs: list[Job] = msgspec.field(default_factory=list)
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        self.jobs.append(job)
+        return self.device.run_job(job, work)
 
 
 class Altering(WrappedDevice, frozen=True, kw_only=True):
@@ -125,6 +136,21 @@ def make_job(
 def noise_samples(count: int = 3) -> list[Tensors]:
     rng = np.random.default_rng(3)
     return [{"x": rng.normal(0, 1, SHAPE).astype(np.float32)} for _ in range(count)]
+
+
+def run_in(device: Device, job: Job, folder: Path) -> DeviceRun:
+    """Runs a job in a new folder."""
+    folder.mkdir()
+    return device.run_job(job, folder)
+
+
+def hold_outputs(run: DeviceRun, job: Job, atol: float) -> None:
+    """Holds a run to what ONNX Runtime's CPU provider computes without optimizations."""
+    assert run.failure is None
+    session = CpuSession(job.model, SessionSettings(level=Level.DISABLED))
+    for sample, got in zip(job.samples, run.outputs, strict=True):
+        for name, value in session.run(sample).items():
+            np.testing.assert_allclose(got[name], value, atol=atol, rtol=0)
 
 
 def present(name: str, target: Target | str = "cpu") -> Device:

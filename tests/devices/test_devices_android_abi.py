@@ -4,12 +4,13 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from fixture_types import MakeOnce
 from other_machine.keeper import require
 
 from edgekit.devices.android.android import find_emulator
@@ -68,7 +69,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
             )  # fmt: skip
 
 
-def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Path], name: str = "gcc") -> Built:
+def build_checks(abi: str, make_once: MakeOnce, name: str = "gcc") -> Built:
     emulator = find_emulator(abi)
     if emulator is None:
         require("qemu-aarch64-static", "qemu-user-static")
@@ -104,18 +105,18 @@ _ZIG = pytest.param(("arm64-v8a", "zig"), marks=pytest.mark.long)  # zig compile
 
 
 @pytest.fixture(scope="session", params=[("arm64-v8a", "gcc"), _ZIG, ("x86_64", "gcc")], ids="-".join)
-def built(request: pytest.FixtureRequest, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+def built(request: pytest.FixtureRequest, make_once: MakeOnce) -> Built:
     abi, name = request.param
     return build_checks(abi, make_once, name)
 
 
 @pytest.fixture(scope="session")
-def built_for_x86(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+def built_for_x86(make_once: MakeOnce) -> Built:
     return build_checks("x86_64", make_once)
 
 
 @pytest.fixture(scope="session")
-def built_for_arm(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+def built_for_arm(make_once: MakeOnce) -> Built:
     return build_checks("arm64-v8a", make_once)
 
 
@@ -151,9 +152,7 @@ def fails_without(name: str, built: Built, work: Path) -> bool:
 
 
 @pytest.mark.parametrize("compiler", ["gcc", pytest.param("zig", marks=pytest.mark.long)])
-def test_a_stack_guard_has_its_place_on_arm(
-    compiler: str, make_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
-) -> None:
+def test_a_stack_guard_has_its_place_on_arm(compiler: str, make_once: MakeOnce, tmp_path: Path) -> None:
     """Code for Android reads it 40 bytes behind the thread pointer, where no thread variable may lie."""
     built = build_checks("arm64-v8a", make_once, compiler)
     (tmp_path / "device").mkdir()

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, make_job, present, qdq_conv, text_model
+from devices_models import Stub, hold_outputs, make_job, noise_samples, present, qdq_conv, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.android.android import NNAPI, Android
@@ -171,13 +171,8 @@ def test_nnapi_took_what_was_computed(computed: tuple[DeviceRun, list[Tensors], 
 @pytest.mark.parametrize("api", ["29", "30", "31"])
 def test_a_quantized_convolution_lies_on_its_grid(api: str, tmp_path: Path, work: Path) -> None:
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
-    rng = np.random.default_rng(7)
-    rows = [{"x": rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32)} for _ in range(3)]
-    run = run_on_nnapi(path, rows, work, api=api)
-    assert run.failure is None
-    session = CpuSession(path, SessionSettings(level=Level.DISABLED))
-    for row, got in zip(rows, run.outputs, strict=True):
-        assert np.abs(session.run(row)["y"] - got["y"]).max() <= 1 / 16 + 1e-6
+    run = run_on_nnapi(path, noise_samples(), work, api=api)
+    hold_outputs(run, make_job(path, "nnapi"), 1 / 16 + 1e-6)
 
 
 def tensor(kind: OperandType, *shape: int, size: int = -1, scale: float = 0.0, zero: int = 0) -> Operand:
@@ -456,6 +451,4 @@ def test_a_net_lies_within_a_step_of_onnx_runtime_s_own(tmp_path: Path, work: Pa
     run = run_on_nnapi(path, rows, work)
     assert run.failure is None
     assert {node.provider for node in run.placement if node.op in {"Conv", "Add", "Gemm"}} == {NNAPI}
-    session = CpuSession(path, SessionSettings(level=Level.DISABLED))
-    for row, got in zip(rows, run.outputs, strict=True):
-        assert np.abs(session.run(row)["y"] - got["y"]).max() <= 0.5 + 1e-6
+    hold_outputs(run, make_job(path, "nnapi", rows), 0.5 + 1e-6)

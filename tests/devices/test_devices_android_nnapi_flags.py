@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, present, qdq_conv, text_model
+from devices_models import float_conv, make_job, present, qdq_conv, run_in, text_model
 from test_devices_android_nnapi import FLOAT_OPERATIONS, compute, float_model, load, network_of, run_on_nnapi, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -128,10 +128,8 @@ def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) ->
         for cpu in ("on", "off"):
             job = make_job(path, "nnapi")
             target = load_target("nnapi", {"api_level": "31", "layout": layout, "cpu": cpu})
-            folder = work / f"{layout}{cpu}"
-            folder.mkdir()
             device = Android(cpu=X86_64, driver=Driver(refused=("TRANSPOSE",)))
-            found[layout + cpu] = device.run_job(msgspec.structs.replace(job, target=target), folder)
+            found[layout + cpu] = run_in(device, msgspec.structs.replace(job, target=target), work / f"{layout}{cpu}")
     assert [key for key, run in found.items() if run.failure] == ["NHWCoff"]
     assert any("2 TRANSPOSE" in note for note in found["NHWCon"].notes)
     assert not any("TRANSPOSE" in note for note in found["NCHWon"].notes)

@@ -18,13 +18,11 @@ from onnx import helper
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.exchange import (
-    MAX_TRACE_BYTES,
     RunnerResult,
     decode_run,
     encode_tensors,
     read_tensors,
     receive_tensors,
-    receive_trace,
     tensors_name,
 )
 from edgekit.devices.process.run import judge_run, printable
@@ -206,13 +204,6 @@ def test_hostile_strings_are_refused(tmp_path: Path, payload: bytes) -> None:
     entry = {"name": "y", "dtype": "string", "shape": [2], "size_bytes": len(payload)}
     with pytest.raises(DeviceError, match="malformed"):
         receive(tmp_path, [entry], payload, [TensorSpec(name="y", dtype="string", shape=(2,))])
-
-
-def test_a_trace_that_is_too_large_is_not_received(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="larger than"):
-        receive_trace(io.BytesIO(b"x"), tmp_path / "trace.json", MAX_TRACE_BYTES + 1)
-    with pytest.raises(DeviceError, match="ends early"):
-        receive_trace(io.BytesIO(b"x"), tmp_path / "trace.json", 2)
 
 
 def test_outputs_end_at_the_first_that_is_wrong(work: Path) -> None:

@@ -4,12 +4,12 @@ The checks are compiled by zig for macOS, with Apple's headers, and loaded as ON
 """
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from devices_models import present
+from fixture_types import MakeOnce
 
 from edgekit.devices.ios.ios import LOADER, list_imports
 from edgekit.devices.release import Compiler, compile_sources, find_zig
@@ -72,7 +72,7 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def built(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def built(make_once: MakeOnce) -> Path:
     present("ios-sim", "coreml")
     compiler = find_zig("x86_64")
     assert compiler is not None

@@ -12,7 +12,17 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, require_runner, text_model
+from devices_models import (
+    Stub,
+    float_conv,
+    make_job,
+    noise_samples,
+    present,
+    qdq_conv,
+    require_runner,
+    run_in,
+    text_model,
+)
 from onnx import numpy_helper
 
 from edgekit._proc import run_process
@@ -61,10 +71,8 @@ def test_the_runner_is_small(abi: str) -> None:
 def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, kind: str) -> None:
     path = tmp_path / "f.onnx"
     job = make_job(float_conv(path) if kind == "float" else qdq_conv(path, np.uint8), "nnapi")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    got = present(native, "nnapi").run_job(job, tmp_path / "a")
-    want = find_device(python, load_target("nnapi")).run_job(job, tmp_path / "b")
+    got = run_in(present(native, "nnapi"), job, tmp_path / "a")
+    want = run_in(find_device(python, load_target("nnapi")), job, tmp_path / "b")
     assert got.failure is None
     assert got.placement == want.placement
     assert got.versions["onnxruntime"] == want.versions["onnxruntime"]
@@ -239,10 +247,7 @@ def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, for
         converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
         assert len(converted.files["context"]) == 2
         job = msgspec.structs.replace(job, model=tmp_path / "out" / converted.files["context"][0])
-    (work / "a").mkdir()
-    (work / "b").mkdir()
-    want = simulator.run_job(job, work / "a")
-    got = run_plugin(job, work / "b")
+    want, got = run_in(simulator, job, work / "a"), run_plugin(job, work)
     assert (got.failure, want.failure) == (None, None)
     assert got.placement == want.placement
     assert {node.provider for node in got.placement} == {QNN}

@@ -19,6 +19,7 @@ from devices_models import (
     noise_samples,
     present,
     pretend,
+    run_in,
     text_model,
 )
 from onnx import helper
@@ -54,8 +55,7 @@ def lie(work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) ->
 
 def test_a_pipe_gives_what_files_give(tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
-    (work / "a").mkdir()
-    direct, piped = Host().run_job(job, work / "a"), run_piped(job, work)
+    direct, piped = run_in(Host(), job, work / "a"), run_piped(job, work)
     assert piped.failure is None
     assert piped.placement == direct.placement
     assert len(piped.latency_ms) == piped.outputs.count == 3
@@ -171,8 +171,7 @@ def ops(run: DeviceRun) -> list[list[str]]:
 @pytest.mark.slow
 def test_a_folder_and_a_pipe_bring_the_trace_back(tmp_path: Path, work: Path) -> None:
     job = traced(tmp_path)
-    (work / "a").mkdir()
-    direct, piped = Host().run_job(job, work / "a"), run_piped(job, work)
+    direct, piped = run_in(Host(), job, work / "a"), run_piped(job, work)
     assert ops(direct) == ops(piped)
     assert len(ops(piped)) == 2 * job.samples.count
     assert direct.placement == piped.placement != ()
@@ -318,8 +317,7 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
 def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
     program = "print('loading\\x1b[2J', file=sys.stderr); print('no memory', file=sys.stderr); sys.exit(3)"
     assert pretend(work, after=program).log.splitlines() == ["loading[2J", "no memory"]
-    (tmp_path / "empty").mkdir()
-    assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), tmp_path / "empty").log == ""
+    assert run_in(Host(), make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), tmp_path / "empty").log == ""
 
 
 def test_saved_optimizations_are_replayed_for_checked_files_only(tmp_path: Path) -> None:

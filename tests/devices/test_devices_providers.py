@@ -288,22 +288,6 @@ def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
         coreml_options({}, "npu")
 
 
-def test_the_same_path_on_another_provider_gives_its_outputs(core_ml: Job, work: Path) -> None:
-    request = msgspec.structs.replace(coreml_job(core_ml), provider=CPU_PROVIDER)
-    run = run_python(Stub(), core_ml, request, work)
-    assert run.failure is None
-    session = CpuSession(core_ml.model, SessionSettings())
-    for sample, got in zip(core_ml.samples, run.outputs, strict=True):
-        np.testing.assert_array_equal(got["y"], session.run(sample)["y"])
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
-def test_without_core_ml_the_cpu_does_not_run_in_its_place(core_ml: Job, work: Path) -> None:
-    run = run_python(Stub(), core_ml, coreml_job(core_ml), work)
-    assert run.failure == f"refused: asked for {COREML}, and the session has {CPU_PROVIDER} alone"
-    assert run.outputs.count == 0
-
-
 @pytest.mark.skipif(sys.platform != "darwin", reason="needs a Mac")
 def test_the_provider_itself_computes_in_half_precision(core_ml: Job, work: Path) -> None:
     run = CoreMl().run_job(core_ml, work)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, present
+from devices_models import make_job, present, run_in
 from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model, save_net
 
@@ -41,8 +41,7 @@ def measure_simulator(model: Path, shape: tuple[int, ...], work: Path) -> float:
     """Returns the ratio in dB of what the CPU computes to the simulator's distance from it."""
     rng = np.random.default_rng(0)
     samples: list[Tensors] = [{"x": rng.uniform(-4, 4, shape).astype(np.float32)}]
-    work.mkdir()
-    run = present("qnn-htp-sim", "qnn").run_job(make_job(model, "qnn", samples), work)
+    run = run_in(present("qnn-htp-sim", "qnn"), make_job(model, "qnn", samples), work)
     assert (run.failure, run.notes) == (None, ())
     wanted = CpuSession(model, SessionSettings()).run(samples[0])["y"]
     distance = wanted - next(iter(run.outputs))["y"]
@@ -164,8 +163,7 @@ def error_in_steps(model: Path, soc: str, work: Path) -> float:
     device = present("qnn-htp-sim", target)
     rng = np.random.default_rng(1)
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
-    work.mkdir()
-    run = device.run_job(msgspec.structs.replace(make_job(model, "qnn", samples), target=target), work)
+    run = run_in(device, msgspec.structs.replace(make_job(model, "qnn", samples), target=target), work)
     assert (run.failure, run.notes) == (None, ())
     session = CpuSession(model, SessionSettings())
     pairs: list[tuple[Array, Array]] = [

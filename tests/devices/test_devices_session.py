@@ -12,14 +12,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples
+from devices_models import Watched, float_conv, make_job, noise_samples
+from fixture_types import MakeOnce
 from other_machine.board import Board
 from other_machine.fixtures import Phone
 from stepped_models import STEPS, make
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice
+from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.process import session
@@ -34,18 +35,8 @@ from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture(scope="module")
-def bundle(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Bundle:
+def bundle(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
-
-
-class Watched(WrappedDevice, frozen=True, kw_only=True):
-    """A real device, and the jobs that it was given."""
-
-    jobs: list[Job] = msgspec.field(default_factory=list)
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        self.jobs.append(job)
-        return self.device.run_job(job, work)
 
 
 def keeps_its_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from devices_models import make_job, noise_samples, present, qdq_conv
+from devices_models import make_job, noise_samples, present, qdq_conv, run_in
 
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
@@ -189,8 +189,7 @@ def test_the_simulator_tells_what_runs_inside(tmp_path: Path) -> None:
     device = present("qnn-htp-sim", "qnn")
     model = qdq_conv(tmp_path / "q.onnx", activation=np.uint8)
     job = msgspec.structs.replace(make_job(model, "qnn", noise_samples(1)), trace=True, repeat=3)
-    (tmp_path / "work").mkdir()
-    run = device.run_job(job, tmp_path / "work")
+    run = run_in(device, job, tmp_path / "work")
     assert run.failure is None
     assert run.npu_trace is not None
     runs = read_npu(run.npu_trace)

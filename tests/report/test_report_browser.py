@@ -333,15 +333,6 @@ def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: Browser) -> Non
     assert "Conv n1" in tip.text
 
 
-def test_a_block_folds(browser: Browser) -> None:
-    browser.open(_page_of(*(_node(at) for at in range(8))))
-    assert [block.is_displayed() for block in browser.find(".chip")] == [True] * 8
-    browser.find(".block > summary")[0].click()
-    assert not any(chip.is_displayed() for chip in browser.find(".chip"))
-    browser.find(".block > summary")[0].click()
-    assert all(chip.is_displayed() for chip in browser.find(".chip"))
-
-
 def test_taken_left_and_fatal_have_colours_of_their_own(browser: Browser) -> None:
     page = _page_of(_node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
     browser.open(page)

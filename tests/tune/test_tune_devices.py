@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_bundle
-from devices_models import float_conv, make_job, noise_samples, present, qdq_conv
+from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, run_in
 from other_machine.board import ssh_board
 from other_machine.client import Adb
 from other_machine.keeper import start_machine
@@ -118,8 +118,7 @@ def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
     assert describe_job(told, provider=job.target.provider).provider_options.items() >= options.items()
     outputs: list[bytes] = []
     for number, one in enumerate((job, told)):
-        (tmp_path / str(number)).mkdir()
-        run = device.run_job(one, tmp_path / str(number))
+        run = run_in(device, one, tmp_path / str(number))
         assert run.failure is None
         outputs += [sample["y"].tobytes() for sample in run.outputs]
     assert outputs[0] == outputs[1]
@@ -132,10 +131,8 @@ def test_an_emulated_phone_has_as_many_xnnpack_threads_as_are_raced(tmp_path: Pa
     assert job.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "4"
     other = set_job(job, SessionSetting(provider_options={"intra_op_num_threads": "2"}))
     assert other.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "2"
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert any("XNNPACK had 1 of 4 threads" in note for note in device.run_job(job, tmp_path / "a").notes)
-    assert not any("XNNPACK had" in note for note in device.run_job(told, tmp_path / "b").notes)
+    assert any("XNNPACK had 1 of 4 threads" in note for note in run_in(device, job, tmp_path / "a").notes)
+    assert not any("XNNPACK had" in note for note in run_in(device, told, tmp_path / "b").notes)
 
 
 def test_the_cores_are_those_of_the_device() -> None:

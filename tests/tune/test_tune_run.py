@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import PASSED, make_bundle, tuned_for
-from devices_models import require_runner
-from fixture_types import Refused
+from devices_models import require_runner, run_in
+from fixture_types import Answer, Refused
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -83,10 +83,8 @@ def test_runners_do_as_a_setting_says(device: Device, tmp_path: Path) -> None:
     model = branches(tmp_path / "m.onnx")
     plain = open_subject(model, tmp_path / "w", Opening()).job_for(device)
     told = set_job(plain, EVERYTHING)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (one,) = device.run_job(plain, tmp_path / "a").outputs
-    run = device.run_job(msgspec.structs.replace(told, trace=True), tmp_path / "b")
+    (one,) = run_in(device, plain, tmp_path / "a").outputs
+    run = run_in(device, msgspec.structs.replace(told, trace=True), tmp_path / "b")
     (other,) = run.outputs
     np.testing.assert_allclose(one["y"], other["y"], rtol=1e-4)
     assert run.trace is not None
@@ -100,8 +98,7 @@ def test_runners_do_as_a_setting_says(device: Device, tmp_path: Path) -> None:
 def test_a_setting_beyond_reason_is_refused(tmp_path: Path) -> None:
     model, device = branches(tmp_path / "m.onnx"), find_device("host:native", load_target("cpu"))
     job = open_subject(model, tmp_path / "w", Opening()).job_for(device)
-    (tmp_path / "a").mkdir()
-    run = device.run_job(msgspec.structs.replace(job, inter_threads=2000), tmp_path / "a")
+    run = run_in(device, msgspec.structs.replace(job, inter_threads=2000), tmp_path / "a")
     assert "'inter_threads' is larger than 1024" in str(run.failure)
 
 
@@ -122,12 +119,11 @@ def assert_ends_in_time(rounds: list[dict[str, Any]], budget_s: float) -> None:
         assert sum(seconds for seconds, _ in taken[:number]) + slowest * taken[number][1] <= budget_s
 
 
-def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     model = branches(tmp_path / "m.onnx")
     (page, state) = tmp_path / "t.html", tmp_path / "s.json"
     arguments = ["tune", str(model), "--on", "host:native", "--time-budget", "2s", "-q", "--html", str(page)]
-    assert run_command([*arguments, "--state", str(state), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = answer([*arguments, "--state", str(state)])
     assert report["goal"] == "latency"
     assert {"decisions", "levels", "tried", "chosen", "final", "machine", "busy"} <= report.keys()
     assert report["levels"][0]["level"] == "all"

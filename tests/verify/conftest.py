@@ -1,20 +1,18 @@
 """Shared by several tests of verify: a network in float and in INT8, its bundles, and a small bundle."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bundle_models import make_bundle
+from fixture_types import MakeOnce
 from verify_models import make_images, quantize, save_network
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.recipe import Data, Recipe
-
-MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from fixture_types import MakeOnce
 from onnx import numpy_helper, parser
 from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
@@ -218,7 +219,7 @@ def make(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def bundle(make_once: Callable[[str, Callable[[Path], object]], Path]) -> Bundle:
+def bundle(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("listed", make) / "out" / "net-cpu")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from bucket_models import LENGTHS, SIZES, make, make_sample, write_net, write_samples
+from fixture_types import MakeOnce
 from msgspec.structs import replace
 from onnx import parser
 from verify_devices import InProcess, from_list, open_loader
@@ -33,7 +34,7 @@ from edgekit.verify.sizes import KeptOutputs, describe_differences, keep_outputs
 
 
 @pytest.fixture(scope="module")
-def bundle(make_once: Callable[[str, Callable[[Path], object]], Path]) -> Bundle:
+def bundle(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("buckets", make) / "out" / "net-cpu")
 
 
@@ -292,7 +293,7 @@ def test_large_outputs_are_let_go() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(make_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+def made(make_once: MakeOnce) -> Path:
     return make_once("open_dims", lambda folder: make(folder, dims={}, buckets={}))
 
 

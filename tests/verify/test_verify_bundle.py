@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_bundle, make_contents, make_samples
+from bundle_models import edit_json, make_bundle, make_contents, make_samples
 from msgspec.structs import replace
 from onnx import helper
 from tiny_models import parse_model
@@ -334,9 +334,7 @@ def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:
     assert verify_again(bundle).notes == ()
     (tmp_path / "in").mkdir()
     less = make_bundle(tmp_path / "in")
-    said = json.loads((less.folder / "manifest.json").read_bytes())
-    said["golden"]["chosen"] = []
-    (less.folder / "manifest.json").write_bytes(encode_json(said))
+    edit_json(less.folder / "manifest.json", lambda said: said["golden"].update(chosen=[]))
     notes = verify_again(open_bundle(less.folder)).notes
     assert [note.split(":")[0] for note in notes] == [
         "the layers were not compared with the float model's",

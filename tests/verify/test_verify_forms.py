@@ -1,23 +1,24 @@
 """The model files of a bundle: a changed one is refused or fails, and each one opens where an app's runtime runs."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
+from bundle_models import edit_json
 from devices_models import present
+from msgspec.structs import replace
 from onnx import numpy_helper
-from verify_devices import InProcess, tell_truth
+from verify_devices import InProcess, from_list
 from verify_models import break_layer, find_weights
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
-from edgekit.bundle.manifest import encode_json
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -38,10 +39,11 @@ def bundle(built: Path, tmp_path: Path) -> Path:
 
 
 def make_digests_anew(folder: Path) -> None:
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    for name, entry in manifest["files"].items():
-        entry |= {"sha256": digest_file(folder / name), "size_bytes": (folder / name).stat().st_size}
-    (folder / MANIFEST).write_bytes(encode_json(manifest))
+    def change(manifest: dict[str, Any]) -> None:
+        for name, entry in manifest["files"].items():
+            entry |= {"sha256": digest_file(folder / name), "size_bytes": (folder / name).stat().st_size}
+
+    edit_json(folder / MANIFEST, change)
 
 
 def change(folder: Path, layer: str, corrupt: Callable[[Array], Array]) -> None:
@@ -99,22 +101,17 @@ def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, b
     assert not report.passed
 
 
-class Choosy(InProcess, frozen=True, kw_only=True):
-    """Answers otherwise where it is given one file: it refuses it, or leaves it to the CPU."""
+def choosy(file: str, *, refuses: bool) -> InProcess:
+    """A device that answers otherwise where it is given one file: it refuses it, or leaves it to the CPU."""
 
-    file: str
-    refuses: bool
+    def retell(job: Job, run: DeviceRun) -> dict[str, Any]:
+        if job.model.name != file:
+            return {}
+        if refuses:
+            return {"outputs": from_list([]), "failure": "Schema was not found"}
+        return {"placement": tuple(replace(node, provider=CPU_PROVIDER) for node in run.placement)}
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        asked = job.model.name == self.file
-        inner = InProcess(
-            name=self.name,
-            evidence=self.evidence,
-            lie=(lambda _: []) if asked and self.refuses else tell_truth,
-            failure="Schema was not found" if asked and self.refuses else None,
-            provider=CPU_PROVIDER if asked else None,
-        )
-        return inner.run_job(job, work)
+    return InProcess(name="android", retell=retell)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +145,7 @@ def test_other_devices_run_what_they_are_planned_to_run(bundles: dict[str, Bundl
 )
 def test_a_file_that_an_app_cannot_use_fails_the_run(bundles: dict[str, Bundle], refuses: bool, words: str) -> None:
     file = min(other_files(bundles["nnapi"]))
-    report = verify_bundle(bundles["nnapi"], [Choosy(name="android", file=file, refuses=refuses)])
+    report = verify_bundle(bundles["nnapi"], [choosy(file, refuses=refuses)])
     (run,) = report.runs
     (gate,) = (gate for gate in run.gates if gate.name == "file" and gate.failures)
     assert gate.subject == file

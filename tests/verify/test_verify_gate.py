@@ -210,7 +210,8 @@ def test_a_metric_keeps_its_limit_or_says_by_how_much_it_does_not(
 
 def test_no_limit_is_kept_by_all_and_another_metric_is_none() -> None:
     assert judge_task(scored(), None) == judge_task(None, None) == Judgement()
-    assert "needs labels" in judge_task(scored(name="other"), TaskLimit(name="m", max_drop=9.0)).unproven[0]
+    for report in (None, scored(name="other")):
+        assert "needs labels" in judge_task(report, TaskLimit(name="m", max_drop=9.0)).unproven[0]
 
 
 def test_the_interval_of_pairs_is_that_of_agresti_and_min() -> None:
@@ -245,8 +246,9 @@ def test_a_difference_is_told_in_points_with_its_interval() -> None:
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
-        ("samples", 0, -1), ("max_abs", 0.0, -0.1), ("top1_agreement", 1.0, 1.1), ("exact_match", 0.0, -0.1),
-        ("cosine", -1.0, -1.1), ("rank_correlation", 1.0, 1.1), ("sqnr_db", -200.0, -201.0), ("psnr_db", 200.0, 201.0),
+        ("samples", 0, -1), ("non_finite", 0, -1), ("max_abs", 0.0, -0.1), ("top1_agreement", 1.0, 1.1),
+        ("exact_match", 0.0, -0.1), ("cosine", -1.0, -1.1), ("rank_correlation", 1.0, 1.1), ("sqnr_db", -200.0, -201.0),
+        ("psnr_db", 200.0, 201.0),
     ],
 )  # fmt: skip
 def test_a_figure_that_cannot_be_is_not_read(field: str, good: float, bad: float) -> None:

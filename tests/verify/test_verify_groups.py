@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from devices_models import present
+from fixture_types import MakeOnce
 from group_models import make_speech
 from msgspec.structs import replace
 from verify_devices import InProcess
@@ -35,7 +36,7 @@ def make(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def speech(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Group:
+def speech(make_once: MakeOnce) -> Group:
     return open_group(make_once("speech", make) / "out" / "speech-cpu")
 
 

@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import MakeOnce
 from msgspec.structs import replace
 from stepped_models import make
 
@@ -154,9 +154,7 @@ def test_the_command_judges_a_file(bundle: Bundle, exported: Path, capsys: pytes
     assert "as claimed: nobody signed it" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_recorded_run_of_a_model_with_state_holds_its_steps(
-    make_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
-) -> None:
+def test_a_recorded_run_of_a_model_with_state_holds_its_steps(make_once: MakeOnce, tmp_path: Path) -> None:
     stepped = open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
     path = tmp_path / "host.run"
     here = verify_on(stepped, DeviceChoice(names=("host",)), files=RunFiles(export=path))

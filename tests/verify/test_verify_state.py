@@ -1,7 +1,6 @@
 """Models with state: built from sequences, and verified with the state that a device feeds back itself."""
 
 import runpy
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import MakeOnce
 from msgspec.structs import replace
 from onnx import numpy_helper
 from stepped_models import RECURRENT, STEPS, make, save_data
@@ -41,7 +41,7 @@ from edgekit.verify.state import measure_drift
 
 
 @pytest.fixture(scope="module")
-def bundle(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Bundle:
+def bundle(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
 
 

@@ -248,16 +248,11 @@ def test_a_share_of_the_float_model() -> None:
     assert "is 97.0% of the float model's, less than 98.0%" in judge_task(agree(600, 18), limit).failures[0]
 
 
-def test_a_least_value_and_what_is_missing() -> None:
-    assert judge_task(agree(600, 60), TaskLimit(name="top1", at_least=0.95)).failures == (
-        "metric 'top1' is 90.0%, below 0.95",
-    )
+def test_a_part_of_the_samples_may_prove_that_a_least_value_is_missed() -> None:
     # A part of the samples tells enough where no luck with the others could reach the limit.
     part, ruined = (replace(agree(64, wrong), labelled=400) for wrong in (8, 57))
     assert "on 64 of 400 labelled samples" in judge_task(part, TaskLimit(name="top1", at_least=0.9)).unproven[0]
     assert judge_task(ruined, TaskLimit(name="top1", at_least=0.9)).failures == ("metric 'top1' is 10.9%, below 0.9",)
-    assert "was not measured: it needs labels" in judge_task(None, LIMIT).unproven[0]
-    assert "was not measured" in judge_task(agree(600), TaskLimit(name="top5", max_drop=0.5)).unproven[0]
 
 
 def test_more_errors_are_worse() -> None:
