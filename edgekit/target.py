@@ -322,6 +322,9 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
         TargetError: `target.toml` is malformed, or names a form that its provider cannot use.
     """
     folder = targets_folder() / name if name in target_names() else Path(name)
+    if not folder.is_dir() and "," in name:
+        each = " ".join(f"--target {part.strip()}" for part in name.split(","))
+        raise UsageError(f"there is no target '{name}'", hint=f"name each by itself: {each}")
     if not folder.is_dir():
         raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS, "auto")))
     target = _read_target(folder)

@@ -18,6 +18,8 @@ _Found = TypeVar("_Found")
 
 LEAST_SAMPLES = 4
 """The number of samples that even a slow device runs, whatever its time budget."""
+STOPPED = "stopped after"
+"""How the note of a run begins that ended with its time budget."""
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from edgekit.bundle.golden import Golden, KnownOutputs, read_classes, read_input
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
+from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, find_present
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each, run_together
 from edgekit.devices.recorded import Recorded
@@ -369,7 +369,8 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         yield "it does not say which ONNX Runtime ran"
     yield from own_model.find_sameness(trial.reference)
     done, planned = len(trial.rows), trial.job.samples.count
-    if done < planned:
+    # A device that ran out of time says so itself.
+    if done < planned and not any(note.startswith(STOPPED) for note in trial.run.notes):
         yield f"it stopped after {done} of {planned} samples: only these were compared"
     if trial.bundle.manifest.buckets and trial.asked.golden is not None and trial.asked.unpadded is None:
         yield "samples of your own run in the largest size alone: the others were not judged"

@@ -23,6 +23,7 @@ WRONG = {
     f"build {MODEL} --data none.npz --out out": "'none.npz' does not exist",
     f"build {MODEL} {DATA} --out /proc/nowhere/out": "cannot write",
     f"{BUILD} --target qnnn": "did you mean 'qnn'",
+    f"{BUILD} --target qnn,nnapi": "name each by itself: --target qnn --target nnapi",
     f"{BUILD} --targte qnn": "No such option",
     f"{BUILD} --set soc_model=SM9999": "'SM9999' is no soc_model",
     f"{BUILD} --set soc_modle=69": "no target here has a parameter 'soc_modle'",

@@ -17,7 +17,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Measured, PlacedNode, RunOptions
+from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, Measured, PlacedNode, RunOptions
 from edgekit.devices.process import exchange
 from edgekit.errors import DeviceError, ModelError, TargetError, suggest_name
 from edgekit.model.external import skim_model
@@ -310,7 +310,7 @@ def judge_run(
         placement=_read_placement(report, job.model),
         placement_source=report.placement_source,
         versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MOST_VERSIONS]},
-        notes=(f"stopped after {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
+        notes=(f"{STOPPED} {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
         if stopped_early
         else (),
         stopped_early=stopped_early,
