@@ -49,9 +49,7 @@ def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
     _save(
         folder / "encoder.onnx",
         f"""(float[1,{FRAMES},{WIDTH}] sound) => (float[1,{FRAMES},{2 * WIDTH}] memory) {{
-          mixed = MatMul(sound, mix)
-          bent = Tanh(mixed)
-          memory = Concat<axis = 2>(bent, mixed) }}""",
+          mixed = MatMul(sound, mix) bent = Tanh(mixed) memory = Concat<axis = 2>(bent, mixed) }}""",
         {"mix": mix},
     )
     # This inverts the encoder, and finds the nearest code.
@@ -65,9 +63,7 @@ def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
     _save(
         folder / "decoder.onnx",
         f"""(int64[1,{FRAMES}] ids, float[1,{FRAMES},{2 * WIDTH}] memory) => (float[1,{FRAMES},{tokens}] logits) {{
-          words = Gather(embedding, ids)
-          said = MatMul(words, context)
-          heard = MatMul(memory, ask)
+          words = Gather(embedding, ids) said = MatMul(words, context) heard = MatMul(memory, ask)
           logits = Add(heard, said) }}""",
         weights,
     )
@@ -124,42 +120,23 @@ def _attention(rows: int, past: int) -> str:
     made = "".join(f", float[1,{past + rows},{WIDTH}] present_{name}" for name in names)
     remember = "Concat<axis = 1>(past_{0}, new_{0})" if past else "Identity(new_{0})"
     return f"""(int64[1,{rows}] ids, int64[1,{rows}] positions, int64[1,{past + rows}] mask{caches})
-      => (float[1,{rows},{WORDS}] logits{made}) {{
-        words = Gather(embed, ids)
-        places = Gather(where, positions)
-        x = Add(words, places)
-        q = MatMul(x, wq)
-        new_key = MatMul(x, wk)
-        new_value = MatMul(x, wv)
-        present_key = {remember.format("key")}
-        present_value = {remember.format("value")}
-        turned = Transpose<perm = [0, 2, 1]>(present_key)
-        raw = MatMul(q, turned)
-        seen = Cast<to = 1>(mask)
-        hidden = Sub(seen, one)
-        away = Mul(hidden, far)
-        bias = Unsqueeze(away, axis)
-        masked = Add(raw, bias)
-        {"" if past else "scaled = Add(masked, causal)"}
-        share = Softmax<axis = -1>({"masked" if past else "scaled"})
-        mixed = MatMul(share, present_value)
-        told = MatMul(mixed, wo)
-        y = Add(x, told)
-        logits = MatMul(y, head) }}"""
+      => (float[1,{rows},{WORDS}] logits{made}) <float one = {{1}}, float far = {{30}}, int64[1] axis = {{1}}> {{
+        words = Gather(embed, ids) places = Gather(where, positions) x = Add(words, places)
+        q = MatMul(x, wq) new_key = MatMul(x, wk) new_value = MatMul(x, wv)
+        present_key = {remember.format("key")} present_value = {remember.format("value")}
+        turned = Transpose<perm = [0, 2, 1]>(present_key) raw = MatMul(q, turned)
+        seen = Cast<to = 1>(mask) hidden = Sub(seen, one) away = Mul(hidden, far) bias = Unsqueeze(away, axis)
+        masked = Add(raw, bias) {"" if past else "scaled = Add(masked, causal)"}
+        share = Softmax<axis = -1>({"masked" if past else "scaled"}) mixed = MatMul(share, present_value)
+        told = MatMul(mixed, wo) y = Add(x, told) logits = MatMul(y, head) }}"""
 
 
 def make_talk(folder: Path, samples: int = 24, seed: int = 0) -> Path:
     """Writes a prefill and a decode model with one causal layer, `talk.npz` and `talk.toml`, and returns the last."""
-    weights: dict[str, Array] = {
-        **talk_weights(seed),
-        "one": np.array(1.0),
-        "far": np.array(30.0),
-        "axis": np.array([1], np.int64),
-    }
     causal = np.triu(np.full((PROMPT, PROMPT), -30.0, np.float32), 1)
     for name, rows, past in (("prefill", PROMPT, 0), ("decode", 1, WINDOW)):
         more = {} if past else {"causal": causal[None]}
-        _save(folder / f"{name}.onnx", _attention(rows, past), {**weights, **more})
+        _save(folder / f"{name}.onnx", _attention(rows, past), {**talk_weights(seed), **more})
     rng = np.random.default_rng(seed + 1)
     np.savez(folder / "talk.npz", prompt=rng.integers(0, WORDS, (samples, 1, 4)))
     path = folder / "talk.toml"
@@ -206,27 +183,15 @@ def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
     the second which class. The detector scores the four places; the classifier averages the crop.
     """
     boxes = np.array([[[8 * place, 4, 8 * place + 8, 12] for place in range(4)]], np.float32)
-    weights: dict[str, Array] = {
-        "pick": np.array([[[[1.0]], [[0.0]]]], np.float32),
-        "begin": np.array([1]),
-        "end": np.array([2]),
-        "rows": np.array([2]),
-        "flat": np.array([1, 4]),
-        "column": np.array([1, 4, 1]),
-        "nothing": np.array(0.0),
-        "corners": boxes,
-    }
     _save(
         folder / "detector.onnx",
-        """(float[1,2,16,32] picture) => (float[1,4,4] boxes, float[1,4] scores) {
+        """(float[1,2,16,32] picture) => (float[1,4,4] boxes, float[1,4] scores)
+          <float[1,2,1,1] pick = {1, 0}, int64[1] begin = {1}, int64[1] end = {2}, int64[1] rows = {2},
+           int64[2] flat = {1, 4}, int64[3] column = {1, 4, 1}, float nothing = {0}> {
           cells = AveragePool<kernel_shape = [8, 8], strides = [8, 8], pads = [4, 0, 4, 0]>(picture)
-          lit = Conv(cells, pick)
-          row = Slice(lit, begin, end, rows)
-          scores = Reshape(row, flat)
-          still = Mul(scores, nothing)
-          moved = Reshape(still, column)
-          boxes = Add(corners, moved) }""",
-        weights,
+          lit = Conv(cells, pick) row = Slice(lit, begin, end, rows) scores = Reshape(row, flat)
+          still = Mul(scores, nothing) moved = Reshape(still, column) boxes = Add(corners, moved) }""",
+        {"corners": boxes},
     )
     # The class whose level, 0.2 to 0.8, is nearest: 2 x y - y^2 is largest there.
     levels = np.array([0.2, 0.5, 0.8])
@@ -234,9 +199,7 @@ def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
     _save(
         folder / "classifier.onnx",
         """(float[1,2,6,6] crop) => (float[1,3] classes) {
-          mean = GlobalAveragePool(crop)
-          flat = Flatten(mean)
-          classes = Gemm(flat, weight, bias) }""",
+          mean = GlobalAveragePool(crop) flat = Flatten(mean) classes = Gemm(flat, weight, bias) }""",
         weights,
     )
     rng = np.random.default_rng(seed)

@@ -107,16 +107,8 @@ def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> No
 
 
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    nodes = [
-        helper.make_node("Abs", ["x"], ["a"], name="same"),
-        helper.make_node("Neg", ["a"], ["b"], name="same"),
-        helper.make_node("Exp", ["b"], ["y"]),
-    ]
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy"]
-    graph = helper.make_graph(nodes, "g", value[:1], value[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {})
+    text = "g (float[3] x) => (float[3] y) { [same] a = Abs(x) [same] b = Neg(a) y = Exp(b) }"
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
     assert [node.name for node in onnx.load(str(prepared.path)).graph.node] == ["same", "same_1", "Exp_y"]
 
 
