@@ -28,8 +28,12 @@ def parse_model(text: str, path: Path, **fields: Any) -> Path:
 
 
 def save_net(text: str, path: Path, **weights: Array) -> Model:
-    """Writes a graph given in onnx's text form, with these weights beside those of the text, and loads the model."""
-    proto = parser.parse_model(f'<ir_version: 9, opset_import: ["" : 17]> g {text}')
+    """Writes a graph given in onnx's text form, with these weights beside those of the text, and loads the model.
+
+    A text that names no versions, nor the graph, is of IR version 9 and opset 17.
+    """
+    whole = text if text.lstrip().startswith("<") else f'<ir_version: 9, opset_import: ["" : 17]> g {text}'
+    proto = parser.parse_model(whole)
     proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     onnx.save(proto, str(path))
     return load_model(path)

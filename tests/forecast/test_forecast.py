@@ -9,8 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import MODEL
-from onnx import numpy_helper
-from tiny_models import parse_model, write_small_net
+from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.bench.history import record_bench
@@ -28,16 +27,10 @@ from edgekit.target import load_target
 
 
 def _conv(path: Path, channels: int, *, size: str = "56") -> Path:
-    parse_model(
-        f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,{channels},{size},{size}] x) => (float[1,{channels},'
-        f"{size},{size}] y) {{ a = Conv<pads=[1,1,1,1]>(x, w)  y = Relu(a) }}",
-        path,
-    )
-    proto = onnx.load(path)
+    shape = f"1,{channels},{size},{size}"
     weights = np.random.default_rng(0).normal(size=(channels, channels, 3, 3)).astype(np.float32)
-    proto.graph.initializer.append(numpy_helper.from_array(weights, "w"))
-    onnx.save(proto, path)
-    return path
+    text = f"(float[{shape}] x) => (float[{shape}] y) {{ a = Conv<pads=[1,1,1,1]>(x, w)  y = Relu(a) }}"
+    return save_net(text, path, w=weights).path
 
 
 def test_work_counts_channels_in_blocks_of_32(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import onnx
-from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import save_net
 
 from edgekit.model.tensors import Array
 
@@ -131,15 +129,11 @@ def write_stranger(stranger: Stranger, folder: Path) -> None:
     """Writes model.onnx, and samples for calibration, for verification and for the oracle."""
     rng = np.random.default_rng(11)
     shape = ",".join(map(str, stranger.shape))
-    path = folder / "model.onnx"
-    parse_model(f"g (float[{shape}] x) => (float[{stranger.output}] y) {{ {stranger.nodes} }}", path)
-    proto = onnx.load(str(path))
     drawn = {name: rng.normal(0, _gain(shape), shape) for name, shape in stranger.weights.items()}
-    for name, value in {**drawn, **stranger.constants}.items():
-        array = np.asarray(value)
-        kept = array.astype(np.float32) if array.dtype == np.float64 else array
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(kept), name))
-    onnx.save(proto, str(path))
+    stored = {name: np.asarray(value) for name, value in {**drawn, **stranger.constants}.items()}
+    kept = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in stored.items()}
+    text = f"(float[{shape}] x) => (float[{stranger.output}] y) {{ {stranger.nodes} }}"
+    save_net(text, folder / "model.onnx", **kept)
     for file, count in (("calib", 16), ("eval", 16), ("held", 24)):
         np.savez(folder / f"{file}.npz", x=np.stack([_draw(rng, stranger.shape) for _ in range(count)]))
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from devices_models import present
-from onnx import numpy_helper
 from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bundle.folder import open_bundle
@@ -69,15 +67,6 @@ def test_the_demo_passes_on_four_targets(demo: BuildReport) -> None:
     wanted = {target: verdict_of_coreml() if target == "coreml" else "pass" for target in TARGETS}
     assert {bundle.target: bundle.verdict for bundle in demo.bundles} == wanted
     assert demo.verdict == verdict_of_coreml()
-
-
-def add_weights(path: Path, rng: np.random.Generator, **shapes: tuple[int, ...]) -> None:
-    """Draws weights under which values keep their size."""
-    proto = onnx.load(str(path))
-    for name, shape in shapes.items():
-        value = rng.normal(0, np.prod(shape[1:] or (100,)) ** -0.5, shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(value, name))
-    onnx.save(proto, str(path))
 
 
 def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: Path) -> None:
@@ -307,14 +296,14 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
 def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
     present("qnn-htp-sim", "qnn")
     rng = np.random.default_rng(7)
-    path = parse_model(
-        "g (float[1,3,16,16] x) => (float[1,10] y) {"
-        " c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, u)  r = Relu(c)  d = Conv<group=16, pads=[1,1,1,1]>(r, k)"
-        " s = Relu(d)  e = Conv(s, q)  a = Add(e, r)  p = GlobalAveragePool(a)  f = Flatten(p)"
-        " y = Gemm<transB=1>(f, w) }",
-        tmp_path / "net.onnx",
-    )
-    add_weights(path, rng, u=(16, 3, 3, 3), k=(16, 1, 3, 3), q=(16, 16, 1, 1), w=(10, 16))
+    text = """(float[1,3,16,16] x) => (float[1,10] y) {
+      c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, u)  r = Relu(c)  d = Conv<group=16, pads=[1,1,1,1]>(r, k)  s = Relu(d)
+      e = Conv(s, q)  a = Add(e, r)  p = GlobalAveragePool(a)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }"""
+    shapes = {"u": (16, 3, 3, 3), "k": (16, 1, 3, 3), "q": (16, 16, 1, 1), "w": (10, 16)}
+    # Values keep their size.
+    drawn = {name: rng.normal(0, np.prod(shape[1:]) ** -0.5, shape) for name, shape in shapes.items()}
+    weights = {name: value.astype(np.float32) for name, value in drawn.items()}
+    path = save_net(text, tmp_path / "net.onnx", **weights).path
     np.savez(tmp_path / "x.npz", x=rng.normal(size=(24, 1, 3, 16, 16)).astype(np.float32))
     data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
     (bundle,) = build(path, data, tmp_path / "out", Recipe(targets=("qnn",), precision=precision)).bundles

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
-from tiny_models import parse_model, save_net
+from tiny_models import save_net
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 NET = """
-g (float[1,4,8,8] x) => (float[1,5] y)
+(float[1,4,8,8] x) => (float[1,5] y)
 { a = Conv<pads=[1,1,1,1]>(x, u)  h = HardSwish(a)  b = Conv<pads=[1,1,1,1]>(h, v)  i = HardSwish(b)
   p = GlobalAveragePool(i)  f = Flatten(p)  y = Gemm(f, w) }
 """
@@ -32,7 +31,7 @@ g (float[1,4,8,8] x) => (float[1,5] y)
 
 # Mirrored borders become Slice and Concat for NNAPI, which takes these; but quantized, its builder refuses that Concat.
 MIRRORED = """
-g (float[1,4,8,8] x) => (float[1,5] y) <int64[8] pads = {0,0,1,1,0,0,1,1}>
+(float[1,4,8,8] x) => (float[1,5] y) <int64[8] pads = {0,0,1,1,0,0,1,1}>
 { q = Pad<mode="reflect">(x, pads)  a = Conv(q, u)  r = Relu(a)  b = Conv<pads=[1,1,1,1]>(r, v)
   p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
 """
@@ -46,17 +45,9 @@ def swishing(tmp_path: Path) -> tuple[Path, Data]:
 
 def _make(text: str, tmp_path: Path) -> tuple[Path, Data]:
     rng = np.random.default_rng(3)
-    path = parse_model(text, tmp_path / "swishing.onnx")
-    proto = onnx.load(path)
-    for name, shape in {
-        "u": (8, 4, 3, 3),
-        "k": (8, 8, 1, 1),
-        "t": (8, 20, 1, 1),
-        "v": (8, 8, 3, 3),
-        "w": (8, 5),
-    }.items():
-        proto.graph.initializer.append(numpy_helper.from_array(0.3 * rng.normal(size=shape).astype(np.float32), name))
-    onnx.save(proto, path)
+    shapes = {"u": (8, 4, 3, 3), "k": (8, 8, 1, 1), "t": (8, 20, 1, 1), "v": (8, 8, 3, 3), "w": (8, 5)}
+    weights = {name: 0.3 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    path = save_net(text, tmp_path / "swishing.onnx", **weights).path
     np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
     return path, Data(source=str(tmp_path / "data.npz"))
 
@@ -167,14 +158,14 @@ def _told(bundle: BundleSummary) -> set[str]:
 
 # A Concat that reads what NNAPI leaves to the CPU, as those of a U-Net do: in integers it is claimed, and then refused.
 JOINED = """
-g (float[1,4,8,8] x) => (float[1,5] y)
+(float[1,4,8,8] x) => (float[1,5] y)
 { a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose(r, k)  j = Concat<axis=1>(r, e, x)  s = Conv(j, t)
   b = Conv<pads=[1,1,1,1]>(s, v)  p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
 """
 
 # As YOLOv8's head: ONNX Runtime carries the Q of a Conv behind Reshape and Transpose back to the Concat before them.
 CARRIED = """
-g (float[1,4,8,8] x) => (float[1,8,22,6] y)
+(float[1,4,8,8] x) => (float[1,8,22,6] y)
 <int64[3] flat = {1,8,-1}, int64[4] four = {1,8,8,24}>
 { a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose(r, k)  b = Conv<pads=[1,1,1,1]>(e, v)
   h = ConvTranspose(b, k)  c = Reshape(r, flat)  d = Reshape(b, flat)  i = Reshape(h, flat)
@@ -238,7 +229,7 @@ def test_a_fault_of_ours_leaves_the_other_targets_whole_and_a_file_to_send(
 
 
 def test_quantize_writes_what_the_target_takes_as_build_does(tmp_path: Path) -> None:
-    text = """g (float[1,4,8,8] x) => (float[1,5] y)
+    text = """(float[1,4,8,8] x) => (float[1,5] y)
       <float z = {0.044715}, float r = {0.7978846}, float one = {1}, float half = {0.5}, float cube = {3}>
       { a = Conv<pads=[1,1,1,1]>(x, u) p = Pow(a, cube) q = Mul(p, z) s = Add(a, q) c = Mul(s, r) d = Tanh(c)
         e = Add(d, one) f = Mul(a, e) h = Mul(f, half) b = Conv<pads=[1,1,1,1]>(h, v) m = GlobalAveragePool(b)

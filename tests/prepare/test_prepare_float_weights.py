@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
-from tiny_models import parse_model
+from onnx import parser
+from tiny_models import save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
 from edgekit.prepare.constants import DISABLED, OPTIMIZER, disable_harmful, find_float_weights
 from edgekit.target import load_target
 
-HEAD = """g (float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
+HEAD = """(float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
     float[1] s1 = {{0.02}}, float[4] s4 = {{0.02, 0.02, 0.02, 0.02}}, uint8[4] z4 = {{128, 128, 128, 128}}>
     {{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) {body} y = DequantizeLinear(q, t, z) }}"""
 OPEN = "[n] c = Conv(b, w) q = QuantizeLinear(c, t, z)"
@@ -32,13 +32,9 @@ BODIES = {
 
 
 def write(body: str, path: Path) -> Path:
-    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {HEAD.format(body=body)}', path)
-    proto = onnx.load(str(path))
     weight = np.random.default_rng(0).normal(0, 1, (4, 4, 1, 1)).astype(np.float32)
     weight[0] *= 0.003
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    onnx.save(proto, str(path))
-    return path
+    return save_net(HEAD.format(body=body), path, w=weight).path
 
 
 def run(path: Path, *, kept: bool) -> np.ndarray:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -294,13 +293,8 @@ def test_bytes_changed_and_signed_again_are_refused_or_read_but_never_crash(tmp_
 
 def _write(path: Path, rows: str, opset: int) -> Model:
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
-      g (float[1,{rows},6] x) => (float[1,{rows},4] y) {{ r = Relu(x)  y = MatMul(r, w) }}"""
-    proto = parser.parse_model(text)
-    weight = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    proto.graph.node[1].name = "layer"
-    onnx.save(proto, str(path))
-    return load_model(path)
+      g (float[1,{rows},6] x) => (float[1,{rows},4] y) {{ r = Relu(x)  [layer] y = MatMul(r, w) }}"""
+    return make_model(text, path, {"w": (6, 4)})
 
 
 def _measure(model: Model, lengths: list[int], work: Path) -> InputMoments:
