@@ -235,11 +235,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     manifest: Manifest
 
-    @property
-    def golden(self) -> Path:
-        """The folder of its golden samples."""
-        return self.folder / "golden"
-
 
 def adopt_reference(golden: Golden, recorded: Recorded) -> None:
     """Puts the recorded outputs of the float model in the place of those that this machine computed.
@@ -253,7 +248,7 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
     if entry is None or entry.sha256 != digest_file(golden.folder / INPUTS):
         words = f"'{recorded.folder}' was made with other golden samples"
         raise UsageError(words, hint="give the data it was made with")
-    adopt_outputs(golden, recorded, recorded.golden / OUTPUTS)
+    adopt_outputs(golden, recorded, recorded.folder / "golden" / OUTPUTS)
 
 
 def adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
@@ -284,7 +279,7 @@ def adopt_expected(recorded: Recorded, models: Mapping[Form, Sequence[Path]], ou
     is_same = all(known.get(path.name) == digest_file(path) for paths in models.values() for path in paths)
     if not is_same or not recorded.manifest.golden.chosen:
         return None
-    _copy(recorded.golden / EXPECTED, out / EXPECTED)
+    _copy(recorded.folder / "golden" / EXPECTED, out / EXPECTED)
     return recorded.manifest.golden
 
 

@@ -270,7 +270,7 @@ def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
     # An empty placement means that nothing was observed.
     if counts and run.placement_source == "session":
         lost = {node.name for node in find_lost(run, job.check)}
-        listed = _read_places(run, job.check)
+        listed = read_places(run, job.check)
         unnamed = [node for node in job.check.node_list if goes_unnamed(node, job.target) and node.op not in _FUSED]
         counts[job.target.provider] += sum(node.name not in listed and node.name not in lost for node in unnamed)
     return {provider: count for provider, count in sorted(counts.items()) if count}
@@ -278,7 +278,7 @@ def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
 
 def find_lost(run: DeviceRun, check: CheckReport) -> list[CheckedNode]:
     """Returns the nodes that were predicted taken but ran on the CPU, also those that an optimiser renamed."""
-    places = _read_places(run, check)
+    places = read_places(run, check)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
     lost = [node for node in taken if places.get(node.name) == CPU_PROVIDER]
     known = places.keys() & {node.name for node in check.node_list}
@@ -294,6 +294,7 @@ def find_lost(run: DeviceRun, check: CheckReport) -> list[CheckedNode]:
     return lost
 
 
-def _read_places(run: DeviceRun, check: CheckReport) -> dict[str, str]:
+def read_places(run: DeviceRun, check: CheckReport) -> dict[str, str]:
+    """Returns the provider of each node that a device reports, by its name in the model."""
     names = {node.name for node in check.node_list}
     return name_as_model({node.name: node.provider for node in run.placement}, names)

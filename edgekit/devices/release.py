@@ -207,9 +207,8 @@ class Installed(Archive, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """Returns what is installed, in words."""
-        return (
-            f"ONNX Runtime {self.version} of {self.archive} for {', '.join(self.abis)} with {', '.join(self.providers)}"
-        )
+        abis, providers = ", ".join(self.abis), ", ".join(self.providers)
+        return f"ONNX Runtime {self.version} of {self.archive} for {abis} with {providers}"
 
 
 FACTS = "device.json"

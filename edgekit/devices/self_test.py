@@ -113,10 +113,8 @@ def _judge(change: Change, run: DeviceRun, device: Device, target: Target) -> It
     error = _error(run) if run.failure is None else 0.0
     said = run.failure or f"largest error {error:.2g} of the range"
     if change == "domain":
-        passed, said = (
-            run.failure is not None and run.outputs.count == 0,
-            run.failure or f"it gave {run.outputs.count} outputs",
-        )
+        passed = run.failure is not None and run.outputs.count == 0
+        said = run.failure or f"it gave {run.outputs.count} outputs"
         yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=said[:200])
         return
     if change == "weight":

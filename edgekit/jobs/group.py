@@ -291,7 +291,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
     fault = find_fault(wiring, interfaces)
     if fault is not None:
         raise UsageError(f"'{path}' {fault[0]}", hint=fault[1])
-    if file.metric == DEFAULT_METRIC and not wiring.chooses:
+    if file.metric == DEFAULT_METRIC and not any(stage.text or stage.crop for stage in wiring.stages):
         raise UsageError(f"'{path}' names no metric", hint='[metric] with name = "top1", ...')
     if ":" in file.metric.name:
         words = f"'{path}' names the metric '{file.metric.name}', code that no bundle may run"

@@ -280,7 +280,6 @@ def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -
 
 
 _COMPATIBILITY = "ep_compatibility_info."
-_SHAREABLE = ("golden/",)
 
 
 def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
@@ -322,7 +321,7 @@ def _list_sharable(part: Part) -> list[tuple[str, str]]:
     # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
     alone = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
     files = part.variant.files.items()
-    return [(name, file.sha256) for name, file in files if name in alone or name.startswith(_SHAREABLE)]
+    return [(name, file.sha256) for name, file in files if name in alone or name.startswith("golden/")]
 
 
 def _describe(part: Part, places: Mapping[str, str]) -> dict[str, object]:

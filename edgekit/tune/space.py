@@ -14,7 +14,7 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.target import Session
 
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]
-GOALS: tuple[Goal, ...] = ("latency", "p99", "throughput", "memory", "load")
+
 
 _SPIN, _POOL = "session.intra_op.allow_spinning", "intra_op_num_threads"
 # Assumed if the number of cores is not known: current phones have eight.

@@ -14,7 +14,7 @@ from edgekit.check.report import CheckedNode, Placed
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.observe import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, name_as_model
+from edgekit.devices.observe import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, read_places
 from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
@@ -78,8 +78,7 @@ def _read_places(run: DeviceRun, job: Job) -> dict[str, str] | None:
     """Returns the provider of each node that a device reports, by its name in the model; None if none was observed."""
     if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
         return None
-    names = {node.name for node in job.check.node_list}
-    return name_as_model({node.name: node.provider for node in run.placement}, names)
+    return read_places(run, job.check)
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:

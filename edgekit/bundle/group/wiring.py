@@ -101,11 +101,6 @@ class Wiring(_Strict, frozen=True, kw_only=True):
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
     tokens: Tokens | None = None
 
-    @property
-    def chooses(self) -> bool:
-        """True if the result is the chosen tokens or classes, not the outputs of the last stage."""
-        return any(stage.text or stage.crop for stage in self.stages)
-
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs and outputs of a member, by name."""

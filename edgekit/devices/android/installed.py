@@ -253,10 +253,5 @@ def find_app_runtime() -> AppRuntime | None:
     """Returns the installed archive as an app ships it, or None."""
     if (installed := LOADER.find_installed()) is None:
         return None
-    return AppRuntime(
-        archive=installed.archive,
-        sha256=installed.sha256,
-        version=installed.version,
-        libraries=installed.libraries,
-        classes=LOADER.folder / "classes.jar",
-    )
+    facts = {name: getattr(installed, name) for name in ("archive", "sha256", "version", "libraries")}
+    return AppRuntime(**facts, classes=LOADER.folder / "classes.jar")

@@ -33,8 +33,7 @@ from edgekit.target import Target
 # In the C and C++ sources, the stand-in for Apple's NAME is darwin_NAME; the pattern matches uses too, which does no
 # harm.
 _DEFINED = re.compile(r"\bdarwin_(\w+)")
-# Matches of the pattern that are structures, not stand-ins.
-_NO_STAND_INS = frozenset({"stat_", "utsname_"})
+
 _CLASS = "OBJC_CLASS_$_"
 
 
@@ -286,8 +285,7 @@ class IosSimulator(Device, frozen=True, kw_only=True):
             run = run_program(self, argv, job, request, work, emulates=True)
         notes, facts = run.notes, served.read_facts(Facts) if served else None
         if facts and facts.operations:
-            said = (
-                f"Core ML's program was written by the provider; edgekit computed its {sum(facts.operations.values())}"
-            )
-            notes = (*notes, f"{said} operations, {facts.halves} of them in half precision")
+            count = sum(facts.operations.values())
+            said = f"Core ML's program was written by the provider; edgekit computed its {count} operations"
+            notes = (*notes, f"{said}, {facts.halves} of them in half precision")
         return msgspec.structs.replace(run, versions={**LOADER.find_versions(), **run.versions}, notes=notes)

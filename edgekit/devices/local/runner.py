@@ -37,11 +37,6 @@ class Abi(msgspec.Struct, frozen=True, kw_only=True):
     android: bool
     compiler: str = ""
 
-    @property
-    def is_host(self) -> bool:
-        """True for the kind of this machine."""
-        return self.name == host_abi()
-
 
 ABIS: dict[str, Abi] = {
     "linux-x64": Abi(name="linux-x64", machine="x86_64", android=False, compiler="x86_64-linux-gnu-g++"),
@@ -96,10 +91,10 @@ def find_runner(abi: str) -> NativeRunner | Missing:
         return Missing(reason=f"the runner for Android {abi} is not built", command=command)
     if library is None:
         return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
-    tools = ("cmake", "make", "c++" if ABIS[abi].is_host else ABIS[abi].compiler)
+    is_host = abi == host_abi()
+    tools = ("cmake", "make", "c++" if is_host else ABIS[abi].compiler)
     if absent := [tool for tool in tools if shutil.which(tool) is None]:
-        package = "g++" if ABIS[abi].is_host else "g++-aarch64-linux-gnu"
-        packages = f"apt-get install cmake make {package}"
+        packages = f"apt-get install cmake make {'g++' if is_host else 'g++-aarch64-linux-gnu'}"
         return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {command}")
     return Missing(reason=f"the runner for {abi} is not built", command=command)
 
@@ -144,7 +139,7 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
             raise DeviceError(found.reason, hint=str(found.command))
         cross = [f"-DCMAKE_CXX_COMPILER={abi.compiler}", "-DCMAKE_SYSTEM_NAME=Linux"]
         cross.append(f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}")
-        flags = ["-DEDGEKIT_STRICT=ON", *([] if abi.is_host else cross)]
+        flags = ["-DEDGEKIT_STRICT=ON", *([] if abi.name == host_abi() else cross)]
     with staged_folder(_place(abi)) as staging, work_folder() as work:
         if library is not None:
             source = library

@@ -30,18 +30,6 @@ MAX_LOG = 8192
 # A device may send anything, so the number and length of what goes into reports is limited.
 _MOST_VERSIONS = 32
 
-# Stands for the report of a program that wrote none: only that it was started is known.
-_NO_REPORT = exchange.RunnerResult(
-    status="running",
-    message="",
-    load_ms=0.0,
-    latency_ms=(),
-    peak_rss_bytes=0,
-    versions={},
-    placement=(),
-    placement_source="session",
-)
-
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program that is copied to where it runs: its files by their names there, and the start command.
@@ -296,7 +284,8 @@ def judge_run(
     device: Device, job: Job, report: exchange.RunnerResult | None, outputs: Samples, failure: str | None
 ) -> DeviceRun:
     """Returns the run of a device from its program's report (None: there is none) and the outputs that came back."""
-    report = report or _NO_REPORT
+    if report is None:
+        return msgspec.structs.replace(refuse_run(device, ""), outputs=outputs, failure=failure)
     # Programs check the clock before they know that there is no further sample.
     stopped_early = report.status == "stopped" and outputs.count < job.samples.count
     measured = {name: getattr(report, name) for name in Measured.__struct_fields__}

@@ -17,7 +17,8 @@ proven.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import comb
 from typing import Annotated, Literal
 
@@ -95,7 +96,7 @@ def measure_agreement(
     """
     found: dict[str, tuple[Agreement, ...]] = {}
     for name, reading in readings.items():
-        pairs, shared = _Pairs(name, reference, got), list[Agreement]()
+        pairs, shared = partial(_read_pairs, name, reference, got), list[Agreement]()
         other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
         try:
             for each in filter(None, (reading, other)):
@@ -126,18 +127,16 @@ class _UnlikeError(Exception):
     """The two sides of an output cannot be compared."""
 
 
-class _Pairs:
-    """Both sides of an output, sample by sample; they can be read several times."""
+_Pairs = Callable[[], Iterator[tuple[Array, Array]]]
+"""Both sides of an output, sample by sample; they can be read several times."""
 
-    def __init__(self, name: str, reference: Samples, got: Samples) -> None:
-        self._name, self._reference, self._got = name, reference, got
 
-    def __iter__(self) -> Iterator[tuple[Array, Array]]:
-        for wanted, found in zip(self._reference, self._got, strict=False):
-            one, other = (_take(side, self._name) for side in (wanted, found))
-            if one.shape != other.shape or not one.size:
-                raise _UnlikeError
-            yield one, other
+def _read_pairs(name: str, reference: Samples, got: Samples) -> Iterator[tuple[Array, Array]]:
+    for wanted, found in zip(reference, got, strict=False):
+        one, other = (_take(side, name) for side in (wanted, found))
+        if one.shape != other.shape or not one.size:
+            raise _UnlikeError
+        yield one, other
 
 
 def _take(side: Tensors, name: str) -> Array:
@@ -150,7 +149,7 @@ def _take(side: Tensors, name: str) -> Array:
 def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     rows, answers = list[tuple[float, float]](), list[tuple[Array, Array]]()
     of = _DECIDING[reading.kind]
-    for wanted, found in pairs:
+    for wanted, found in pairs():
         if not -wanted.ndim <= reading.axis < wanted.ndim:
             raise _UnlikeError
         before, after = read_decisions(wanted, reading), read_decisions(found, reading)
@@ -175,7 +174,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
 
 def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     rows = list[tuple[int, int, int, int]]()
-    for pair in pairs:
+    for pair in pairs():
         one, two = (read_decisions(each, reading) for each in pair)
         both, said = int((one & two).sum()), int(one.sum() + two.sum())
         # Of yes, then of no: twice how often both sides say it, and how often either does.
@@ -188,7 +187,7 @@ def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
 
 def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
     total, count, shapes = np.zeros(()), 0, set[tuple[int, ...]]()
-    for wanted, _ in pairs:
+    for wanted, _ in pairs():
         if not is_numeric(wanted):
             raise _UnlikeError
         shapes.add(wanted.shape)
@@ -198,7 +197,8 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
         return
     mean = total / count
     rows = [
-        (_energy(found - wanted.astype(np.float64)), _energy(wanted - mean), _energy(wanted)) for wanted, found in pairs
+        (_energy(found - wanted.astype(np.float64)), _energy(wanted - mean), _energy(wanted))
+        for wanted, found in pairs()
     ]
     error, varying, energy = np.array(rows).T
     if not np.isfinite([error, energy]).all():
@@ -212,7 +212,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
 
 
 def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
-    sides = [(wanted.reshape(-1).astype(np.float64), found.reshape(-1).astype(np.float64)) for wanted, found in pairs]
+    sides = [(wanted.reshape(-1).astype(np.float64), found.reshape(-1).astype(np.float64)) for wanted, found in pairs()]
     if len(sides) < _LEAST_VECTORS:
         return
     if len({wanted.size for wanted, _ in sides}) > 1:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Constants, Network, OperandType, name_operation
+from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.devices.process.pipes import serve_pipes
 from edgekit.model.tensors import Array
@@ -52,8 +52,7 @@ class Computer:
         """
         network = msgspec.json.decode(question, type=Network)
         sizes = {place: operand.size for place, operand in enumerate(network.operands) if operand.size > 0}
-        parts = {place: read(size) for place, size in sizes.items()}
-        model = write_model(network, Constants({place: _view(network, place, data) for place, data in parts.items()}))
+        model = write_model(network, {place: _view(network, place, read(size)) for place, size in sizes.items()})
         from ai_edge_litert.interpreter import Interpreter, OpResolverType  # noqa: PLC0415 - an optional extra
 
         optimized = any(operation.type in _OPTIMIZED for operation in network.operations)

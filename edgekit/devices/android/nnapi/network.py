@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model.tensors import Array
 from edgekit.serialize import read_toml, suggest_key
 
 NAMES = dict(enumerate((
@@ -93,28 +92,6 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[Operation, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-
-
-class Constants(msgspec.Struct, frozen=True):
-    """The values of constant operands, by operand index."""
-
-    values: dict[int, Array]
-
-    def number(self, place: int) -> float:
-        """Returns a constant scalar.
-
-        Raises:
-            LookupError: the operand is not constant.
-        """
-        return float(self.values[place].reshape(-1)[0])
-
-    def whole(self, place: int) -> int:
-        """Returns a constant scalar as an integer.
-
-        Raises:
-            LookupError: the operand is not constant.
-        """
-        return int(self.number(place))
 
 
 _FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})

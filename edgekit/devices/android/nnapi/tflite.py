@@ -7,7 +7,7 @@ import flatbuffers
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import Constants, Network, Operand, OperandType, name_operation
+from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, name_operation
 from edgekit.errors import DeviceError, MissingExtraError
 from edgekit.machine import spell_install
 from edgekit.model.tensors import Array
@@ -31,7 +31,7 @@ _ELEMENT_TYPES = {
 class ModelBuilder:
     """A TFLite model under construction: tensors for the operands of a network, and operators on them."""
 
-    def __init__(self, network: Network, constants: Constants) -> None:
+    def __init__(self, network: Network, constants: Mapping[int, Array]) -> None:
         try:
             from ai_edge_litert import schema_py_generated  # noqa: PLC0415 - an optional extra
         except ImportError as error:
@@ -55,6 +55,18 @@ class ModelBuilder:
             for place in network.inputs:
                 self.places[place] = self._round(self.places[place])
 
+    def number(self, place: int) -> float:
+        """Returns a constant scalar.
+
+        Raises:
+            LookupError: the operand is not constant.
+        """
+        return float(self.constants[place].reshape(-1)[0])
+
+    def whole(self, place: int) -> int:
+        """Returns a constant scalar as an integer, as `number` does."""
+        return int(self.number(place))
+
     def add(self, name: str, inputs: Sequence[int], outputs: Sequence[int], options: str = "", **fields: Any) -> None:
         """Adds a TFLite operator on NNAPI operands."""
         # An optional operand of size 0 is omitted.
@@ -69,7 +81,7 @@ class ModelBuilder:
     def tensor(self, place: int) -> int:
         """Returns the tensor of an operand."""
         if place not in self.places:
-            self.places[place] = self.new_tensor(self.operands[place], self.constants.values.get(place))
+            self.places[place] = self.new_tensor(self.operands[place], self.constants.get(place))
         return self.places[place]
 
     def new_tensor(self, operand: Operand, value: Array | None) -> int:
@@ -195,7 +207,7 @@ def write_conv(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
     is_depthwise = name == "DEPTHWISE_CONV_2D"
     count = 3 if name == "CONV_2D" else 4
     scheme, pads, rest = _take_padding(builder, inputs[3:], count=count, flag=5 if is_depthwise else 4)
-    numbers = [builder.constants.whole(place) for place in rest]
+    numbers = [builder.whole(place) for place in rest]
     dilations = numbers[count + 1 : count + 3] or [1, 1]
     fields = {"strideW": numbers[0], "strideH": numbers[1], "fusedActivationFunction": numbers[count - 1]}
     fields |= {"dilationWFactor": dilations[0], "dilationHFactor": dilations[1]}
@@ -220,7 +232,7 @@ def write_conv(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
 def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> None:
     """Writes a pooling; of a window that crosses the border, only the elements inside count, as in NNAPI."""
     scheme, pads, rest = _take_padding(builder, inputs[1:], count=5, flag=6)
-    width, height, kernel_width, kernel_height, activation = (builder.constants.whole(place) for place in rest[:5])
+    width, height, kernel_width, kernel_height, activation = (builder.whole(place) for place in rest[:5])
 
     def pool(source: int, target: int, scheme: int, extents: tuple[int, int]) -> None:
         builder.add(
@@ -241,7 +253,7 @@ def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
 
 def read_layout(builder: ModelBuilder, places: Sequence[int], at: int) -> Sequence[int]:
     """Returns the order of axes in TFLite's layout, NHWC: another if the optional operand at a position says NCHW."""
-    is_nchw = len(places) > at and bool(builder.constants.whole(places[at]))
+    is_nchw = len(places) > at and bool(builder.whole(places[at]))
     return _TO_NHWC if is_nchw else range(4)
 
 
@@ -267,8 +279,8 @@ def _take_padding(
     then it is the layout flag of the form with implicit padding.
     """
     if len(places) >= count + 4 and builder.operands[places[flag]].type != OperandType.BOOL:
-        return _VALID, tuple(builder.constants.whole(place) for place in places[:4]), places[4:]
-    return {1: _SAME, 2: _VALID}[builder.constants.whole(places[0])], (), places[1:]
+        return _VALID, tuple(builder.whole(place) for place in places[:4]), places[4:]
+    return {1: _SAME, 2: _VALID}[builder.whole(places[0])], (), places[1:]
 
 
 def _cut(size: int, outputs: int, window: int, stride: int, before: int) -> list[_Piece]:
@@ -355,8 +367,8 @@ _KERNELS = {
 """By the names of NNAPI's operations."""
 
 
-def write_model(network: Network, constants: Constants) -> bytes:
-    """Returns the TFLite model of a network, with its inputs and outputs in the same order.
+def write_model(network: Network, constants: Mapping[int, Array]) -> bytes:
+    """Returns the TFLite model of a network with constants by operand, its inputs and outputs in the same order.
 
     Raises:
         DeviceError: it has an operation that TFLite lacks in this form.
@@ -367,7 +379,7 @@ def write_model(network: Network, constants: Constants) -> bytes:
         name, inputs, outputs = name_operation(operation.type), operation.inputs, operation.outputs
         if kernel := _KERNELS.get(name):
             places = range(kernel.inputs) if isinstance(kernel.inputs, int) else kernel.inputs
-            fields = {field: constants.whole(inputs[place]) for field, place in kernel.fields.items()}
+            fields = {field: builder.whole(inputs[place]) for field, place in kernel.fields.items()}
             builder.add(kernel.name or name, [inputs[place] for place in places], outputs, kernel.options, **fields)
         elif name in {"CONV_2D", "DEPTHWISE_CONV_2D", "GROUPED_CONV_2D"}:
             write_conv(builder, name, inputs, outputs)
@@ -380,7 +392,7 @@ def write_model(network: Network, constants: Constants) -> bytes:
 
 def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> None:
     """Writes an operation whose inputs or layout TFLite has otherwise than NNAPI."""
-    whole, source, target = builder.constants.whole, inputs[0], outputs[0]
+    whole, source, target = builder.whole, inputs[0], outputs[0]
     match name:
         case "CONCATENATION":
             # NNAPI concatenates tensors with different quantization; TFLite's int8 kernel needs that of the output.
@@ -394,10 +406,10 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
                     builder.add("QUANTIZE", (place,), (parts[index],), "QuantizeOptions")
             builder.add(name, parts, outputs, "ConcatenationOptions", axis=whole(inputs[-1]))
         case "SOFTMAX":
-            axis, beta = whole(inputs[2]) if len(inputs) > 2 else -1, builder.constants.number(inputs[1])
+            axis, beta = whole(inputs[2]) if len(inputs) > 2 else -1, builder.number(inputs[1])
             _write_along_last(builder, source, target, axis, name, "SoftmaxOptions", beta=beta)
         case "LOCAL_RESPONSE_NORMALIZATION":
-            fields = dict(zip(("bias", "alpha", "beta"), map(builder.constants.number, inputs[2:5]), strict=True))
+            fields = dict(zip(("bias", "alpha", "beta"), map(builder.number, inputs[2:5]), strict=True))
             axis, options = whole(inputs[5]) if len(inputs) > 5 else -1, "LocalResponseNormalizationOptions"
             _write_along_last(builder, source, target, axis, name, options, radius=whole(inputs[1]), **fields)
         case "DEPTH_TO_SPACE":
@@ -420,7 +432,7 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
             builder.add(name, (axis, source), outputs, "SplitOptions", numSplits=whole(inputs[2]))
         case "SQUEEZE":
             # Without axes, LiteRT drops every axis of size 1, like NNAPI.
-            given = (builder.constants.values.get(place) for place in inputs[1:])
+            given = (builder.constants.get(place) for place in inputs[1:])
             axes = [axis for value in given if value is not None for axis in value.tolist()]
             builder.add(name, (source,), outputs, "SqueezeOptions", squeezeDims=axes)
         case "ARGMAX" | "ARGMIN":
