@@ -1,6 +1,7 @@
 """Models that are difficult to quantize, each with its samples."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,7 +62,7 @@ def _net(
     )  # fmt: skip
 
 
-def _conv(nodes: str, outputs: str = "float y", **more: Array) -> Hard:
+def _conv(nodes: str, outputs: str = "float y", **more: Any) -> Hard:
     return _hard(f"c = Conv(x, w) {nodes}", outputs=outputs, w=W1, **more)
 
 
@@ -119,7 +120,7 @@ def _rows(*shape: int) -> dict[str, Array]:
 
 
 def _words(words: Array) -> Hard:
-    weights = {"table": _normal(20, 8), "w": _normal(8, 4)}
+    weights: dict[str, Any] = {"table": _normal(20, 8), "w": _normal(8, 4)}
     return _hard("e = Gather(table, x) y = MatMul(e, w)", "int64[1,6] x", data={"x": words}, **weights)
 
 
