@@ -412,17 +412,16 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
 
     def read_scores(self, outputs: Tensors) -> Array:
         """Returns the score of each row as the list has it, float64 [rows]."""
-        return _read_tables(outputs)[self.columns.score.output][:, self.columns.score.index]
+        return _read_column(_read_tables(outputs), self.columns.score)
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
         tables, columns = _read_tables(outputs), self.columns
-        start = columns.boxes.index
-        boxes = EXPLICIT[columns.code](tables[columns.boxes.output][:, start : start + _BOX])
+        boxes = EXPLICIT[columns.code](_read_boxes(tables, columns.boxes))
         scores = self.read_scores(outputs)
         kinds = np.zeros(len(scores), np.int64)
         if columns.kind is not None:
-            named = tables[columns.kind.output][:, columns.kind.index]
+            named = _read_column(tables, columns.kind)
             kinds = np.clip(np.rint(named), 0, _MOST_CLASSES).astype(np.int64)
         chances = np.zeros((len(scores), int(kinds.max(initial=0)) + 1))
         chances[np.arange(len(scores)), kinds] = np.clip(scores, 0, 1)
@@ -448,21 +447,19 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
     if any({name: table.shape for name, table in sample.items()} != names for sample in samples):
         return None
     columns = [Column(output=name, index=index) for name, shape in names.items() for index in range(shape[1])]
-    values = {column: np.stack([sample[column.output][:, column.index] for sample in samples]) for column in columns}
-    score = next((column for column in columns if _are_ranked(values[column])), None)
+
+    def read(column: Column) -> Array:
+        return np.stack([_read_column(sample, column) for sample in samples])
+
+    score = next((column for column in columns if _are_ranked(read(column))), None)
     if score is None:
         return None
     names = {name: shape for name, shape in names.items() if shape[0] == names[score.output][0]}
-    kinds = [column for column in columns if column.output in names and column != score and _are_kinds(values[column])]
-    kind = max(kinds, key=lambda column: len(np.unique(values[column])), default=None)
-    sure = values[score] >= values[score].max() / 2
+    kinds = [column for column in columns if column.output in names and column != score and _are_kinds(read(column))]
+    kind = max(kinds, key=lambda column: len(np.unique(read(column))), default=None)
+    sure = read(score) >= read(score).max() / 2
     for boxes in _place_boxes(names, [each for each in (score, kind) if each is not None]):
-        numbers = np.concatenate(
-            [
-                sample[boxes.output][kept, boxes.index : boxes.index + _BOX]
-                for sample, kept in zip(samples, sure, strict=True)
-            ]
-        )
+        numbers = np.concatenate([_read_boxes(sample, boxes)[kept] for sample, kept in zip(samples, sure, strict=True)])
         for code in CODES:
             if are_boxes(EXPLICIT[code](numbers), image, explicit=True):
                 return DetectionList(columns=ListColumns(boxes=boxes, score=score, kind=kind, code=code))
@@ -470,13 +467,25 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
 
 
 def _read_tables(outputs: Tensors) -> dict[str, Array]:
-    """Returns the outputs that may be rows of a list, float64 [rows, columns]."""
+    """Returns the outputs that may be rows of a list, [rows, columns]: views, since most are no lists and may be large."""
     found: dict[str, Array] = {}
     for name, value in outputs.items():
         sides = [size for size in value.shape if size != 1]
-        if len(sides) in {1, 2} and _FEWEST_LISTED <= sides[0] <= _MOST_LISTED and value.dtype.kind in "fiu":
-            found[name] = value.astype(np.float64).reshape(sides[0], -1)
+        is_long = len(sides) in {1, 2} and _FEWEST_LISTED <= sides[0] <= _MOST_LISTED
+        # A row has a box, a score and a class, and at most a score for each class.
+        if is_long and value.size // sides[0] <= _MOST_CLASSES and value.dtype.kind in "fiu":
+            found[name] = value.reshape(sides[0], -1)
     return found
+
+
+def _read_column(tables: Mapping[str, Array], column: Column) -> Array:
+    """Returns a column of a table, float64 [rows]."""
+    return tables[column.output][:, column.index].astype(np.float64)
+
+
+def _read_boxes(tables: Mapping[str, Array], first: Column) -> Array:
+    """Returns four columns of a table side by side, float64 [rows, 4]."""
+    return tables[first.output][:, first.index : first.index + _BOX].astype(np.float64)
 
 
 def _are_ranked(values: Array) -> bool:

@@ -265,12 +265,14 @@ class FloatReference:
         found, opened = self._compared.setdefault(quantized.sha256, {}), list[_RunPairs]()
 
         def look(indices: Sequence[int]) -> Likeness:
+            # Outputs are read before the session is open, beside which they would lie in memory.
+            parts = self.parts
             if todo := [index for index in indices if index not in found]:
                 opened[:] = opened or [self._open_pairs(quantized)]
                 for index, pair in opened[0](todo):
-                    found[index] = compare_sample(self.parts, pair)
+                    found[index] = compare_sample(parts, pair)
                 self._forget_others(quantized)
-            return Likeness(self.parts, [found[index] for index in indices])
+            return Likeness(parts, [found[index] for index in indices])
 
         return look
 
