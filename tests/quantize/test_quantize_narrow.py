@@ -20,7 +20,7 @@ from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import find_float_constants, store_narrow
-from edgekit.quantize.mixed_precision.score import open_constants
+from edgekit.quantize.mixed_precision.score import free_constants, open_judge
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
@@ -75,10 +75,12 @@ def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
         open_float_graph(model, calibration),
         find_objective(open_float_graph(model, calibration), calibration),
     )
-    judge = open_constants(graph, compared, Path(calibration.statistics), {"dft": _DFT}, most=None)
+    judge = open_judge(
+        free_constants(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
+    )
     other = {"dft": _DFT + np.float32(0.01)}
     whole = judge(other, -np.inf)
-    assert judge({}, np.inf) == 80  # the most that a ratio says
+    assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
     assert whole < judge(other, 70.0) < 70
     assert judge(other, whole) == whole
 

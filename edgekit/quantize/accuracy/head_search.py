@@ -467,7 +467,7 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
 
 
 def _read_tables(outputs: Tensors) -> dict[str, Array]:
-    """Returns the outputs that may be rows of a list, [rows, columns]: views, since most are no lists and may be large."""
+    """Returns the outputs that may be rows of a list, [rows, columns]: views, since an output may be large."""
     found: dict[str, Array] = {}
     for name, value in outputs.items():
         sides = [size for size in value.shape if size != 1]

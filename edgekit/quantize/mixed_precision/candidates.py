@@ -17,7 +17,7 @@ from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import round_by_channel
 from edgekit.progress import Budget
 from edgekit.quantize._ort_quantizer import find_plan_grids
@@ -28,11 +28,12 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
     EVEN_DB,
+    free_constants,
     free_grids,
     has_held_out,
     judge_candidate,
     judge_grids,
-    open_constants,
+    open_judge,
     strip_weights,
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
@@ -282,20 +283,24 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: 
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    return judge_plans(draft, plans, placed)
-
-
-def judge_plans(draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto) -> dict[str, float]:
-    """Returns the ratio in dB of plans that differ only in ranges; `placed` is the QDQ form of one of them."""
-    # Only scales and zero points differ, so one session takes them as inputs.
-    stripped = strip_weights(placed, draft.graph)
-    grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
-    names = free_grids(stripped, next(iter(grids.values())))
-    fed = {each: {name: found[name] for name in names} for each, found in grids.items()}
+    stripped, fed = free_plans(draft, plans, placed)
     return judge_grids(
         stripped, draft.compared, draft.statistics, fed, most=draft.effort.judges, few=draft.effort.few,
         at_once=draft.effort.at_once,
     )  # fmt: skip
+
+
+def free_plans(
+    draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto
+) -> tuple[onnx.ModelProto, dict[str, Tensors]]:
+    """Returns a graph that takes scales and zero points as inputs, and those of plans that differ only in ranges.
+
+    `placed` is the QDQ form of one of them. One session can judge them all.
+    """
+    stripped = strip_weights(placed, draft.graph)
+    grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
+    names = free_grids(stripped, next(iter(grids.values())))
+    return stripped, {each: {name: found[name] for name in names} for each, found in grids.items()}
 
 
 def _judge_roundings(
@@ -370,7 +375,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
     whole = {name: graph.weight(name) for name in sizes}
-    judge = open_constants(graph, compared, statistics, whole, most=effort.few)
+    judge = open_judge(free_constants(graph.model, whole), compared, statistics, whole=whole, most=effort.few)
 
     def narrow(name: str, bits: int) -> Array:
         integers, scales = round_by_channel(whole[name], bits)
@@ -384,7 +389,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
             trial = chosen.copy()
             for name in names:
                 trial[name] = bits
-            found = judge({name: narrow(name, count) for name, count in trial.items()}, least)
+            found = judge(whole | {name: narrow(name, count) for name, count in trial.items()}, least)
             if found >= least:
                 chosen, ratio = trial, found
                 if names == every:

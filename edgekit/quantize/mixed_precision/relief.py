@@ -13,6 +13,7 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
+from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
@@ -24,10 +25,11 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Memo,
     choose_again,
+    free_plans,
     judge_plan,
-    judge_plans,
     place_draft,
 )
+from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
@@ -156,22 +158,20 @@ def fit_inputs(draft: Draft) -> QuantPlan:
     plan, ends = draft.plan, _find_tails(draft)
     if not ends:
         return plan
-    placed = place_draft(draft.use_unsigned())
-
-    def judge(tried: QuantPlan) -> float:
-        # Judged one by one: of several plans, those that are worse on a few samples would be dropped, and a few samples
-        # say nothing about tails.
-        unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned()
-        return judge_plans(unsigned, {"": unsigned.plan}, placed)[""]
-
-    reached = judge(plan)
+    draft = draft.use_unsigned()
+    graph, fed = free_plans(draft, {"": draft.plan}, place_draft(draft))
+    effort = draft.effort
+    judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judges, at_once=effort.at_once)
+    reached = judge(fed[""], -math.inf)
     for name, end in ends if reached < GOOD_DB else ():
         while True:
             span = plan.wide.get(name, plan.ranges[name])
             shorter = msgspec.structs.replace(span, **{end: getattr(span, end) / 2})
             ranges, wide = (set_range(draft.graph, own, name, shorter) for own in (plan.ranges, plan.wide))
             tried = msgspec.structs.replace(plan, ranges=ranges, wide=wide)
-            found = judge(tried)
+            unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned().plan
+            grids = find_plan_grids(draft.graph, unsigned, "the candidate")
+            found = judge({name: grids[name] for name in fed[""]}, reached + NOTABLE_DB)
             if found <= reached + NOTABLE_DB:
                 break
             plan, reached = tried, found

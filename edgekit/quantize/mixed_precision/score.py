@@ -226,41 +226,57 @@ def judge_candidate(
     return join_ratios([ratio_db(*power) for power in powers])
 
 
-def open_constants(
-    graph: Graph, compared: tuple[ComparedTensor, ...], statistics: Path, whole: Tensors, *, most: int | None
+def open_judge(
+    qdq: onnx.ModelProto,
+    compared: tuple[ComparedTensor, ...],
+    statistics: Path,
+    *,
+    whole: Tensors | None = None,
+    most: int | None = None,
+    at_once: int | None = None,
 ) -> Callable[[Tensors, float], float]:
-    """Returns a function that judges the float graph with other values of the constants `whole`, in one session.
+    """Returns a function that judges values for added inputs of a graph with float weights, all in one session.
 
-    The function takes the values that change and the ratio that is wanted, and returns the ratio over the first `most`
-    held-out samples. Noise only adds up, so as soon as it rules the wanted ratio out, no more samples are run, and the
-    result is an upper bound of the ratio.
+    It takes the values and the ratio that is wanted, and returns the ratio over all held-out samples, or the first
+    `most`. Noise only adds up, so as soon as it rules the wanted ratio out, no more samples are run, and the result is
+    an upper bound of the ratio. `at_once` runs are in parallel. The outputs are compared with those of the float model,
+    or of this very session with the values `whole`, whose rounding of sums is the same.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    proto = onnx.ModelProto()
-    copy_fields(graph.model, proto, {"graph"})
-    copy_fields(graph.model.graph, proto.graph, {"initializer"})
-    proto.graph.initializer.extend(each for each in graph.model.graph.initializer if each.name not in whole)
-    _feed(proto, [graph.constants[name] for name in whole])
-    session, names = _open_compared(proto, compared, statistics, keep_float_weights=True)
-    held = [(inputs, session.run({**inputs, **whole})) for inputs, _ in islice(read_held_out(statistics), most)]
+    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
+    own = list[tuple[Tensors, Tensors]]()
 
-    def measure(expected: Tensors, found: Tensors) -> Array:
-        return np.stack([measure_loss(each, expected[name], found[name]) for each, name in names.items()])
+    def read() -> Iterable[tuple[Tensors, Tensors]]:
+        return own or islice(read_held_out(statistics), most)
 
-    signal = np.sum([measure(expected, expected)[:, 0] for _, expected in held], axis=0)
+    if whole is not None:
+        own += [(inputs, session.run({**inputs, **whole})) for inputs, _ in read()]
+    signal = np.zeros(len(compared))
+    for _, expected in read():
+        signal += [measure_loss(each, expected[each.tensor], expected[each.tensor])[0] for each in compared]
 
     def judge(values: Tensors, wanted: float) -> float:
         noise, ratio = np.zeros(len(compared)), math.inf
-        for inputs, expected in held:
-            noise += measure(expected, session.run({**inputs, **whole, **values}))[:, 1]
+        for (_, expected), found in map_in_order(lambda held: session.run({**held[0], **values}), read(), at_once):
+            noise += _all_powers(names, expected, found)[:, 1]
             ratio = join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
             if ratio < wanted:
                 break
         return ratio
 
     return judge
+
+
+def free_constants(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """Returns a graph that takes some of its constants as inputs."""
+    proto = onnx.ModelProto()
+    copy_fields(model, proto, {"graph"})
+    copy_fields(model.graph, proto.graph, {"initializer"})
+    proto.graph.initializer.extend(each for each in model.graph.initializer if each.name not in names)
+    _feed(proto, [each for each in model.graph.initializer if each.name in names])
+    return proto
 
 
 def judge_grids(
