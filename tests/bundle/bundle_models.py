@@ -20,11 +20,10 @@ from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import Ancestry, MachineClass, SessionSetting, TunedSession, TuningEvidence, encode_json
 from edgekit.bundle.sign import TestResult
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
-from edgekit.target import Target, load_target
+from edgekit.target import load_target
 
 PASSED = TestResult(result="PASSED", configuration=(), passed_tests=("tiny-nnapi on host",))
 """The test result that a signer states."""
@@ -75,14 +74,7 @@ def make_scenes(count: int = 6) -> Samples:
 
 def make_detector_bundle(folder: Path, target: str = "nnapi") -> Bundle:
     model = save_detector(folder / "detector.onnx")
-    contents = make_contents(folder, target=target)
-    contents = msgspec.structs.replace(
-        contents,
-        source=model,
-        files={"onnx": (model.path,)},
-        golden=make_golden(model, make_scenes(), folder / "scenes"),
-        check=make_check(model, load_target(target)),
-    )
+    contents = make_contents(folder, target=target, model=model, samples=make_scenes())
     bundle = write_bundle(contents, folder / f"detector-{target}")
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
 
@@ -109,20 +101,23 @@ def make_samples(count: int = 6) -> Samples:
     return Samples(source="random rows", count=count, read=lambda: ({"x": row} for row in rows))
 
 
-def make_check(model: Model, target: Target) -> CheckReport:
-    return check_model(model, target)
-
-
-def make_contents(folder: Path, *, target: str = "nnapi", labels: tuple[int, ...] | None = None) -> Contents:
-    model = save_classifier(folder / "tiny.onnx")
-    chosen = load_target(target)
+def make_contents(
+    folder: Path,
+    *,
+    target: str = "nnapi",
+    labels: tuple[int, ...] | None = None,
+    model: Model | None = None,
+    samples: Samples | None = None,
+) -> Contents:
+    """Returns what goes into a bundle of a model, by default of the classifier and its samples."""
+    model, chosen = model or save_classifier(folder / "tiny.onnx"), load_target(target)
     return Contents(
         source=model,
         target=chosen,
         precision="fp32",
         files={"onnx": (model.path,)},
-        golden=make_golden(model, make_samples(), folder / "golden", labels=labels),
-        check=make_check(model, chosen),
+        golden=make_golden(model, samples or make_samples(), folder / "golden", labels=labels),
+        check=check_model(model, chosen),
         ancestry=Ancestry(source=model.sha256, prepared=model.sha256, quantized=None, data=None),
         versions={"onnxruntime": "1.31.1"},
     )

@@ -9,12 +9,11 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
-from bundle_models import make_bundle, make_check, make_contents
+from bundle_models import make_bundle, make_contents
 from tiny_models import parse_model
 
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import write_bundle
-from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schema
 from edgekit.bundle.snippets import LEVELS, quote_cpp, quote_kotlin, quote_swift, render_snippets
 from edgekit.data.images import Preprocess
@@ -113,14 +112,7 @@ def test_an_input_has_the_layout_of_the_operator_that_reads_it_or_of_the_preproc
     text = f'<ir_version: 9, opset_import: ["" : 17]> g {text} {{ c = Conv(x, w)  y = Add(c, z) }}'
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     row = {name: np.ones((1, 2, 4, 4), np.float32) for name in "xz"}
-    contents = make_contents(tmp_path)
-    contents = msgspec.structs.replace(
-        contents,
-        source=model,
-        files={"onnx": (model.path,)},
-        golden=make_golden(model, list_samples([row] * 3, "ones"), tmp_path / "ones"),
-        check=make_check(model, contents.target),
-    )
+    contents = make_contents(tmp_path, model=model, samples=list_samples([row] * 3, "ones"))
     pictures = msgspec.structs.replace(contents, preprocess=Preprocess(size=(4, 4), layout="NHWC"))
     for each, layouts in ((contents, ["NCHW", ""]), (pictures, ["NHWC", "NHWC"])):
         assert [spec.layout for spec in write_bundle(each, tmp_path / layouts[1] / "out").manifest.inputs] == layouts

@@ -20,14 +20,14 @@ from faults import ADB_FAULTS, SSH_FAULTS, Fault
 from onnx import numpy_helper
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb
-from other_machine.fixtures import Phone
+from other_machine.fixtures import Phone, native_words
 from other_machine.keeper import OtherMachine, start_machine
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.remote import BASE, AdbDevice, SshDevice
+from edgekit.devices.remote.remote import BASE, AdbDevice, RemoteDevice, SshDevice
 from edgekit.devices.remote.store import KEPT_SETS, push_set
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
@@ -85,13 +85,12 @@ def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: P
     direct = present("arm64:native")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))
     wanted = _outputs(direct, job, work / "direct")
-    program, library = arm_runner.program, arm_runner.library
     with start_machine(arm=True, adb=True) as machine, adb.connected(machine) as serial:
-        phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER, threads=1)
+        phone = AdbDevice(serial=serial, **native_words(arm_runner))
         assert _outputs(phone, job, work / "adb") == wanted
     with ssh_board(arm=True) as board, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", board.programs, prepend=os.pathsep)
-        native = SshDevice(host="board", runner=program, library=library, provider=CPU_PROVIDER, threads=1)
+        native = SshDevice(host="board", **native_words(arm_runner))
         assert _outputs(native, job, work / "ssh") == wanted
 
 
@@ -108,13 +107,9 @@ def test_a_board_with_python_needs_no_runner(board: Board, job: Job, work: Path)
     assert board.wire.connections <= 4
 
 
-def _list_runs(machine: OtherMachine, before: set[str]) -> list[str]:
-    return [name for name in set(machine.files()) - before if "part-" in name or "run-" in name]
-
-
 def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path) -> None:
     # Other tests use this phone as well.
-    before = set(phone.machine.files())
+    before = set(phone.machine.left_files())
     with start_machine(arm=False, adb=True) as other:
         with adb.connected(other) as serial:
             devices = [phone.device, msgspec.structs.replace(phone.device, serial=serial), phone.device]
@@ -127,9 +122,9 @@ def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path
         for machine in (phone.machine, other):
             # A phone's shell removes the folder of a run after it has sent the last output.
             deadline = time.monotonic() + 20
-            while (left := _list_runs(machine, before)) and time.monotonic() < deadline:
+            while (left := set(machine.left_files()) - before) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert left == []
+            assert left == set()
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
@@ -150,7 +145,7 @@ def test_an_interrupted_edgekit_leaves_nothing_running(phone: Phone, tmp_path: P
         for pid in clients:
             os.kill(pid, signal.SIGKILL)
     assert machine.left_running() == []
-    assert [name for name in machine.files() if "part-" in name or "run-" in name] == []
+    assert machine.left_files() == []
 
 
 def test_only_the_sets_used_last_are_kept(phone: Phone, tmp_path: Path) -> None:
@@ -229,15 +224,12 @@ def test_adb(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: Nat
         with adb.connected(machine) as serial:
             if not fault.early:
                 machine.ask(**fault.wire)
-            device = AdbDevice(
-                serial=serial, runner=_program(fault, host_runner, work), library=host_runner.library,
-                provider=CPU_PROVIDER, threads=1, step_timeout_s=_step_s(fault.says), slowest_bytes_per_s=4 << 20,
-            )  # fmt: skip
-            _judge(device, fault.says, _limited(long_job, fault.says), work)
+            good = AdbDevice(serial=serial, **native_words(host_runner))
+            _judge(_limited(good, fault, work), fault.says, long_job, work)
             if fault.wire.get("kind") != "kill-daemon":
                 assert machine.left_running() == []
                 if fault.wire.get("kind") not in CLEANS_LATER:
-                    assert _left_files(machine) == []
+                    assert machine.left_files() == []
             if fault.returns:
                 _mend(machine)
                 machine.ask(kind="appear" if fault.wire.get("kind") == "vanish" else "")
@@ -246,11 +238,9 @@ def test_adb(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: Nat
                 adb.run("connect", serial)
         if fault.returns and fault.space_bytes > 100 << 20:
             with adb.connected(machine) as serial:
-                again = AdbDevice(
-                    serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER
-                )
+                again = AdbDevice(serial=serial, **native_words(host_runner))
                 assert again.run_job(long_job, work / "again").failure is None
-                assert _left_files(machine) == []
+                assert machine.left_files() == []
 
 
 @pytest.mark.parametrize("fault", _marked(SSH_FAULTS))
@@ -259,27 +249,21 @@ def test_ssh(
 ) -> None:
     with ssh_board(arm=False, space_bytes=fault.space_bytes) as board:
         monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
-        good = SshDevice(
-            host="board", runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER, threads=1
-        )
+        good = SshDevice(host="board", **native_words(host_runner))
         if fault.warm:
             assert good.run_job(long_job, work / "warm").failure is None
         fault.prepare(board)
         if fault.wire:
             board.wire.fail(**fault.wire)
-        device = SshDevice(
-            host="board", runner=_program(fault, host_runner, work), library=host_runner.library,
-            provider=CPU_PROVIDER, threads=1, step_timeout_s=_step_s(fault.says), slowest_bytes_per_s=4 << 20,
-        )  # fmt: skip
-        _judge(device, fault.says, _limited(long_job, fault.says), work)
+        _judge(_limited(good, fault, work), fault.says, long_job, work)
         board.wire.cut()  # what a stalled wire comes to in the end
         assert board.machine.left_running() == []
         if fault.wire.get("kind") != "stall":
-            assert _left_files(board.machine) == []
+            assert board.machine.left_files() == []
         if fault.returns and fault.space_bytes > 100 << 20:
             _restore(board)
             assert good.run_job(long_job, work / "again").failure is None
-            assert _left_files(board.machine) == []
+            assert board.machine.left_files() == []
 
 
 def test_there_are_enough_faults() -> None:
@@ -287,11 +271,12 @@ def test_there_are_enough_faults() -> None:
     assert len(set(names)) == len(names) >= 40
 
 
-def _judge(device: Device, says: str, long_job: Job, work: Path) -> None:
-    """Runs a long_job, and looks at how long it took, what was said, and what still runs here."""
+def _judge(device: Device, says: str, job: Job, work: Path) -> None:
+    """Runs a job, and looks at how long it took, what was said, and what still runs here."""
+    job = msgspec.structs.replace(job, timeout_s=SHORT_S if "out of time" in says else JOB_S)
     start = time.monotonic()
     try:
-        said = device.run_job(long_job, work / "run").failure
+        said = device.run_job(job, work / "run").failure
     except EdgekitError as error:
         said = error.message
     assert time.monotonic() - start < BOUND_S
@@ -306,32 +291,16 @@ def _judge(device: Device, says: str, long_job: Job, work: Path) -> None:
     assert _own_children() == []
 
 
-def _step_s(says: str) -> float:
-    return SHORT_S if "does not answer" in says else STEP_S
-
-
-def _limited(long_job: Job, says: str) -> Job:
-    return make_job(
-        long_job.model,
-        "xnnpack",
-        noise_samples(40),
-        precision="fp32",
-        timeout_s=SHORT_S if "out of time" in says else JOB_S,
-    )
-
-
-def _program(fault: Fault, host_runner: NativeRunner, work: Path) -> Path:
-    """Returns the runner, or what takes its place."""
+def _limited(good: RemoteDevice, fault: Fault, work: Path) -> RemoteDevice:
+    """Returns a device of which no step may last long, and whose runner is what a fault puts in its place."""
+    step_s = SHORT_S if "does not answer" in fault.says else STEP_S
+    device = msgspec.structs.replace(good, step_timeout_s=step_s, slowest_bytes_per_s=4 << 20)
     if not fault.program:
-        return host_runner.program
+        return device
     path = work / "edgekit-runner"
     path.write_text(fault.program)
     path.chmod(0o755)
-    return path
-
-
-def _left_files(machine: OtherMachine) -> list[str]:
-    return [name for name in machine.files() if "part-" in name or "run-" in name]
+    return msgspec.structs.replace(device, runner=path)
 
 
 def _own_children() -> list[str]:

@@ -1,3 +1,3 @@
-from other_machine.fixtures import adb, host_runner, own_adb_server
+from other_machine.fixtures import adb, board, host_runner, own_adb_server
 
-__all__ = ["adb", "host_runner", "own_adb_server"]
+__all__ = ["adb", "board", "host_runner", "own_adb_server"]

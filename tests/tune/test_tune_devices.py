@@ -1,6 +1,5 @@
 """Settings raced on phones, boards and emulators: told to their runners, held against the reference, then gone."""
 
-import os
 import platform
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_models import make_bundle
 from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, run_in
-from other_machine.board import ssh_board
+from other_machine.board import Board
 from other_machine.client import Adb
 from other_machine.keeper import start_machine
 
@@ -50,7 +49,7 @@ def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_r
         job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
         run = device.run_job(set_job(job, SessionSetting(level=Level.DISABLED)), tmp_path)
         assert machine.left_running() == []
-        assert not [name for name in machine.files() if "part-" in name or "run-" in name]
+        assert machine.left_files() == []
     assert report.evidence is Evidence.DEVICE
     assert report.machine == MachineClass(system="android", machine="x86_64", cores=count_cores())
     assert report.cores == count_cores()
@@ -67,17 +66,17 @@ def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner
     with start_machine(arm=False, adb=True, space_bytes=1 << 20) as machine, adb.connected(machine) as serial:
         with pytest.raises(DeviceError, match=r"kB are needed below .*, \d+ kB are free"):
             tune(bundle, f"adb:{serial}", host_runner)
-        assert not [name for name in machine.files() if "part-" in name or "run-" in name]
+        assert machine.left_files() == []
 
 
-def test_a_board_does_as_a_setting_says_and_tells_its_cores(tmp_path: Path, host_runner: NativeRunner) -> None:
+def test_a_board_does_as_a_setting_says_and_tells_its_cores(
+    board: Board, tmp_path: Path, host_runner: NativeRunner
+) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
     setting = SessionSetting(level=Level.DISABLED, threads=1, io_binding=True)
-    with ssh_board(arm=False) as board, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", board.programs, prepend=os.pathsep)
-        device = SshDevice(host="board", runner=host_runner.program, library=host_runner.library)
-        run = device.run_job(set_job(job, setting), tmp_path)
-        assert board.machine.left_running() == []
+    device = SshDevice(host="board", runner=host_runner.program, library=host_runner.library)
+    run = device.run_job(set_job(job, setting), tmp_path)
+    assert board.machine.left_running() == []
     assert run.failure is None
     # Unoptimised, the Relu is a node of its own.
     assert {node.op for node in run.placement} == {"Conv", "Relu"}

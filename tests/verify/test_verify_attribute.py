@@ -3,16 +3,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_check
+from bundle_models import make_contents
 from markupsafe import escape
 from msgspec.structs import replace
 from verify_devices import InProcess
 from verify_models import break_layer, make_images
 
-from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import Golden, KnownOutputs, make_golden
-from edgekit.bundle.manifest import Ancestry, encode_json
+from edgekit.bundle.golden import Golden, KnownOutputs
+from edgekit.bundle.manifest import encode_json
+from edgekit.check.check import check_model
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
@@ -37,16 +37,11 @@ def honest(steps: dict[Step, Model], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def bundle_of(steps: dict[Step, Model], quantized: Model, folder: Path, *, float_model: Model | None = None) -> Bundle:
-    target = load_target("nnapi")
-    contents = Contents(
-        source=steps["prepare"],
-        target=target,
+    contents = replace(
+        make_contents(folder, model=steps["prepare"], samples=make_images(6), labels=tuple(range(6))),
         precision="int8",
         files={"onnx": (quantized.path,)},
-        golden=make_golden(steps["prepare"], make_images(6), folder / "golden", labels=[0, 1, 2, 3, 4, 5]),
-        check=make_check(quantized, target),
-        ancestry=Ancestry(source="", prepared="", quantized="", data=""),
-        versions={},
+        check=check_model(quantized, load_target("nnapi")),
     )
     evidence = compare_with_float(float_model or steps["prepare"], quantized, contents.golden)
     return write_bundle(replace(contents, layers=encode_json(evidence)), folder / "bundle")

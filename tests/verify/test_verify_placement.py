@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_check, make_contents
+from bundle_models import make_contents
 from devices_models import Altering, present
 from exported_models import draw_inputs, export_bert
 from msgspec.structs import replace
@@ -17,10 +17,9 @@ from verify_models import make_images, save_network
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
-from edgekit.bundle.golden import make_golden
-from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.report import CheckedNode
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, Job, PlacedNode
+from edgekit.devices.device import DeviceRun, Job, PlacedNode, make_empty_check
 from edgekit.devices.observe import count_nodes
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
@@ -69,13 +68,7 @@ def replace_relus(proto: onnx.ModelProto) -> None:
 
 def make_network_bundle(folder: Path, target: str) -> Bundle:
     model = save_network(folder / "network.onnx")
-    contents = replace(
-        make_contents(folder, target=target),
-        source=model,
-        files={"onnx": (model.path,)},
-        golden=make_golden(model, make_images(4), folder / "own"),
-        check=make_check(model, load_target(target)),
-    )
+    contents = make_contents(folder, target=target, model=model, samples=make_images(4))
     bundle = write_bundle(contents, folder / f"network-{target}")
     return restate(bundle, verification=())
 
@@ -199,9 +192,7 @@ def observe(
         for name, op, where in (item.split() for item in placed.split(", ") if item)
     )
     empty = Samples(source="none", count=0, read=lambda: iter(()))
-    check = CheckReport(
-        target="nnapi", model="m", sha256="", evidence="predicted", settings={}, node_list=nodes, advice=()
-    )
+    check = replace(make_empty_check(target, "m"), node_list=nodes)
     job = Job(model=Path("m"), target=target, precision="int8", outputs=(), check=check, samples=empty)
     run = DeviceRun(
         device="phone", evidence=evidence, outputs=empty, placement=places, placement_source=source,  # type: ignore[arg-type]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from bundle_models import make_check
 from onnx import numpy_helper
 from tiny_models import save_net
 
+from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
 from edgekit.model.model import Model, load_model
@@ -88,6 +88,6 @@ def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) 
         target=chosen,
         precision=precision,
         outputs=model.outputs,
-        check=make_check(model, chosen),
+        check=check_model(model, chosen),
         samples=samples or make_images(2),
     )

@@ -52,7 +52,7 @@ class Phone(msgspec.Struct, frozen=True, kw_only=True):
 @pytest.fixture
 def phone(adb: Adb, host_runner: NativeRunner) -> Generator[Phone]:
     with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
-        yield Phone(machine=machine, device=AdbDevice(serial=serial, **_native(host_runner)))
+        yield Phone(machine=machine, device=AdbDevice(serial=serial, **native_words(host_runner)))
 
 
 @pytest.fixture
@@ -66,8 +66,9 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Generator[Board]:
 @pytest.fixture
 def native_board(board: Board, host_runner: NativeRunner) -> SshDevice:  # noqa: ARG001 - it is there as long
     """The board with the runner of this machine."""
-    return SshDevice(host="board", **_native(host_runner))
+    return SshDevice(host="board", **native_words(host_runner))
 
 
-def _native(runner: NativeRunner) -> dict[str, Any]:
+def native_words(runner: NativeRunner) -> dict[str, Any]:
+    """Returns what a device is told so that a native runner runs there, on one thread of the CPU."""
     return {"runner": runner.program, "library": runner.library, "provider": CPU_PROVIDER, "threads": 1}

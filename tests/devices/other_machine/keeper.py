@@ -50,6 +50,10 @@ class OtherMachine:
         data = self.root / "data"
         return sorted(str(path.relative_to(data)) for path in data.rglob("*"))
 
+    def left_files(self) -> list[str]:
+        """Returns what lies there of a run or of a transfer that has not ended."""
+        return [name for name in self.files() if "part-" in name or "run-" in name]
+
     def left_running(self, *, within_s: float = 5.0) -> list[str]:
         """Returns what still runs after some seconds, at once where nothing does: what is killed takes a moment."""
         deadline = time.monotonic() + within_s
