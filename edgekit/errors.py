@@ -84,13 +84,18 @@ FAILURES: tuple[type[Exception], ...] = (ArithmeticError, ValueError, ModelError
 or a model that ONNX Runtime, or a device, refuses. What the user must mend is not among them."""
 
 
+# A graph has thousands of values, and a provider hundreds of operators: nobody reads so many in a message.
+_MOST_NAMES = 40
+
+
 def suggest_name(word: str, valid: Iterable[str]) -> str:
-    """Returns a hint for a misspelled word: the nearest valid name, or the list of all of them."""
+    """Returns a hint for a misspelled word: the nearest valid name, or a list of them, of very many the first ones."""
     names = sorted(valid)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean '{near[0]}'?"
-    return f"valid: {', '.join(names)}" if names else "there is nothing to choose from"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"valid: {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to choose from"
 
 
 def quote_error(error: Exception) -> str:

@@ -21,6 +21,10 @@ def prepare_command(
     dims: options.Dims,
     shapes: options.Shapes,
     opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
+    inputs: Annotated[
+        str | None,
+        Option("Keep these inputs; a value inside the prepared graph becomes one, and what makes it goes.", "A,B"),
+    ],
     outputs: Annotated[
         str | None,
         Option("Keep these outputs, or values inside the graph, and what they need.", "A,B"),
@@ -72,6 +76,7 @@ def prepare_command(
     wanted = PrepareOptions(
         dims={**dims, **options.parse_shapes(shapes, source)},
         opset=opset,
+        inputs=options.split_names(inputs),
         outputs=options.split_names(outputs),
         constants=freeze,
         changes=changes,

@@ -289,6 +289,7 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     dims: dict[str, int] = {}
     opset: int | None = None
+    inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     constants: dict[str, float] = {}
     changes: InterfaceChanges = InterfaceChanges()
@@ -324,7 +325,13 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
     with work_folder(out.parent) as work:
         staged = work / out.name
         prepared = prepare_model(
-            source, staged, options.dims, opset=options.opset, outputs=options.outputs, constants=options.constants
+            source,
+            staged,
+            options.dims,
+            opset=options.opset,
+            inputs=options.inputs,
+            outputs=options.outputs,
+            constants=options.constants,
         )
         prepared = change_interface(prepared, staged, changes)
         fixes: tuple[Fix, ...] = ()

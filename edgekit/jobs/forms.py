@@ -5,6 +5,7 @@ in half precision is found out once, for the largest.
 """
 
 import contextlib
+import shlex
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data.padding import pad_samples
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import MissingExtraError, RuntimeRefusal
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.soundness import iterate_reads
 from edgekit.prepare.constants import disable_harmful
 from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
@@ -97,7 +100,26 @@ def warn_of_halves(prepared: Model, floats: Collection[str], target: Target, sam
     else:
         what += "its values need more digits"
     todo = "scale it, raise what is added before a logarithm or root, or let the app compute it before the model"
-    return f"{what}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {todo}"
+    start = ",".join(_find_start(read_graph(prepared), found.name, floats))
+    command = f": edgekit prepare --inputs {shlex.quote(start)}" if start else ""
+    return f"{what}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {todo}{command}"
+
+
+def _find_start(graph: Graph, name: str, floats: Collection[str]) -> list[str]:
+    """Returns the inputs of the model without the float nodes that a value reaches, and without all before them."""
+    reached, front = {name}, set[str]()
+    for node in graph.nodes:
+        if node.name in floats and not reached.isdisjoint({*node.input, *node.output}):
+            reached.update(node.output)
+            front.add(node.name)
+    needed = set(reached)
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.output):
+            front.add(node.name)
+            needed.update(iterate_reads(node.proto))
+    behind = {read for node in graph.nodes if node.name not in front for read in iterate_reads(node.proto)}
+    made = [each for node in graph.nodes if node.name in front for each in node.output]
+    return [each for each in (*graph.inputs, *made) if each in behind]
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from edgekit.prepare.basic import (
     write_scalers,
 )
 from edgekit.prepare.external import write_inline
-from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
+from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
@@ -50,6 +50,7 @@ def prepare_model(
     dims: Mapping[str, int] = MappingProxyType({}),
     *,
     opset: int | None = None,
+    inputs: Collection[str] = (),
     outputs: Collection[str] = (),
     constants: Mapping[str, float] | None = None,
     may_stay_open: bool = False,
@@ -67,6 +68,7 @@ def prepare_model(
         dims: a number for each dynamic dimension of the inputs, by its name or as `INPUT:AXIS`.
         opset: the opset to have, up or down.
         outputs: the outputs to keep, or values that become outputs; all outputs if none is named.
+        inputs: the inputs to keep, or values of the prepared graph that become inputs; all inputs if none is named.
         constants: inputs that become constants, by name, with the number that fills them.
         may_stay_open: if False, each dynamic dimension needs a number.
 
@@ -92,6 +94,7 @@ def prepare_model(
         if folds_first:
             fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
+        keep_inputs(proto, inputs)
         # A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two
         # that are alike ("Attempt to replace the existing tensor").
         made = {tensor.name for tensor in proto.graph.initializer} - given

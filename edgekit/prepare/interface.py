@@ -47,6 +47,41 @@ def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
         graph.output.append(typed[name])
 
 
+def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
+    """Keeps the inputs that are named, in place; without names all stay.
+
+    A value inside the graph becomes an input, so that an app computes what stands before it. Its shape must be known.
+
+    Raises:
+        UsageError: a name that is no input and that no node makes, a value whose shape is unknown, or another input
+            that the outputs need.
+    """
+    graph = proto.graph
+    given = {value.name: value for value in graph.input}
+    inner = {name for node in graph.node for name in node.output if name in names}
+    for name in names:
+        if name not in {*given, *inner}:
+            made = sorted(name for node in graph.node for name in node.output if name)
+            hint = suggest_name(name, [*given, *made])
+            raise UsageError(f"the prepared model has no input '{name}', nor a value of this name", hint=hint)
+    if not names:
+        return
+    known = given | {value.name: value for value in infer_model(proto).graph.value_info if value.name in inner}
+    for name in names:
+        dims = known[name].type.tensor_type.shape.dim if name in known else ()
+        if name in inner and not (dims and all(dim.HasField("dim_value") for dim in dims)):
+            raise UsageError(f"the shape of '{name}' is unknown", hint="name another value of the graph")
+    for node in graph.node:
+        # What computed the value becomes idle, unless another of its outputs is needed.
+        node.output[:] = [f"{name}{_INNER}" if name in inner else name for name in node.output]
+    refill(graph.input, [known[name] for name in dict.fromkeys(names)])
+    drop_idle_nodes(graph)
+    read = {name for node in graph.node for name in iterate_reads(node)}
+    if lost := sorted(read & given.keys() - {*names}):
+        hint = f"name it too, or values behind it: --inputs {','.join([*names, lost[0]])}"
+        raise UsageError(f"the outputs still need the input '{lost[0]}'", hint=hint)
+
+
 def drop_idle_nodes(graph: onnx.GraphProto) -> None:
     """Removes the nodes and the initializers that no output depends on, in place; ONNX Runtime keeps them."""
     needed = {value.name for value in graph.output}

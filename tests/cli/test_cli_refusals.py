@@ -121,6 +121,7 @@ WRONG = {
     f"{PREPARE} --embed-preprocess none.toml": "cannot read 'none.toml'",
     f"{PREPARE} --custom-ops none.so": "no custom-op library 'none.so'",
     f"{PREPARE} --outputs nix": "no output 'nix'",
+    f"{PREPARE} --inputs nix": "no input 'nix'",
     f"{PREPARE} --opset 99": "there is no opset '99'",
     f"quantize {MODEL} {DATA} --target coreml --out q.onnx": (
         "target 'coreml' takes no quantized model: the Core ML provider has no builder for Q or DQ nodes"

@@ -128,6 +128,7 @@ def test_a_float_part_that_half_precision_does_not_hold_is_named(
     if is_lost:
         (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
         assert report.float_warning in summary.notes
+        assert report.float_warning.endswith("let the app compute it before the model: edgekit prepare --inputs l")
 
 
 CONSTANTS_TEXT = (

@@ -185,6 +185,42 @@ def test_a_value_of_unknown_type_is_no_output(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {}, outputs=["t"])
 
 
+SPECTRUM = """g (float[N,4] x, float[4] gain) => (float[N,2] y)
+    <int64[1] k = {4}, float[4,2] w = {1, 0, 1, 2, 1, 0, 1, 2}>
+    { p = Mul(x, x) l, i = TopK<axis = -1>(p, k) s = Mul(l, gain) h = MatMul(s, w) y = Relu(h) }"""
+
+
+def test_a_value_inside_the_graph_becomes_an_input(tmp_path: Path) -> None:
+    model = make_model(SPECTRUM, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {"N": 3}, inputs=["gain", "l"])
+    assert [(spec.name, spec.dtype, spec.shape) for spec in prepared.inputs] == [
+        ("gain", "float32", (4,)),
+        ("l", "float32", (3, 4)),
+    ]
+    assert op_names(prepared.path) == ["Mul", "MatMul", "Relu"]
+    whole = {"x": np.arange(12, dtype=np.float32).reshape(3, 4), "gain": np.ones(4, np.float32)}
+    front = np.sort(whole["x"] ** 2)[:, ::-1]
+    assert run_model(prepared.path, {"gain": whole["gain"], "l": front})["y"].tolist() == (
+        run_model(model.path, whole)["y"].tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "dims", "message"),
+    [
+        (["l"], {"N": 3}, "the outputs still need the input 'gain'.*--inputs l,gain"),
+        (["gain", "ll"], {"N": 3}, "no input 'll', nor a value of this name.*did you mean 'l'"),
+        (["gain", "l"], {}, "the shape of 'l' is unknown"),
+    ],
+)
+def test_inputs_that_leave_something_unknown_are_refused(
+    names: list[str], dims: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    model = make_model(SPECTRUM, tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match=message):
+        prepare_model(model, tmp_path / "out.onnx", dims, inputs=names, may_stay_open=True)
+
+
 def test_a_frozen_input_is_folded(tmp_path: Path) -> None:
     model = make_model(HEADS, tmp_path / "m.onnx")
     prepared = prepare_model(model, tmp_path / "out.onnx", {}, constants={"k": 3})
