@@ -104,8 +104,7 @@ def run_process(
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         streams = (stdin or subprocess.DEVNULL, stdout or out, err)
-        child = _start(argv, streams, setting or ChildSetting(cwd=cwd, env=env))
-        status, timed_out, peak = _wait(child, timeout_s)
+        status, timed_out, peak = _wait(_start(argv, streams, setting or ChildSetting(cwd=cwd, env=env)), timeout_s)
         return Finished(
             argv=tuple(argv),
             status=status,
@@ -220,9 +219,7 @@ def _keep_tail(pipe: IO[bytes], words: bytearray) -> None:
 
 
 def _start(
-    argv: Sequence[str],
-    streams: tuple[int | IO[bytes], int | IO[bytes], int | IO[bytes]],
-    setting: ChildSetting,
+    argv: Sequence[str], streams: tuple[int | IO[bytes], int | IO[bytes], int | IO[bytes]], setting: ChildSetting
 ) -> subprocess.Popen[bytes]:
     stdin, stdout, stderr = streams
     try:

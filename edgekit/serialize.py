@@ -87,8 +87,7 @@ def to_builtins(value: object) -> Any:
         case msgspec.Struct():
             members = (member for base in reversed(type(value).__mro__) for member in vars(base).items())
             properties = [name for name, it in members if isinstance(it, property) and not name.startswith("_")]
-            names = (*value.__struct_fields__, *properties)
-            fields = {name: getattr(value, name) for name in names}
+            fields = {name: getattr(value, name) for name in (*value.__struct_fields__, *properties)}
             return {name: to_builtins(field) for name, field in fields.items() if field is not msgspec.UNSET}
         case Mapping():
             items = cast("Mapping[object, object]", value)

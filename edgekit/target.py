@@ -342,7 +342,13 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
                 )
             chosen[other] = its
     chosen |= given
-    target = _vary(msgspec.structs.replace(target, settings=chosen, folder=folder))
+    target = msgspec.structs.replace(target, settings=chosen, folder=folder)
+    for variant in target.variants:
+        if variant.when.items() <= target.settings.items():
+            options = {**target.session.provider_options, **variant.provider_options}
+            session = msgspec.structs.replace(target.session, provider_options=options)
+            kept = {name: it for name in _VARIED if (it := getattr(variant, name)) is not None}
+            target = msgspec.structs.replace(target, session=session, **kept)
     _refuse_profiles(target)
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen),
@@ -361,8 +367,7 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
         )
         or msgspec.UNSET,
     )
-    minimum_ort = target.minimum_ort.format_map(chosen)
-    return msgspec.structs.replace(target, session=session, minimum_ort=minimum_ort)
+    return msgspec.structs.replace(target, session=session, minimum_ort=target.minimum_ort.format_map(chosen))
 
 
 def _read_target(folder: Path) -> Target:
@@ -449,17 +454,6 @@ def _refuse_profiles(target: Target) -> None:
 
 
 _VARIED = tuple(name for name in Variant.__struct_fields__ if name not in {"when", "provider_options"})
-
-
-def _vary(target: Target) -> Target:
-    for variant in target.variants:
-        if variant.when.items() <= target.settings.items():
-            given = {name: getattr(variant, name) for name in _VARIED}
-            options = {**target.session.provider_options, **variant.provider_options}
-            session = msgspec.structs.replace(target.session, provider_options=options)
-            kept = {name: it for name, it in given.items() if it is not None}
-            target = msgspec.structs.replace(target, session=session, **kept)
-    return target
 
 
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -156,8 +156,7 @@ def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> Stor
     """
     first, entries = paths[0], dict[str, Path]()
     for path in paths:
-        inner = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        for file in inner:
+        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
             # Computed from the paths alone, without following links.
             name = Path(os.path.relpath(file, first.parent)).as_posix()
             if name.startswith("../"):
@@ -183,8 +182,7 @@ def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
             if not store.get(_name_inputs(files.sha256), work / "inputs.tar"):
                 raise DataError(f"store '{store.place}' has lost '{files.name}'", hint="run again")
             unpack_archive(work / "inputs.tar", staging / files.sha256, _LIMITS)
-            found = _digest(list_files(staging / files.sha256), Digests(work / "digests"))
-            if found != files.sha256:
+            if _digest(list_files(staging / files.sha256), Digests(work / "digests")) != files.sha256:
                 raise DataError(f"store '{store.place}' holds another '{files.name}'", hint="empty it, then run again")
     return place / files.sha256 / files.name
 
@@ -388,8 +386,7 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, beside:
     """
     verify = app.table.verify
     here = verify.enabled and not (verify.names_devices or verify.require)
-    report = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress)
-    (target,) = report.targets
+    (target,) = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress).targets
     if target.path is not None and verify.enabled and not here:
         devices = choosing(choose_for(app))
         found = verify_group(open_group(target.path), devices, required=verify.require, progress=progress)

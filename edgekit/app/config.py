@@ -295,8 +295,7 @@ def load_app(path: AnyPath) -> App:
         if isinstance(found, dict):
             entries = cast("dict[str, Any]", found)
             tables[section] = {name: source.convert(entry, kind, (section, name)) for name, entry in entries.items()}
-    empty: dict[str, Any] = {section: {} for section in tables}
-    rest = source.convert({**raw, **empty}, AppTable, ())
+    rest = source.convert({**raw, **{section: {} for section in tables}}, AppTable, ())
     for section, others in (("models", "groups"), ("targets", "targets")):
         if not tables.get(section) and not tables.get(others):
             raise UsageError(f"'{source.path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")

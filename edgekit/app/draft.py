@@ -67,7 +67,14 @@ def draft_app(
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
     side, stride, known = _read_metadata(source)
-    dims = _guess_dims(source, images, side, stride)
+    # Height and width get the side of the images, every other dynamic dimension is one.
+    dims: dict[str, int] = {}
+    if side is None and images is not None:
+        shorter = statistics.median(min(size) for size in _read_sizes(images))
+        side = max(stride, min(_USUAL_SIDE * 2, round(shorter / stride) * stride))
+    for spec in source.inputs:
+        for axis, name in spec.name_axes().items():
+            dims[name] = side if side is not None and axis in _find_planes(spec) else 1
     # `init` runs no code of the user's, so samples of a function tell nothing here.
     if data is not None and Path(data).exists():
         dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
@@ -123,19 +130,6 @@ def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:
         preprocess |= {"letterbox": 114, "resize": None}
     high, wide = read("imgsz", tuple[_Side, _Side]) or (0, 1)
     return high if high == wide else None, read("stride", _Side) or _STEP, preprocess
-
-
-def _guess_dims(model: Model, images: Path | None, side: int | None, step: int) -> dict[str, int]:
-    """Returns a size for each dynamic dimension: the side of the images for height and width, else one."""
-    sizes: dict[str, int] = {}
-    if side is None and images is not None:
-        shorter = statistics.median(min(size) for size in _read_sizes(images))
-        side = max(step, min(_USUAL_SIDE * 2, round(shorter / step) * step))
-    for spec in model.inputs:
-        for axis, name in spec.name_axes().items():
-            is_plane = axis in _find_planes(spec)
-            sizes[name] = side if is_plane and side is not None else 1
-    return sizes
 
 
 def _find_planes(spec: TensorSpec) -> tuple[int, ...]:

@@ -100,8 +100,7 @@ def use_cluster(
         for rank, cell in enumerate(cells):
             try:
                 key, beside = find_key(app, cell, digests)
-                files = list_inputs(cell, beside).items()
-                inputs = {what: store_files(paths, store, digests) for what, paths in files}
+                inputs = {what: store_files(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
             except EdgekitError as error:
                 found[cell.name] = fail_cell(cell, error)
                 continue

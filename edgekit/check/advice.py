@@ -352,12 +352,7 @@ ADVISERS: tuple[Adviser, ...] = (
         find=_find_float,
     ),
     Adviser(id="clip-bounds", fix="manual", message="give {count} of Clip constant bounds", find=_find_bounds),
-    Adviser(
-        id="no-builder",
-        fix="manual",
-        message="the provider has no {word}",
-        find=_find_missing,
-    ),
+    Adviser(id="no-builder", fix="manual", message="the provider has no {word}", find=_find_missing),
     Adviser(
         id="cut-end",
         fix="manual",

@@ -247,12 +247,11 @@ def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | 
     why = f"it is in the body of '{parent.name}', " + (
         "which is not taken" if rule == "whole" else "which the provider does not enter"
     )
-    inside = _check_nodes(body, judge, why)
     return [
         msgspec.structs.replace(
             node, taken=taken, partition=parent.partition if taken else None, reasons=() if taken else (why,)
         )
-        for node in inside
+        for node in _check_nodes(body, judge, why)
     ]
 
 
@@ -265,8 +264,7 @@ def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, in
         place += 1 + sum(len(inner.nodes) for body in node.bodies for inner in body.iterate())
     for name, node in graph.producers.items():
         # A value is copied once, however many nodes read it on the other side.
-        readers = graph.consumers.get(name, ())
-        if any(partitions[reader.index] != partitions[node.index] for reader in readers):
+        if any(partitions[reader.index] != partitions[node.index] for reader in graph.consumers.get(name, ())):
             count += 1
             size_bytes += value_bytes(graph.value(name))
     return count, size_bytes

@@ -158,8 +158,7 @@ def explain_difference(opinion: OrtOpinion, report: CheckReport) -> Iterator[str
     """Yields the reasons why the checker and a report disagree, one per line; nothing if they agree."""
     if opinion.verdict == report.verdict:
         return
-    taken_ops = {node.op for node in report.node_list if node.taken}
-    if lacking := sorted(taken_ops & set(opinion.unknown_ops)):
+    if lacking := sorted({node.op for node in report.node_list if node.taken} & set(opinion.unknown_ops)):
         yield f"its table lacks {', '.join(lacking)}, which the provider takes"
     if opinion.dynamic_nodes:
         yield f"it refuses {opinion.dynamic_nodes} nodes for a dynamic shape, and counts omitted optional inputs as one"

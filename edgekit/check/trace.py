@@ -51,8 +51,7 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
     results: set[str] = set()
     for node in source.nodes:
         inputs = [name for name in node.input if name]
-        known = all(name in source.constants or name in results for name in inputs)
-        fixed = bool(inputs) and not node.bodies and known
+        fixed = bool(inputs) and not node.bodies and all(name in source.constants or name in results for name in inputs)
         if fixed or (node.op_type in _SHAPE_OPS and node.name not in names):
             constant.add(node.index)
             results.update(node.output)

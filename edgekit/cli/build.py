@@ -76,8 +76,7 @@ def build_command(
 
 @as_command
 def demo_command(
-    out: Annotated[Path, Option("Where they go.", "DIR", default="edgekit-demo")],
-    progress: Progress,
+    out: Annotated[Path, Option("Where they go.", "DIR", default="edgekit-demo")], progress: Progress
 ) -> Answer:
     """Build and verify four bundles of the demo model, a small network trained on handwritten digits.
 

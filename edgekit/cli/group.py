@@ -87,5 +87,4 @@ def verify(
     with opened_group(folder, key=key) as group:
         report = verify_group(group, choosing(add_required(choice, require)), required=require, progress=progress)
     lines = (*describe_group(report), f"{report.group}-{report.target}: {report.verdict}")
-    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_lines(lines), code)
+    return Answer(report, lambda: show_lines(lines), options.exit_code(report.verdict, accept_unproven=accept_unproven))

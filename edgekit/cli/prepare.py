@@ -26,8 +26,7 @@ def prepare_command(
         Option("Keep these inputs; a value inside the prepared graph becomes one, and what makes it goes.", "A,B"),
     ],
     outputs: Annotated[
-        str | None,
-        Option("Keep these outputs, or values inside the graph, and what they need.", "A,B"),
+        str | None, Option("Keep these outputs, or values inside the graph, and what they need.", "A,B")
     ],
     freeze: options.Freeze,
     renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],

@@ -273,8 +273,7 @@ def list_command(history: History, bundle: Annotated[str | None, Option("Those o
 
 @subcommand(runs_command, "bench")
 def bench_command(
-    history: History,
-    subject: Annotated[str | None, Option("Only those of this bundle or model.", "NAME")],
+    history: History, subject: Annotated[str | None, Option("Only those of this bundle or model.", "NAME")]
 ) -> Answer:
     """List the benchmarks that `edgekit bench --history FILE` recorded, oldest first."""
     benches = list_benches(history, subject=subject)

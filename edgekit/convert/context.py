@@ -67,8 +67,7 @@ def require_compiler() -> None:
     """
     if importlib.util.find_spec("onnxruntime_qnn") is None:
         raise MissingExtraError(
-            "a QNN context needs the package 'onnxruntime-qnn'",
-            hint=f"{INSTALL_QNN} (Linux, x86-64)",
+            "a QNN context needs the package 'onnxruntime-qnn'", hint=f"{INSTALL_QNN} (Linux, x86-64)"
         )
 
 

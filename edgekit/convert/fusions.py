@@ -43,8 +43,7 @@ class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The same in words, such as "26 of 26 Conv are QLinearConv"."""
-        parts = [f"{count} of {self.count} {self.op} are {name}" for name, count in self.became.items()]
-        return ", ".join(parts)
+        return ", ".join(f"{count} of {self.count} {self.op} are {name}" for name, count in self.became.items())
 
 
 class FusedKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,13 +87,12 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for node in given:
         counts[node.op][fates.get(node.index, FOLDED)] += 1
-    ranked = sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))
     return Fusions(
         fates=tuple(
             OpFusion(
                 op=op, count=count.total(), became=dict(sorted(count.items(), key=lambda item: (-item[1], item[0])))
             )
-            for op, count in ranked
+            for op, count in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))
         ),
         kinds=tuple(
             FusedKind(ops=ops, into=into, count=count)

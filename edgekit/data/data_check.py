@@ -104,12 +104,11 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
         for name in inputs.keys() & sample.keys():
             others.setdefault(name, _Input()).add(sample[name])
     apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))
-    warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs), *apart)
     return SampleFacts(
         sha256=digest.hexdigest(),
         count=len(contents),
         digests=tuple(contents),
-        warnings=warnings,
+        warnings=(*cut, *_repeated(contents), *doubts, *_unlike(inputs), *apart),
         raw_pixels={name: line for name, seen in inputs.items() if (line := seen.pixels(name))},
     )
 

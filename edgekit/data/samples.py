@@ -307,32 +307,26 @@ def _open_source(
     if path.suffix == ".npz" and path.is_file():
         return Samples(source=source, count=count_rows(path), read=lambda: read_rows(path))
     if path.is_dir():
-        return _from_folder(path, inputs, given, preprocess)
+        if sets := sorted(path.glob("test_data_set_*"), key=_natural_key):
+            return _from_files(path, sets, lambda folder: _read_data_set(folder, inputs))
+        if files := sorted(path.glob("*.npz"), key=_natural_key):
+            return _from_files(path, files, _read_npz_sample)
+        if files := sorted(path.glob("*.npy"), key=_natural_key):
+            return _from_files(path, files, lambda file: {_only_input(given, path): _read_npy(file)})
+        files = sorted((file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES), key=_natural_key)
+        if not files:
+            raise DataError(f"'{path}' holds no sample", hint=_FORMS_HINT)
+        if preprocess is None:
+            raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
+        name = _only_input(given, path)
+        samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
+        refuse_other_input(preprocess, given[0])
+        return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
         return _from_function(source)
     if not path.exists():
         raise DataError(f"the data '{source}' does not exist", hint=f"check the path; {_FORMS_HINT}")
     raise DataError(f"the data '{source}' is no data that edgekit reads", hint=_FORMS_HINT)
-
-
-def _from_folder(
-    path: Path, inputs: Sequence[TensorSpec], given: Sequence[TensorSpec], preprocess: Preprocess | None
-) -> Samples:
-    if sets := sorted(path.glob("test_data_set_*"), key=_natural_key):
-        return _from_files(path, sets, lambda folder: _read_data_set(folder, inputs))
-    if files := sorted(path.glob("*.npz"), key=_natural_key):
-        return _from_files(path, files, _read_npz_sample)
-    if files := sorted(path.glob("*.npy"), key=_natural_key):
-        return _from_files(path, files, lambda file: {_only_input(given, path): _read_npy(file)})
-    files = sorted((file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES), key=_natural_key)
-    if not files:
-        raise DataError(f"'{path}' holds no sample", hint=_FORMS_HINT)
-    if preprocess is None:
-        raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
-    name = _only_input(given, path)
-    samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
-    refuse_other_input(preprocess, given[0])
-    return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
 
 
 def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Tensors]) -> Samples:

@@ -272,8 +272,7 @@ class _View:
             producers={}, consumers={}, captured=frozenset(),
         )  # fmt: skip
         kept = [node for node in proto.node if read_constant(node) is None]
-        nodes = tuple(self._node(node, index, shell) for index, node in enumerate(kept))
-        return index_nodes(shell, nodes)
+        return index_nodes(shell, tuple(self._node(node, index, shell) for index, node in enumerate(kept)))
 
     def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
         domain = "" if proto.domain in MAIN_DOMAINS else proto.domain

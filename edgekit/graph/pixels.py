@@ -35,7 +35,12 @@ def takes_raw_pixels(graph: Graph, name: str) -> bool:
         if node.op_type in _NORMALIZING or (node.op_type == "Gather" and node.input[1] == name):
             return True
         if node.op_type in _LAYERS:
-            return _is_made_for_raw(graph, node, gain)
+            weight, bias = graph.inline(node.input[1]), _find_bias(graph, node)
+            if weight is None or bias is None or weight.ndim < 2:
+                return False
+            rows = weight.reshape(len(weight), -1) if node.op_type == "Conv" else np.moveaxis(weight, -1, 0)
+            moved = _SPREAD * gain * float(np.median(np.linalg.norm(rows.reshape(len(rows), -1), axis=1)))
+            return moved <= _MOST_MOVED * float(np.median(np.abs(bias)))
         gain *= _find_gain(graph, node, name)
         if not np.isfinite(gain) or gain <= 0:
             return False
@@ -60,15 +65,6 @@ def _find_gain(graph: Graph, node: Node, name: str) -> float:
         if scale is not None and variance is not None:
             return float(np.median(np.abs(scale) / np.sqrt(np.maximum(variance, 0) + 1e-5)))
     return np.nan
-
-
-def _is_made_for_raw(graph: Graph, node: Node, gain: float) -> bool:
-    weight, bias = graph.inline(node.input[1]), _find_bias(graph, node)
-    if weight is None or bias is None or weight.ndim < 2:
-        return False
-    rows = weight.reshape(len(weight), -1) if node.op_type == "Conv" else np.moveaxis(weight, -1, 0)
-    moved = _SPREAD * gain * float(np.median(np.linalg.norm(rows.reshape(len(rows), -1), axis=1)))
-    return moved <= _MOST_MOVED * float(np.median(np.abs(bias)))
 
 
 def _find_bias(graph: Graph, node: Node) -> Array | None:

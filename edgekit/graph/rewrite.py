@@ -94,8 +94,7 @@ def replace_nodes(
             made[node.output] = writer.nodes
             changed.append(node.proto.name)
     if changed:
-        kept = [new for node in graph.node for new in made.get(tuple(node.output), (node,))]
-        refill(graph.node, kept)
+        refill(graph.node, [new for node in graph.node for new in made.get(tuple(node.output), (node,))])
     return tuple(changed)
 
 

@@ -99,8 +99,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     def limit_planning(self, seconds: float) -> "BuildJob":
         """Returns the job with so much time for the plan of the next target."""
         # What was judged is shared between targets, and so is what of it failed.
-        failed = self.memo.budget.failed
-        budget = Budget(end=time.monotonic() + seconds, progress=self.progress, failed=failed)
+        budget = Budget(end=time.monotonic() + seconds, progress=self.progress, failed=self.memo.budget.failed)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
     def plans_for(self, target: Target, floats: Container[str]) -> bool:
@@ -255,7 +254,6 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
         for bundle in recorded.values():
             adopt_reference(golden, bundle)
-    buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, folder)
     return BuildInputs(
         folder=folder,
         source=source,
@@ -271,7 +269,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         preprocess=data.preprocess,
         recorded=recorded,
         floats={},
-        buckets=buckets,
+        buckets=None if sized is None else _run_unpadded(source, sized, samples, recorded, folder),
     )
 
 
@@ -286,8 +284,7 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.is_quantized or inputs.calibration is not None:
         return inputs
     job.watch.begin("calibrate")
-    calibration = _calibrate(inputs, job, inputs.folder / "calibration")
-    inputs = msgspec.structs.replace(inputs, calibration=calibration)
+    inputs = msgspec.structs.replace(inputs, calibration=_calibrate(inputs, job, inputs.folder / "calibration"))
     if inputs.folder.name in job.kept.inputs:
         job.kept.inputs[inputs.folder.name] = inputs
     return inputs

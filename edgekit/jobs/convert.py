@@ -158,8 +158,7 @@ def convert_for(
         floating, fusion = prepared, None
         if options.fuse is not None:
             # For GPUs all fusions that there are.
-            for_cpu = all(target.name == "cpu" for target in targets)
-            fuse = msgspec.structs.replace(options.fuse, for_cpu=for_cpu)
+            fuse = msgspec.structs.replace(options.fuse, for_cpu=all(target.name == "cpu" for target in targets))
             fused = fuse_transformer(source, fuse, work / "fused.onnx", prepare)
             floating, equality = fused.model, compare_onnx(prepared, fused.model, samples)
             # Fusions go by pattern: whether the model still computes the same is measured.
@@ -403,8 +402,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         judging = select_samples(every, range(1, every.count, 2)) if apart else every
         progress("calibrate")
         calibration = calibrate_model(prepared, calibrating, work=work / "calibration", methods=("minmax",))
-        target = load_target("cpu")
-        plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, "int8")
+        plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, load_target("cpu"), "int8")
         files, notes = {_FLOAT: prepared.path}, dict[str, str]()
 
         def attempt(name: str, write: Callable[[Path], object]) -> Path:
@@ -421,8 +419,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
             qdq = attempt(f"QDQ, static, {grain}", partial(quantize_model, prepared, chosen, calibration))
             attempt(f"QOperator, static, {grain}", partial(_write_operators, qdq, cpu))
-            dynamic = partial(_write_dynamic, prepared, per_channel=chosen is plan)
-            attempt(f"QOperator, dynamic, {grain}", dynamic)
+            attempt(f"QOperator, dynamic, {grain}", partial(_write_dynamic, prepared, per_channel=chosen is plan))
         progress("run and time each")
         rows = _measure(files, prepared, judging)
     return FormatReport(

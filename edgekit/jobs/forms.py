@@ -213,8 +213,7 @@ def _remake(inputs: BuildInputs, made: Made, work: Path) -> Model:
     """Returns a prepared model of another size as the largest was made."""
     model, target = inputs.prepared, made.target
     if made.is_rewritten:
-        rewritten = work / "rewritten" / model.path.name
-        model = fix_for_target(model, rewritten, target, stays_float=made.plan is None).model
+        model = fix_for_target(model, work / "rewritten" / model.path.name, target, stays_float=made.plan is None).model
     if inputs.is_quantized:
         return fix_quantized(model, target, work / "fixed.onnx").model
     if made.plan is None or not isinstance(inputs.calibration, Calibration):

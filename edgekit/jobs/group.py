@@ -132,8 +132,7 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
         # A member with a newer IR version or opset is lowered here in the same way as in its own build.
         model = lower_model(given, folder / "lowered" / name)
         # Without optimization, as the reference of a bundle is made.
-        settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
-        sessions[name] = CpuSession(model.path, settings)
+        sessions[name] = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
     def run(samples: Samples, part: str, limit: int) -> Iterator[dict[str, Array]]:
         with contextlib.ExitStack() as opened:

@@ -238,8 +238,7 @@ def _open_job(
     if labels is None:
         search = msgspec.structs.replace(search, look=reference.look)
     else:
-        measure = partial(measure_drop, reference, labels=labels, limit=limit)
-        search = msgspec.structs.replace(search, measure=measure)
+        search = msgspec.structs.replace(search, measure=partial(measure_drop, reference, labels=labels, limit=limit))
     return _Job(
         source=source, fixed=fixed, recipe=recipe, given=plan, samples=samples, facts=facts, state=state, search=search
     )

@@ -208,9 +208,8 @@ class _Ladder:
             self._refuse(way, made.check)
         deployed = deploy_model(made, inputs, job, work, notes)
         self._refuse(way, deployed.check)
-        sized = make_sizes(deployed, inputs, job, work, notes)
         return ReadyBundle(
-            contents=_collect(inputs, deployed, job, sized),
+            contents=_collect(inputs, deployed, job, make_sizes(deployed, inputs, job, work, notes)),
             prepared=inputs.prepared,
             converted=deployed.converted,
             quantized=made.quantized,

@@ -157,8 +157,7 @@ def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_sta
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `folder` cannot be written.
     """
-    out = folder / "prepared" / f"{source.name}.onnx"
-    prepared = prepare_model(source, out, dims, may_stay_open=may_stay_open)
+    prepared = prepare_model(source, folder / "prepared" / f"{source.name}.onnx", dims, may_stay_open=may_stay_open)
     return fix_model(prepared, folder / "fixed" / f"{source.name}.onnx")
 
 

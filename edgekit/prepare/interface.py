@@ -153,7 +153,15 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
     if changes.is_empty and model.path == out:
         return model
     proto = read_proto(model, weights=False)
-    _refuse_unknown(proto.graph, changes)
+    inputs = [value.name for value in proto.graph.input]
+    both = [*inputs, *(value.name for value in proto.graph.output)]
+    for names, known, what in (
+        ((*changes.layouts, *filter(None, [changes.image_input])), inputs, "input"),
+        (changes.renames, both, "input or output"),
+    ):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"the model has no {what} '{name}'", hint=suggest_name(name, known))
     if changes.preprocess is not None:
         _embed_preprocess(proto.graph, changes.preprocess, changes.image_input)
     for name, layout in changes.layouts.items():
@@ -170,18 +178,6 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
 def remaining_preprocess(preprocess: Preprocess) -> Preprocess:
     """Returns the preprocessing that is left to the app once the normalisation is part of the model."""
     return msgspec.structs.replace(preprocess, scale=1.0, mean=(0.0,), std=(1.0,), dtype="uint8")
-
-
-def _refuse_unknown(graph: onnx.GraphProto, changes: InterfaceChanges) -> None:
-    inputs = [value.name for value in graph.input]
-    both = [*inputs, *(value.name for value in graph.output)]
-    for names, known, what in (
-        ((*changes.layouts, *filter(None, [changes.image_input])), inputs, "input"),
-        (changes.renames, both, "input or output"),
-    ):
-        for name in names:
-            if name not in known:
-                raise UsageError(f"the model has no {what} '{name}'", hint=suggest_name(name, known))
 
 
 def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str) -> None:

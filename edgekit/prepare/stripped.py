@@ -41,18 +41,7 @@ def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     The result of a ConstantOfShape counts as a weight.
     """
     graph = proto.graph
-    _share_equal(graph)
-    found = _find_weights(graph).items()
-    shells = [onnx.TensorProto(name=name, data_type=kind, dims=dims) for name, (kind, dims) in found]
-    names = {shell.name for shell in shells}
-    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
-    refill(graph.node, [node for node in graph.node if not names.issuperset(node.output)])
-    graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
-    return shells
-
-
-def _share_equal(graph: onnx.GraphProto) -> None:
-    """Merges equal ConstantOfShape nodes, in place, as ONNX Runtime merges nodes with equal weights."""
+    # Equal ConstantOfShape nodes are merged, as ONNX Runtime merges nodes with equal weights.
     shapes = {
         tensor.name: (tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()) for tensor in _shapes_of(graph)
     }
@@ -64,6 +53,13 @@ def _share_equal(graph: onnx.GraphProto) -> None:
             same[node.output[0]] = first.setdefault((shapes[node.input[0]], value), node.output[0])
     for node in graph.node:
         node.input[:] = [same.get(name, name) for name in node.input]
+    found = _find_weights(graph).items()
+    shells = [onnx.TensorProto(name=name, data_type=kind, dims=dims) for name, (kind, dims) in found]
+    names = {shell.name for shell in shells}
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
+    refill(graph.node, [node for node in graph.node if not names.issuperset(node.output)])
+    graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
+    return shells
 
 
 def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
@@ -74,8 +70,15 @@ def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
 
 def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Returns the type and shape of each large weight whose values no rewrite looks at."""
-    made = _made_constants(graph)
-    made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
+    made = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    for node in graph.node:
+        shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
+        if shape is None or shape.data_type != onnx.TensorProto.INT64:
+            continue
+        # Without a value the operator gives float32 zeros; 1 is FLOAT.
+        value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
+        made[node.output[0]] = (value, tuple(map(int, numpy_helper.to_array(shape).reshape(-1).tolist())))
     view = view_part(graph)
     hidden = view.outputs | view.captured
     return {
@@ -95,20 +98,6 @@ def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
     followers = graph.readers(node.output[0])
     convolves = node.op_type in {"Conv", "ConvTranspose"}
     return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
-
-
-def _made_constants(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Returns the types and shapes of what ConstantOfShape nodes make."""
-    shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
-    found: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for node in graph.node:
-        shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
-        if shape is None or shape.data_type != onnx.TensorProto.INT64:
-            continue
-        # Without a value the operator gives float32 zeros; 1 is FLOAT.
-        value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
-        found[node.output[0]] = (value, tuple(map(int, numpy_helper.to_array(shape).reshape(-1).tolist())))
-    return found
 
 
 def _is_absent(tensor: onnx.TensorProto) -> bool:

@@ -170,10 +170,9 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
     if found is None:
         return ()
     (built, limits), report = found, inspect_ort(model)
-    needed = _group_kernels(report.kernels)
     lacking = [
         f"{domain}:{name}:{opset}"
-        for (domain, opset), names in sorted(needed.items())
+        for (domain, opset), names in sorted(_group_kernels(report.kernels).items())
         for name in sorted(names - built.get((domain, opset), frozenset()))
     ]
     for (domain, name), entry in list_type_entries([model]).items() if limits else ():

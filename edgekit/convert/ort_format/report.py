@@ -34,10 +34,9 @@ def _spec(name: str, kind: Record) -> TensorSpec:
     if number(kind, "value_type") != _TENSOR:
         return TensorSpec(name=name, dtype="sequence", shape=None)
     tensor = table(kind, "value")
-    sizes = [table(dim, "value") for dim in records(table(tensor, "shape"), "dim")]
     shape = tuple(
         name_dim(text(size, "dim_param")) if number(size, "dim_type") == _NAMED else number(size, "dim_value") or None
-        for size in sizes
+        for size in [table(dim, "value") for dim in records(table(tensor, "shape"), "dim")]
     )
     has_shape = "shape" in tensor
     return TensorSpec(name=name, dtype=tensor_dtype(number(tensor, "elem_type")), shape=shape if has_shape else None)
@@ -48,11 +47,7 @@ ABSENT_NODE = 0xFFFFFFFF
 
 # ORT's `core/flatbuffers/schema/README.md`: version 5 added the kernel type strings, version 6 the float8 types. Which
 # ONNX Runtimes write 6 was measured (model/versions.py).
-_WRITERS = {
-    "4": "ONNX Runtime 1.12 or older",
-    "5": "ONNX Runtime 1.13 to 1.15",
-    "6": "ONNX Runtime 1.16 or newer",
-}
+_WRITERS = {"4": "ONNX Runtime 1.12 or older", "5": "ONNX Runtime 1.13 to 1.15", "6": "ONNX Runtime 1.16 or newer"}
 
 
 class OrtNode(msgspec.Struct, frozen=True, kw_only=True):

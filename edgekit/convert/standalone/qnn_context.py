@@ -37,8 +37,7 @@ def main() -> int:
             # Cast of one.
             level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             given = {"embed_compiled_data_into_model": embed, "flags": strict, "graph_optimization_level": level}
-            compiler = ort.ModelCompiler(options, job["model"], **given)
-            compiler.compile_to_file(job["out"])
+            ort.ModelCompiler(options, job["model"], **given).compile_to_file(job["out"])
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return 3

@@ -100,10 +100,7 @@ def split_hard_swish(writer: Writer) -> None:
 
 
 @node_rewrite(
-    "join-hard-swish",
-    {"Mul", "Div"},
-    "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
-    since=_HARD_SWISH_SINCE,
+    "join-hard-swish", {"Mul", "Div"}, "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}", since=_HARD_SWISH_SINCE
 )
 def join_hard_swish(writer: Writer) -> None:
     """Fuses x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), into HardSwish(x).
@@ -313,8 +310,7 @@ def _join_gelu(writer: Writer) -> None:
 
 def _find_tanh(graph: Graph, tanh: Node) -> str | None:
     """Returns x if a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form, else None."""
-    node = made_by(graph, tanh.input[0], "Mul")
-    inside = beside(graph, node, math.sqrt(2 / math.pi))
+    inside = beside(graph, made_by(graph, tanh.input[0], "Mul"), math.sqrt(2 / math.pi))
     added = made_by(graph, inside, "Add") if inside is not None else None
     if added is not None:
         return next((x for x, cubic in (added.input, added.input[::-1]) if _is_power(graph, cubic, x, 3)), None)

@@ -163,8 +163,7 @@ def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 
 @rewrite(
-    "resize-empty-inputs",
-    "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider",
+    "resize-empty-inputs", "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider"
 )
 def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Gives no name to the empty `roi` and `scales` of each Resize, in place, and returns the names of the nodes.

@@ -14,7 +14,6 @@ from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.graph.match import factors, made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
-from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
 
@@ -119,8 +118,7 @@ def _match_attention(graph: Graph, node: Node) -> _Attention | None:
     if mixed is None or softmax is None or softmax.integer("axis", -1) not in {-1, 3}:
         return None
     added = _only(graph, softmax.input[0], "Add")
-    pairs = ((softmax.input[0], ""),) if added is None else (added.input, added.input[::-1])
-    for scores, mask in pairs:
+    for scores, mask in ((softmax.input[0], ""),) if added is None else (added.input, added.input[::-1]):
         scale, names = factors(graph, scores)
         product = _only(graph, names[0], "MatMul") if len(names) == 1 else None
         if product is None:
@@ -305,8 +303,7 @@ def _write_table(writer: Writer, name: str, shape: tuple[int, ...], tables: dict
     part = f"table{len(tables)}"
     array = writer.graph.inline(name)
     if array is not None:
-        value: Array = array.reshape(rows, 2 * half)[:, :half]
-        tables[name] = writer.constant(part, value, "float32")
+        tables[name] = writer.constant(part, array.reshape(rows, 2 * half)[:, :half], "float32")
         return tables[name]
     places = [
         writer.constant(f"{part}_{word}", [at], "int64") for word, at in (("start", 0), ("end", half), ("axis", -1))

@@ -53,9 +53,7 @@ _MOST_AXES = 4
 
 
 @node_rewrite(
-    "flat-expand",
-    {"Expand", "Reshape"},
-    "give {count} of Expand fewer axes, between Reshapes, which is the same",
+    "flat-expand", {"Expand", "Reshape"}, "give {count} of Expand fewer axes, between Reshapes, which is the same"
 )
 def flatten_expand(writer: Writer) -> None:
     """Rewrites an Expand of five or more axes to Reshape, Expand and Reshape, with neighbouring axes merged.
@@ -167,9 +165,7 @@ def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.
 
 
 @node_rewrite(
-    "gather-from-start",
-    {"Gather"},
-    "count constant indices of {count} of Gather from the start, which is the same",
+    "gather-from-start", {"Gather"}, "count constant indices of {count} of Gather from the start, which is the same"
 )
 def gather_from_start(writer: Writer) -> None:
     """Rewrites negative constant indices of a Gather, which count from the end, to non-negative ones.
@@ -212,10 +208,7 @@ def pad_reflect(writer: Writer) -> None:
 
 
 @node_rewrite(
-    "index-to-int32",
-    {"Gather", "GatherElements"},
-    "give {count} of Gather 32-bit indices, which is the same",
-    since=9,
+    "index-to-int32", {"Gather", "GatherElements"}, "give {count} of Gather 32-bit indices, which is the same", since=9
 )
 def narrow_indices(writer: Writer) -> None:
     """Makes the computed indices of a Gather 32 bits wide; those that a Cast widened are taken from before it.

@@ -32,8 +32,7 @@ def split_lstm(writer: Writer) -> None:
         return
     if shape[0] * len(turns) > _MOST_STEPS or node.has_input(_LENGTHS) or node.has_input(_PEEPHOLES):
         return
-    layer = _Layer(writer=writer, steps=shape[0], rows=shape[1], size=size, turns=turns)
-    layer.write()
+    _Layer(writer=writer, steps=shape[0], rows=shape[1], size=size, turns=turns).write()
 
 
 def _static_shape(graph: Graph, name: str) -> tuple[int, ...] | None:

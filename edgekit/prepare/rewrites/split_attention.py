@@ -178,8 +178,7 @@ def _expand_packed(writer: Writer) -> None:
     names = parts.writer.cut(made, "packed", whole, 2)
     sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
-    biases = _list_biases(parts, mask, _PACKED_BIAS, 0)
-    parts.attend((query, key, value), real(node, "scale"), biases)
+    parts.attend((query, key, value), real(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS, 0))
 
 
 def _expand_multi(writer: Writer) -> None:
