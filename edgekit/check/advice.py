@@ -75,19 +75,19 @@ _MOST_ENDS = 8
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked graph, the protobuf it was read from, and a way to check it again after a change.
+    """A checked graph, and a way to check it again after a change.
 
-    `splits` is True if a refused node cuts the graph into pieces, `takes_integers` if the provider takes quantized
-    models at all, `wants_whole` if a session needs every node taken.
+    `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
+    little. `takes_integers` is True if the provider takes quantized models at all, `wants_whole` if a session needs
+    every node taken.
     """
 
-    proto: onnx.ModelProto
     graph: Graph
     nodes: Sequence[CheckedNode]
     recheck: Recheck
-    splits: bool
-    takes_integers: bool
-    wants_whole: bool
+    splits: bool = True
+    takes_integers: bool = True
+    wants_whole: bool = False
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
         """Returns the refused nodes that have a reason with this text; with `op`, only nodes of that operator."""
@@ -112,7 +112,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
 
 
-class Adviser(msgspec.Struct, frozen=True, kw_only=True):
+class Adviser(msgspec.Struct, frozen=True):
     """A kind of advice. `message` may contain {count} and {word}.
 
     Without `always` the advice is given only if the target would take more nodes.
@@ -125,28 +125,10 @@ class Adviser(msgspec.Struct, frozen=True, kw_only=True):
     always: bool = False
 
 
-def give_advice(
-    proto: onnx.ModelProto,
-    graph: Graph,
-    nodes: Sequence[CheckedNode],
-    recheck: Recheck,
-    *,
-    splits: bool = True,
-    takes_integers: bool = True,
-    wants_whole: bool = False,
-) -> tuple[Advice, ...]:
-    """Returns what to change, the largest gain first; nothing if the provider takes every node.
-
-    `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
-    little. Without `takes_integers` the provider takes no quantized model, and where it `wants_whole` a session starts
-    only if it takes every node.
-    """
-    if all(node.taken for node in nodes):
+def give_advice(case: Case) -> tuple[Advice, ...]:
+    """Returns what to change, the largest gain first; nothing if the provider takes every node."""
+    if all(node.taken for node in case.nodes):
         return ()
-    case = Case(
-        proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits, takes_integers=takes_integers,
-        wants_whole=wants_whole,
-    )  # fmt: skip
     found = [
         advice
         for adviser in ADVISERS
@@ -164,7 +146,7 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
     if finding.changed is not None:
         # The whole changed graph is checked, because partitions and the units of neighbours change too.
-        after = case.recheck(finding.changed, finding.opset or read_opset(case.proto))
+        after = case.recheck(finding.changed, finding.opset or read_opset(case.graph.model))
         gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
     # A rewrite may help other targets but not this one.
@@ -192,8 +174,8 @@ def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
 
     def find(case: Case) -> Iterator[Finding]:
         copy = onnx.ModelProto()
-        copy.CopyFrom(case.proto)
-        opset = read_opset(case.proto)
+        copy.CopyFrom(case.graph.model)
+        opset = read_opset(case.graph.model)
         # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
         nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
         if nodes:
@@ -247,10 +229,10 @@ def _find_bounds(case: Case) -> Iterator[Finding]:
 
 def _find_opset(case: Case) -> Iterator[Finding]:
     refused = case.refused(because="older than") + case.refused(because="the model's opset")
-    if not refused or read_opset(case.proto) == DEFAULT_OPSET:
+    if not refused or read_opset(case.graph.model) == DEFAULT_OPSET:
         return
     copy = onnx.ModelProto()
-    copy.CopyFrom(case.proto)
+    copy.CopyFrom(case.graph.model)
     try:
         changed = infer_graph(convert_opset(copy, DEFAULT_OPSET))
     # Some operators cannot be converted to the newer opset; then there is no advice to give.
@@ -296,7 +278,7 @@ def _find_end(case: Case) -> Iterator[Finding]:
     is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
     if behind and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
         copy = onnx.ModelProto()
-        copy.CopyFrom(case.proto)
+        copy.CopyFrom(case.graph.model)
         # Values whose type is unknown cannot be outputs.
         with suppress(UsageError):
             keep_outputs(copy, names)
@@ -313,10 +295,10 @@ def _find_fatal(case: Case) -> Iterator[Finding]:
 ADVISERS: tuple[Adviser, ...] = (
     *(
         Adviser(
-            id=rewrite.id,
-            fix="automatic",
-            message=rewrite.advice,
-            find=_find_rewrite(rewrite),
+            rewrite.id,
+            "automatic",
+            rewrite.advice,
+            _find_rewrite(rewrite),
             # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
             # 32298).
             always=rewrite is leave_out_empty_inputs,
@@ -325,46 +307,37 @@ ADVISERS: tuple[Adviser, ...] = (
         if rewrite.advice
     ),
     Adviser(
-        id="fix-dims",
-        fix="automatic",
-        message="fix the dynamic dimensions with --dim NAME=INT: {count} depend on them",
-        find=_find_dims,
+        "fix-dims", "automatic", "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims
     ),
     Adviser(
-        id="opset",
-        fix="automatic",
-        message=f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
-        find=_find_opset,
+        "opset",
+        "automatic",
+        f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
+        _find_opset,
     ),
     *(
         Adviser(
-            id=f"{new}-activations",
-            fix="automatic",
-            message=f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
-            find=_find_sign(old, new),
+            f"{new}-activations",
+            "automatic",
+            f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
+            _find_sign(old, new),
         )
         for old, new in (("int8", "uint8"), ("uint8", "int8"))
     ),
     Adviser(
-        id="use-float",
-        fix="manual",
-        message="give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
-        find=_find_float,
+        "use-float",
+        "manual",
+        "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
+        _find_float,
     ),
-    Adviser(id="clip-bounds", fix="manual", message="give {count} of Clip constant bounds", find=_find_bounds),
-    Adviser(id="no-builder", fix="manual", message="the provider has no {word}", find=_find_missing),
+    Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
+    Adviser("no-builder", "manual", "the provider has no {word}", _find_missing),
     Adviser(
-        id="cut-end",
-        fix="manual",
-        message="end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
-        find=_find_end,
+        "cut-end",
+        "manual",
+        "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
+        _find_end,
     ),
-    Adviser(
-        id="session-fails",
-        fix="manual",
-        message="the session cannot be made because of it: {word}",
-        find=_find_fatal,
-        always=True,
-    ),
+    Adviser("session-fails", "manual", "the session cannot be made because of it: {word}", _find_fatal, always=True),
 )
 """All kinds of advice."""

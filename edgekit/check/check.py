@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from edgekit._ort import VERSION
-from edgekit.check.advice import give_advice
+from edgekit.check.advice import Case, give_advice
 from edgekit.check.macs import choose_sizes, count_bytes, count_macs, count_open, count_unsized, value_bytes
 from edgekit.check.placement import place_units
 from edgekit.check.propagation import propagate_quantization
@@ -56,13 +56,9 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     nodes = recheck(graph, opset)
     crossings, crossing_bytes = count_crossings(graph, nodes)
     wants_whole = target.session.config.get("session.disable_cpu_ep_fallback") == "1"
-    advice = (
-        give_advice(
-            proto, graph, nodes, recheck, splits=book.placing.style == "wave", takes_integers=book.units.qdq,
-            wants_whole=wants_whole,
-        )
-        if advises
-        else ()
+    case = Case(
+        graph=graph, nodes=nodes, recheck=recheck, splits=book.placing.style == "wave", takes_integers=book.units.qdq,
+        wants_whole=wants_whole,
     )  # fmt: skip
     return CheckReport(
         target=target.name,
@@ -71,7 +67,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
         evidence=Evidence.PREDICTED.value,
         settings=dict(target.settings),
         node_list=nodes,
-        advice=advice,
+        advice=give_advice(case) if advises else (),
         crossings=crossings,
         crossing_bytes=crossing_bytes,
         wants_whole=wants_whole,

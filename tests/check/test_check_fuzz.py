@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from edgekit.check.advice import give_advice
+from edgekit.check.advice import Case, give_advice
 from edgekit.check.check import check_graph
 from edgekit.check.report import CheckedNode
 from edgekit.check.rules.rulebook import load_rules
@@ -79,4 +79,4 @@ def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
         nodes = recheck(graph, 17)
         assert len(nodes) == len(graph.nodes)
         assert all(node.taken or node.reasons for node in nodes)
-        give_advice(proto, graph, nodes, recheck)
+        give_advice(Case(graph=graph, nodes=nodes, recheck=recheck))

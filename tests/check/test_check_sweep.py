@@ -13,7 +13,7 @@ from check_models import TARGETS
 from hypothesis import settings
 from onnx.backend.test import loader
 
-from edgekit.check.advice import give_advice
+from edgekit.check.advice import Case, give_advice
 from edgekit.check.check import check_graph
 from edgekit.check.report import CheckedNode
 from edgekit.check.rules.rulebook import load_rules
@@ -62,7 +62,7 @@ def test_no_node_test_crashes_the_check(models: list[tuple[onnx.ModelProto, Grap
     for model, graph in models:
         nodes = recheck(graph, read_opset(model))
         assert all(node.taken or node.reasons for node in nodes)
-        advice = give_advice(model, graph, nodes, recheck)
+        advice = give_advice(Case(graph=graph, nodes=nodes, recheck=recheck))
         assert all(found.gain_nodes >= 0 and found.message for found in advice)
 
 
