@@ -21,7 +21,7 @@ from edgekit.bundle.manifest import UNPADDED, BundledFile, Manifest, decode_mani
 from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, check_subjects
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
-from edgekit.convert.forms import find_needed_ort
+from edgekit.convert.convert import find_needed_ort
 from edgekit.errors import BundleError, ModelError, OutputError
 from edgekit.model.model import list_external
 from edgekit.target import Form, Target, read_version

@@ -1,23 +1,231 @@
 """Converts a model into every file that its target loads."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import onnx
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
-from edgekit._ort import VERSION, Level
-from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_context, require_compiler
-from edgekit.convert.equality import Equality
-from edgekit.convert.forms import ORT_FILES, Source, Written, write_ort_form, write_stamped
-from edgekit.convert.fusions import OpFusion
-from edgekit.convert.ort_form import OrtOptions, refuse_size
+from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_context, require_compiler, shorten_name
+from edgekit.convert.equality import Equality, compare_with_source
+from edgekit.convert.fusions import OpFusion, trace_fusions
+from edgekit.convert.ort_form import OrtOptions, Style, refuse_size, write_ort
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
-from edgekit.convert.ort_format.report import UnfusedNode
+from edgekit.convert.ort_format.report import (
+    OrtNode,
+    UnfusedNode,
+    count_ops,
+    find_unfused,
+    inspect_ort,
+    read_graph,
+    replay_saved,
+)
 from edgekit.data.samples import Samples
-from edgekit.model.model import Model
-from edgekit.target import Form, Target
+from edgekit.errors import ModelError
+from edgekit.model.external import skim_model
+from edgekit.model.model import READS, Model, find_reader, iterate_graphs, list_element_types, read_proto
+from edgekit.prepare.external import write_beside
+from edgekit.target import Form, Target, read_version
+
+
+def find_needed_ort(files: Iterable[Path]) -> str:
+    """Returns the oldest ONNX Runtime that reads all of these files, "" if the oldest that was measured reads them.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    needed: list[str] = []
+    for path in files:
+        if path.suffix == ".ort":
+            report = inspect_ort(path)
+            reader = find_reader(report.ir_version, report.opsets.get("ai.onnx", 0), int(report.format_version))
+        else:
+            model = skim_model(path)
+            opset = max((entry.version for entry in model.opset_import if not entry.domain), default=0)
+            reader = find_reader(model.ir_version, opset)
+        # A version that is not in the table needs the ONNX Runtime that wrote the file.
+        needed.append(reader or VERSION)
+    newest = max(needed, key=read_version, default="")
+    return "" if newest == READS[0].since else newest
+
+
+_INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
+
+def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
+    """Returns for each node of the optimized graph, except Q and DQ nodes, whether it computes on integers.
+
+    `signed` asks for the kernels of Arm, which take signed activations, instead of those of x64; any machine can make
+    either graph. A node that only moves values counts as integer if none of its inputs comes from a DQ node.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime makes no session of the model.
+    """
+    settings = SessionSettings(
+        level=Level.EXTENDED, config={"session.qdqisint8allowed": "1" if signed else "0"}, threads=1,
+        libraries=model.custom_ops,
+    )  # fmt: skip
+    with work_folder() as work:
+        optimize_graph(model.path, work / "optimized.onnx", settings)
+        graph = onnx.load(str(work / "optimized.onnx"), load_external_data=False).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    return {
+        node.name: bool(_INTEGER.match(node.op_type))
+        or not any(makers.get(name) == "DequantizeLinear" for name in node.input)
+        for node in graph.node
+        if node.op_type not in _QUANTIZERS
+    }
+
+
+ONNX_FILE = "model.onnx"
+STAMP = "edgekit.source_sha256"
+"""The key of a file's metadata that holds the sha256 of the model from which the file was made."""
+
+
+def write_stamped(model: Model, folder: Path) -> Model:
+    """Writes a model with its stamp into a folder and returns it.
+
+    The stamp is the sha256 of the source file in the metadata. It is also Core ML's cache key: that provider stores
+    compiled models under the key and never compares them with the file (ORT's `coreml_execution_provider`,
+    `ModelCacheDirectory`).
+    """
+    proto = read_proto(model, weights=False)
+    stamps = {entry.key: entry.value for entry in proto.metadata_props}
+    stamps |= {STAMP: model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
+    onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
+    return write_beside(proto, model, folder / ONNX_FILE)
+
+
+def read_stamp(model: Model) -> str:
+    """Returns the sha256 of the model from which a file was made, "" if it has no stamp."""
+    entries = read_proto(model, weights=False).metadata_props
+    return next((entry.value for entry in entries if entry.key == STAMP), "")
+
+
+# Operators that give the same bits on every machine: they move data, compare, or do arithmetic that IEEE 754 defines.
+_EXACT_OPS = frozenset({
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",
+    "ConstantOfShape", "DepthToSpace", "DequantizeLinear", "Div", "Equal", "Expand", "EyeLike", "Flatten", "Floor",
+    "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max",
+    "Min", "Mul", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "QuantizeLinear", "Range", "Reciprocal", "Relu",
+    "Reshape", "Round", "Scatter", "ScatterElements", "ScatterND", "Shape", "Sign", "Size", "Slice", "SpaceToDepth",
+    "Split", "Sqrt", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
+})  # fmt: skip
+
+
+def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the operators that compute constants with float kernels whose last bits differ between CPUs, sorted."""
+    constants: set[str] = set()
+    found: set[str] = set()
+    for graph in iterate_graphs(source):
+        constants |= {tensor.name for tensor in graph.initializer}
+        for node in graph.node:
+            if all(name in constants for name in node.input if name) and not node.domain:
+                # Nodes that read only constants are folded when the file is written, with this CPU's kernels.
+                constants |= set(node.output)
+                if node.op_type not in _EXACT_OPS and any(node.input):
+                    found.add(node.op_type)
+    return tuple(sorted(found))
+
+
+def describe_traits(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[str, ...]:
+    """Returns a sentence for each reason why another kind of CPU could write other bytes; empty if there is none.
+
+    `source` is the model before its constants were folded, `nodes` are those of the converted file.
+    """
+    ops = {node.op for node in nodes}
+    traits: list[str] = []
+    if folded := find_folded(source):
+        traits.append(f"constants were computed by this CPU's float kernels: {', '.join(folded)}")
+    if onnx.TensorProto.FLOAT16 in list_element_types(source):
+        traits.append("fp16 nodes: which casts are baked in depends on the fp16 kernels of this ONNX Runtime build")
+    if any(op.startswith("com.microsoft.nchwc.") for op in ops):
+        traits.append("blocked layouts (NCHWc) exist on x64 only")
+    if "com.microsoft.NhwcFusedConv" in ops:
+        traits.append("NhwcFusedConv is made, and loads, on an Arm CPU with SME only")
+    return tuple(traits)
+
+
+ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
+"""The file name of each style."""
+
+_NAMED_NODES = 10
+# At these levels, which are for debugging, Q and DQ nodes are not fused: float nodes are then expected.
+_WITHOUT_FUSION = frozenset({Level.DISABLED, Level.BASIC})
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """A form on disk: its files, the one to load first, and the facts about them.
+
+    `census` counts the nodes that will run, by operator; `fates` says what became of the nodes of the source. `unfused`
+    are quantized nodes that keep a float activation between themselves and their Q node. `equality` is None if the form
+    was not run. `host_traits` says what another kind of CPU would write differently. `compatibility` says which device
+    a context fits; it is empty for other forms.
+    """
+
+    files: tuple[str, ...]
+    census: dict[str, int] = {}
+    fates: tuple[OpFusion, ...] = ()
+    unfused: tuple[UnfusedNode, ...] = ()
+    equality: Equality | None = None
+    host_traits: tuple[str, ...] = ()
+    compatibility: str = ""
+    versions: Mapping[str, str] = {}
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The source of a form: the model, and the inputs to run it on.
+
+    Without `checked` nothing is run. `origin` is the model before its constants were folded.
+    """
+
+    model: Model
+    origin: Model
+    samples: Samples | None = None
+    checked: bool = True
+
+
+def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written:
+    """Writes a model in ORT format into a folder, counts its nodes, and compares its results with those of the source.
+
+    Raises:
+        ModelError: quantized nodes would run in float, or the file gives other results than its source.
+        RuntimeRefusal: ONNX Runtime cannot load or convert the model.
+    """
+    path = folder / ORT_FILES[options.style]
+    write_ort(source.model, path, options)
+    graph = read_graph(path)
+    nodes = replay_saved(graph)
+    unfused = find_unfused(nodes, graph.outputs)
+    stuck = [node for node in unfused if not node.activation and options.level not in _WITHOUT_FUSION]
+    if stuck:
+        names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
+        raise ModelError(
+            f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
+            hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
+        )
+    # A fusion that is wrong for this model is found only by running it.
+    equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
+    if equality is not None and not equality.passed:
+        place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"
+        raise ModelError(
+            f"'{path.name}' gives other results than its source, {place}: error {equality.error:.2g},"
+            f" at most {equality.tolerance:g} is allowed",
+            hint="convert with --level basic, and report the model to ONNX Runtime",
+        )
+    return Written(
+        files=(path.name,),
+        census=count_ops(nodes),
+        fates=trace_fusions(skim_model(source.model.path).graph, nodes).fates,
+        unfused=unfused,
+        equality=equality,
+        host_traits=describe_traits(skim_model(source.origin.path).graph, graph.nodes),
+    )
 
 
 class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,33 +300,10 @@ def convert_model(
         "runtime": OrtOptions(style="runtime", cpu=cpu, level=Level.ALL if saves else Level.BASIC),
     }
     source = Source(model=ort_source or model, origin=origin or ort_source or model, samples=samples, checked=checked)
-    return _convert(model, source, target.conversion.forms, options, as_path(out), target, context)
+    return convert_forms(model, source, target.conversion.forms, options, as_path(out), target, context)
 
 
-def convert_styles(
-    model: Model,
-    out: Path,
-    options: OrtOptions,
-    forms: Sequence[Form],
-    *,
-    origin: Model | None = None,
-    samples: Samples | None = None,
-    checked: bool = True,
-) -> ConvertedModel:
-    """Writes a prepared model into the folder `out` in ORT format, in the styles asked for, or as its ONNX form.
-
-    Raises:
-        ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or a file gives other
-            results than its source.
-        RuntimeRefusal: ONNX Runtime refuses the model.
-        OutputError: `out` cannot be written.
-    """
-    styles: dict[Form, OrtOptions] = {style: msgspec.structs.replace(options, style=style) for style in ORT_FILES}
-    source = Source(model=model, origin=origin or model, samples=samples, checked=checked)
-    return _convert(model, source, forms, styles, out)
-
-
-def _convert(
+def convert_forms(
     model: Model,
     source: Source,
     forms: Sequence[Form],
@@ -127,7 +312,14 @@ def _convert(
     target: Target | None = None,
     context: ContextOptions = DEFAULT_CONTEXT,
 ) -> ConvertedModel:
-    """Writes a model as ONNX or context, and the source model in ORT format; without a target there is no context."""
+    """Writes a prepared model as ONNX or context, and its source in ORT format; without a target there is no context.
+
+    Raises:
+        ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or a file gives other
+            results than its source.
+        RuntimeRefusal: ONNX Runtime refuses the model.
+        OutputError: `out` cannot be written.
+    """
     if options.keys() & set(forms):
         refuse_size(source.model.path, source.model.size_bytes)
     if "context" in forms:

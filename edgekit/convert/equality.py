@@ -12,8 +12,7 @@ import onnx
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
-from edgekit.convert.ort_format.layout import write_tables
-from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
+from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts, write_tables
 from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.model.external import skim_model

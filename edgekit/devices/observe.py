@@ -14,7 +14,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport, Disagreement
-from edgekit.convert.forms import find_integer_nodes
+from edgekit.convert.convert import find_integer_nodes
 from edgekit.data.samples import draw_samples, list_samples
 from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.device import Device, DeviceRun, Job, find_present

@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit._files import AnyPath, as_path, staged_entries, work_folder, write_file
 from edgekit.bundle.golden import KnownOutputs, read_inputs
-from edgekit.convert.forms import read_stamp
+from edgekit.convert.convert import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind

@@ -16,9 +16,8 @@ from edgekit._files import staged_entries, work_folder
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.bench.latency import compare_rounds
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
-from edgekit.convert.convert import ConvertedFiles, convert_model, convert_styles
+from edgekit.convert.convert import ORT_FILES, ConvertedFiles, Source, convert_forms, convert_model, find_needed_ort
 from edgekit.convert.equality import Equality, choose_samples, compare_onnx
-from edgekit.convert.forms import ORT_FILES, find_needed_ort
 from edgekit.convert.levels import LevelModel, write_level
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style, refuse_size
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
@@ -191,9 +190,11 @@ def convert_for(
             )  # fmt: skip
         else:
             forms: Sequence[Form] = (*options.styles, "onnx") if options.with_onnx else options.styles
-            converted = convert_styles(
-                current, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
-            )
+            kinds: dict[Form, OrtOptions] = {
+                style: msgspec.structs.replace(options.ort, style=style) for style in ORT_FILES
+            }
+            made_of = Source(model=current, origin=source, samples=samples, checked=options.checked)
+            converted = convert_forms(current, made_of, forms, kinds, staging)
         coreml, wanted = None, options.coreml
         if wanted.packages or wanted.cache:
             progress("ask the Core ML provider")

@@ -17,8 +17,7 @@ from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
-from edgekit.convert.convert import ConvertedModel
-from edgekit.convert.forms import read_stamp
+from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph

@@ -13,7 +13,7 @@ from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.manifest import TunedSession, encode_json
 from edgekit.bundle.multi import INDEX
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.convert.convert import convert_styles
+from edgekit.convert.convert import Source, convert_forms
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.devices.device import Device, Job, require_device
 from edgekit.devices.local.runner import host_abi
@@ -57,7 +57,10 @@ def open_files(
             folder = work / "ort"
             # Only for this machine, so with the memory layouts that suit its CPU.
             options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
-            made = convert_styles(load_model(path), folder, options, ("full",), checked=False)
+            model = load_model(path)
+            made = convert_forms(
+                model, Source(model=model, origin=model, checked=False), ("full",), {"full": options}, folder
+            )
             found[ORT_FORM] = open_subject(folder / made.files["full"][0], work / "ort", opening)
         except EdgekitError as error:
             notes.append(f"no {ORT_FORM} in the race: {error.message}")

@@ -6,7 +6,7 @@ import pytest
 from check_models import check_file, check_text, conv_net, quantized_net, save_text
 from onnxruntime.quantization import QuantType
 
-from edgekit.convert.forms import find_integer_nodes
+from edgekit.convert.convert import find_integer_nodes
 from edgekit.devices.observe import Observed, observe_target
 from edgekit.jobs.check import check_targets
 from edgekit.model.model import load_model

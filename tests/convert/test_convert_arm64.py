@@ -8,7 +8,7 @@ import pytest
 from arm64_saver import MISSING, convert_on_arm64
 from convert_models import ARM, RUNTIME, make_float, make_qdq, save_text, write_form
 
-from edgekit.convert.forms import describe_traits
+from edgekit.convert.convert import describe_traits
 from edgekit.convert.ort_form import OrtOptions
 
 pytestmark = [

@@ -13,7 +13,7 @@ from convert_models import ARM, RUNTIME, ZOO, make_branches, make_float, make_qd
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_format import canonical, layout
+from edgekit.convert.ort_format import canonical, tables
 from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, sort_tables
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.convert.ort_format.tables import ROOT, SCHEMA, UNIONS, Record, Value, number, open_tables, records, table
@@ -83,7 +83,7 @@ def test_a_shuffled_file_gives_the_same_results_and_the_same_bytes(tmp_path: Pat
     before = run_ort(tmp_path / "m.ort", (1, 3, 4, 4))
     with open_tables(tmp_path / "m.ort") as file:
         root = shuffle(file.root, ROOT, random.Random(seed))  # noqa: S311 - a test's order
-        layout.write_tables(root, tmp_path / "shuffled.ort")  # type: ignore[arg-type]
+        tables.write_tables(root, tmp_path / "shuffled.ort")  # type: ignore[arg-type]
     assert (tmp_path / "shuffled.ort").read_bytes() != canonical_bytes
     assert np.array_equal(run_ort(tmp_path / "shuffled.ort", (1, 3, 4, 4)), before)
     canonicalize_file(tmp_path / "shuffled.ort")
@@ -93,7 +93,7 @@ def test_a_shuffled_file_gives_the_same_results_and_the_same_bytes(tmp_path: Pat
 def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
     with open_tables(raw) as file:
-        layout.write_tables(sort_tables({**file.root, "ort_version": b"9"}, ROOT), tmp_path / "new.ort")
+        tables.write_tables(sort_tables({**file.root, "ort_version": b"9"}, ROOT), tmp_path / "new.ort")
     before = (tmp_path / "new.ort").read_bytes()
     with pytest.raises(ModelError, match="format version '9', whose order is not known"):
         canonicalize_file(tmp_path / "new.ort")
@@ -142,7 +142,7 @@ def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
 
     def write_less(root: Record, out: Path) -> None:
         model = table(root, "model")
-        layout.write_tables({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
+        tables.write_tables({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
 
     monkeypatch.setattr(canonical, "write_tables", write_less)
     with pytest.raises(ModelError, match="changed while it was put in order"):

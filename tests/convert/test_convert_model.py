@@ -11,7 +11,7 @@ from tiny_models import parse_model
 
 from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.convert.convert import convert_model, convert_styles
+from edgekit.convert.convert import Source, convert_forms, convert_model
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.jobs.convert import ConvertOptions, convert_for
@@ -91,7 +91,8 @@ def test_every_level_gives_the_same_results(tmp_path: Path, style: Style, level:
 def test_quantized_models_can_be_had_without_fusion_for_debugging(tmp_path: Path, level: Level) -> None:
     model = make_qdq(tmp_path / "m.onnx")
     options = OrtOptions(style="full", cpu="arm", level=level)
-    converted = convert_styles(model, tmp_path / "out", options, ("full",))
+    source = Source(model=model, origin=model)
+    converted = convert_forms(model, source, ("full",), {"full": options}, tmp_path / "out")
     assert converted.census["full"]["Conv"] == 2
     assert converted.equality["full"].passed
     assert [node.name for node in converted.unfused["full"]] == ["conv1", "conv2"]

@@ -10,7 +10,7 @@ from tiny_models import parse_model
 
 from edgekit._ort import VERSION
 from edgekit.cli.main import run_command
-from edgekit.convert.forms import find_needed_ort
+from edgekit.convert.convert import find_needed_ort
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.errors import ModelError
 from edgekit.model.model import load_model

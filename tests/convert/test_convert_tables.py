@@ -9,9 +9,8 @@ import pytest
 from convert_models import RUNTIME, ZOO, make_float, make_qdq, write_form
 from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs import InferenceSession as FbsSession
 
-from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.report import inspect_ort, read_graph
-from edgekit.convert.ort_format.tables import Record
+from edgekit.convert.ort_format.tables import Record, write_tables
 from edgekit.errors import ModelError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from quantize_models import dequantized_constants
 
-from edgekit.convert.forms import find_integer_nodes
+from edgekit.convert.convert import find_integer_nodes
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantizedModel, plan_quantization, quantize_model
 from edgekit.target import load_target

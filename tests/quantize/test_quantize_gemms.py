@@ -8,8 +8,7 @@ import pytest
 from quantize_models import dequantized_constants, make_model, op_types, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.convert.convert import convert_model
-from edgekit.convert.forms import find_integer_nodes
+from edgekit.convert.convert import convert_model, find_integer_nodes
 from edgekit.model.model import save_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import cast
 
 from edgekit._files import replacing_file, work_folder
-from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.tables import (
     ROOT,
     SCHEMA,
@@ -32,6 +31,7 @@ from edgekit.convert.ort_format.tables import (
     records,
     table,
     text,
+    write_tables,
 )
 from edgekit.errors import ModelError
 
