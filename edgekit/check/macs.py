@@ -61,12 +61,6 @@ def _conv(weight: int) -> Callable[[Graph, Node], int]:
     return lambda graph, node: _made(graph, node) * prod(_dims(graph, node, weight)[1:])
 
 
-def _conv_transpose(graph: Graph, node: Node) -> int:
-    # ConvTranspose is the reverse: a weight is [C, M/group, kernel...], and each input element contributes to all axes
-    # but the first.
-    return prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:])
-
-
 def _matmul(graph: Graph, node: Node) -> int:
     # Each element of [..., M, N] is a sum over the K of [..., M, K].
     return _made(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
@@ -126,7 +120,9 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "FusedConv": _conv(1),
     "ConvInteger": _conv(1),
     "QLinearConv": _conv(3),
-    "ConvTranspose": _conv_transpose,
+    # The reverse of Conv: a weight is [C, M/group, kernel...], and each input element contributes to all axes but the
+    # first.
+    "ConvTranspose": lambda graph, node: prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:]),
     "MatMul": _matmul,
     "FusedMatMul": _matmul,
     "MatMulInteger": _matmul,

@@ -27,14 +27,10 @@ MAYBE_SHARE = 0.5
 CROSSING_SHARE = 0.5
 
 
-class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the model, whether the provider takes it, and if not every reason why.
+class JudgedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, whether the provider takes it, and if not every reason why.
 
-    `unit` names the operator of the QDQ group that a Q, a DQ or a redundant activation belongs to. `partition` counts
-    from 0 and is None for nodes not taken. `macs` are the multiply-accumulates of one inference, `bytes` those of the
-    computed values that it reads and writes. `fatal` means that the provider claims the node and then refuses the whole
-    session because of it; `risks` say why it may do so. `reads` names the nodes that make its inputs. `integers` means
-    that the node is taken and computes in 8 or 16 bits; `remarks` say how it computes where integers were expected.
+    `macs` are the multiply-accumulates of one inference, `bytes` those of the computed values that it reads and writes.
     """
 
     name: str
@@ -44,6 +40,17 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
     macs: int
     bytes: int
+
+
+class CheckedNode(JudgedNode, frozen=True, kw_only=True):
+    """A node of the graph that the provider sees.
+
+    `unit` names the operator of the QDQ group that a Q, a DQ or a redundant activation belongs to. `partition` counts
+    from 0 and is None for nodes not taken. `fatal` means that the provider claims the node and then refuses the whole
+    session because of it; `risks` say why it may do so. `reads` names the nodes that make its inputs. `integers` means
+    that the node is taken and computes in 8 or 16 bits; `remarks` say how it computes where integers were expected.
+    """
+
     partition: int | None
     unit: str | None = None
     fatal: bool = False
@@ -58,7 +65,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in {"QuantizeLinear", "DequantizeLinear"}
 
 
-class ModelNode(msgspec.Struct, frozen=True, kw_only=True):
+class ModelNode(JudgedNode, frozen=True, kw_only=True):
     """A node of the user's model, and what became of it before the provider saw the graph.
 
     `taken` is True if the provider takes all nodes that it became, so also if nothing of it is left to run. `became`
@@ -66,13 +73,6 @@ class ModelNode(msgspec.Struct, frozen=True, kw_only=True):
     "removed", and `note` says it in words. `macs` and `bytes` are 0 if nothing is left to run.
     """
 
-    name: str
-    op: str
-    domain: str
-    taken: bool
-    reasons: tuple[str, ...]
-    macs: int
-    bytes: int
     fate: Fate
     became: tuple[str, ...]
     note: str

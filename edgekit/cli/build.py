@@ -70,8 +70,9 @@ def build_command(
     report = build(
         model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
     )
-    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_build(report), code)
+    return Answer(
+        report, lambda: show_build(report), options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    )
 
 
 @as_command

@@ -100,10 +100,6 @@ def _guess_kind(path: Path) -> LabelKind:
     return "text" if path.suffix == ".txt" else "class"
 
 
-def _read_texts(path: Path) -> Sequence[str]:
-    return path.read_text(encoding="utf-8").splitlines()
-
-
 def _read_arrays(path: Path) -> Sequence[Array]:
     # Mapped: masks of a validation set may be larger than the memory.
     values: Any = open_npy(path, mapped=True)
@@ -122,7 +118,7 @@ def _read_boxes(path: Path) -> Sequence[Boxes]:
 
 _BOXES_HINT = 'give a .json: [{"boxes": [[left, top, right, bottom]], "classes": [int]}, ...], one entry a sample'
 _FORMS: dict[str, tuple[Callable[[Path], Sequence[Label]], str]] = {
-    "text": (_read_texts, "give a text file with one line a sample"),
+    "text": (lambda path: path.read_text(encoding="utf-8").splitlines(), "give a text file with one line a sample"),
     "array": (_read_arrays, "give a .npy with one row a sample"),
     "boxes": (_read_boxes, _BOXES_HINT),
 }

@@ -38,7 +38,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims
-from edgekit.prepare.transformer import FuseOptions, fuse_transformer
+from edgekit.prepare.transformer import FusedOps, FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model
@@ -86,13 +86,9 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str = ""
 
 
-class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fusion of transformer patterns came to, and how the fused model compares with the one before."""
+class Fusion(FusedOps, frozen=True, kw_only=True):
+    """What fusing made of the model, and how near its results stayed."""
 
-    model_type: str
-    fused: dict[str, int]
-    nodes_before: int
-    nodes_after: int
     equality: Equality
 
 
@@ -167,13 +163,7 @@ def convert_for(
                     f"fusing changes the results: error {equality.error:.2g}, {most}",
                     hint="name another --model-type, or leave --fuse out",
                 )
-            fusion = Fusion(
-                model_type=fused.model_type,
-                fused=fused.fused,
-                nodes_before=fused.nodes_before,
-                nodes_after=fused.nodes_after,
-                equality=equality,
-            )
+            fusion = Fusion(equality=equality, **{name: getattr(fused, name) for name in FusedOps.__struct_fields__})
         small = None
         if options.weights is not None:
             small = compress_weights(floating, options.weights, work / "light.onnx", samples)

@@ -24,10 +24,6 @@ from edgekit.model.model import read_inputs
 from edgekit.model.tensors import HEADERS, TensorSpec, name_dim
 
 
-def _ceil_div(left: Fraction, right: Fraction) -> int:
-    return math.ceil(left / right)
-
-
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     # Formulas come from untrusted files: without bounds, s0**999999999 and powers of powers would be computed.
     if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_BASE:
@@ -48,7 +44,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
 # What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
     "ceil": math.ceil,
-    "ceildiv": _ceil_div,
+    "ceildiv": lambda left, right: math.ceil(left / right),
     "ceiling": math.ceil,
     "ceiltoint": math.ceil,
     "cleandiv": operator.truediv,

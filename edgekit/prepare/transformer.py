@@ -52,14 +52,19 @@ class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
     for_cpu: bool = True
 
 
-class FusedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with its transformer patterns fused, the number of nodes of each fused operator, and of all nodes."""
+class FusedOps(msgspec.Struct, frozen=True, kw_only=True):
+    """What fusing made of a model: the number of nodes of each fused operator, and of all nodes before and after."""
 
-    model: Model
     model_type: str
     fused: dict[str, int]
     nodes_before: int
     nodes_after: int
+
+
+class FusedModel(FusedOps, frozen=True, kw_only=True):
+    """A model with its transformer patterns fused."""
+
+    model: Model
 
 
 def fuse_transformer(

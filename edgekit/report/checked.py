@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
-from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, ModelNode, Placed, count_of
+from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, JudgedNode, ModelNode, Placed, count_of
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
@@ -121,8 +121,8 @@ def table_check(report: CheckReport) -> Table:
     """
     # Nodes that the preparation added have no counterpart in the user's model.
     named = {name for node in report.model_nodes for name in node.became}
-    groups: dict[str, list[tuple[CheckedNode | ModelNode, str]]] = {}
-    listed: list[CheckedNode | ModelNode] = [*report.model_nodes]
+    groups: dict[str, list[tuple[JudgedNode, str]]] = {}
+    listed: list[JudgedNode] = [*report.model_nodes]
     for node in [*listed, *(node for node in report.node_list if node.name not in named)]:
         if not node.taken:
             why = "\n".join(node.reasons) or (node.note if isinstance(node, ModelNode) else "")

@@ -272,9 +272,7 @@ def list_located(found: Located) -> Iterator[str]:
 
 def describe_size(bundle: BundleSummary) -> str:
     """Returns the size before and after."""
-    if not bundle.size_after:
-        return "-"
-    return f"{format_bytes(bundle.size_before)} -> {format_bytes(bundle.size_after)}"
+    return f"{format_bytes(bundle.size_before)} -> {format_bytes(bundle.size_after)}" if bundle.size_after else "-"
 
 
 def describe_agreement(verify: VerifyReport | None) -> str:

@@ -104,7 +104,9 @@ class When(_Strict, frozen=True, kw_only=True):
             and len(unit.inputs) >= self.inputs_min
             and all(unit.has_input(at) for at in self.present)
             and not any(unit.has_input(at) for at in self.absent)
-            and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in self.dtypes.items())
+            and all(
+                unit.has_input(int(at)) and unit.inputs[int(at)].dtype in dtypes for at, dtypes in self.dtypes.items()
+            )
             and all(unit.rank_of(int(at)) in ranks for at, ranks in self.ranks.items())
             # An unknown shape, and one of rank 0, does not count as a single element: (0,) never equals {1}.
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)

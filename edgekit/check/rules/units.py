@@ -96,10 +96,6 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
         """Returns True if the node has an input at this position."""
         return position < len(self.inputs) and bool(self.inputs[position].name)
 
-    def dtype_of(self, position: int) -> str | None:
-        """Returns the element type of an input, None if it is absent or unknown."""
-        return self.inputs[position].dtype if self.has_input(position) else None
-
     def rank_of(self, position: int) -> int | None:
         """Returns the rank of an input, None if it is absent or unknown."""
         shape = self.inputs[position].shape if self.has_input(position) else None
