@@ -129,6 +129,15 @@ class CpuSession:
         }
 
 
+def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:
+    """Returns True if ONNX Runtime loads the model."""
+    try:
+        CpuSession(model, settings)
+    except RuntimeRefusal:
+        return False
+    return True
+
+
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:
     """Writes the graph of a model as ONNX Runtime optimises it at `settings.level`; errors call the model `subject`.
 

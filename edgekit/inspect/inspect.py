@@ -9,10 +9,9 @@ import msgspec
 import onnx
 from onnx import helper
 
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import Level, SessionSettings, makes_session
 from edgekit.check.macs import choose_sizes, count_macs, count_open, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
-from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
@@ -132,6 +131,8 @@ def inspect_model(
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
     graph = count_open(_read_sized(model, dims or {}, freeze or {}))
+    # Only loading is tested, not speed: without optimisation the answer comes soonest.
+    plain = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,
@@ -154,7 +155,7 @@ def inspect_model(
         is_quantized=bool(form := find_quantized_form(proto)),
         quantized=form,
         custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
-        runs=_loads(model) if custom_ops else None,
+        runs=makes_session(model.path, plain) if custom_ops else None,
         has_control_flow=len(graphs) > 1,
         external_files=model.external_files,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
@@ -171,15 +172,6 @@ def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, floa
     if dims:
         fix_dims(proto.graph, dims)
     return view_model(infer_model(proto), model.path.parent)
-
-
-def _loads(model: Model) -> bool:
-    try:
-        # Only loading is tested, not speed: without optimisation the answer comes soonest.
-        CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-    except RuntimeRefusal:
-        return False
-    return True
 
 
 def _peak_activation_bytes(graph: Graph) -> int:

@@ -12,8 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, defs, helper
 
-from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
-from edgekit.errors import RuntimeRefusal
+from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Writer, replace_nodes
@@ -211,19 +210,10 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     whole = restore_nodes(optimized.graph, replaced)
     # Casts that ONNX Runtime merged with the model's own cannot be taken out again; whether that happened shows only
     # when the stripped graph is loaded.
-    if whole and (not stripped or _loads(optimized, model, path)):
+    plain = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
+    if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), plain)):
         return optimized
     refill(proto.graph.node, nodes)
     if works_outside(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
-
-
-def _loads(proto: onnx.ModelProto, model: Model, path: Path) -> bool:
-    try:
-        config = external_config(path.parent)
-        settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
-        CpuSession(proto.SerializeToString(deterministic=True), settings)
-    except RuntimeRefusal:
-        return False
-    return True
