@@ -42,8 +42,9 @@ def save_net(text: str, path: Path, **weights: Array) -> Model:
 def write_small_net(model: Path, samples: Path) -> None:
     """Writes a network of three layers and ten classes, and 32 samples for it."""
     rng = np.random.default_rng(5)
-    text = """(float[1,3,8,8] x) => (float[1,10] y) { a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  d = Relu(c)
-      p = GlobalAveragePool(d)  f = Flatten(p)  y = Gemm(f, w) }"""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,10] y) {
+      a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  d = Relu(c)  p = GlobalAveragePool(d)  f = Flatten(p)
+      y = Gemm(f, w) }"""
     shapes = {"u": (8, 3, 3, 3), "v": (16, 8, 3, 3), "w": (16, 10)}
     save_net(text, model, **{name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
     np.savez(samples, x=rng.normal(size=(32, 1, 3, 8, 8)).astype(np.float32))

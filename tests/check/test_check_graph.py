@@ -21,15 +21,6 @@ def test_an_initializer_that_is_an_input_is_constant_in_ir_3_only() -> None:
         assert ("c" in infer_graph(model).constants) is constant
 
 
-def test_shapes_are_inferred_through_operators_of_ort() -> None:
-    text = """g (float[2,3] x) => (float[2,3] y) <float s = {0.1}, uint16 z = {0}>
-        { a = com.microsoft.QuantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(a, s, z)
-        y = com.microsoft.QuickGelu(b) }"""
-    graph = graph_of(text)
-    assert (graph.value("a").shape, graph.value("a").dtype, graph.value("b").shape) == ((2, 3), "uint16", (2, 3))
-    assert [node.domain for node in graph.nodes] == ["com.microsoft"] * 3
-
-
 def test_a_shape_that_cannot_be_inferred_is_a_reason() -> None:
     nodes = check_text("g (float[2] x) => (float y) { a = com.microsoft.NoSuchOperator(x) y = Relu(a) }", "nnapi")
     assert "the shape of input 0 is unknown" in nodes[1].reasons

@@ -15,12 +15,10 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, SessionSettings, optimize_graph
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import REPLAY, OrtOptions, write_ort
-from edgekit.convert.ort_format.report import count_ops, find_unfused, read_graph, replay_saved
+from edgekit.convert.ort_format.report import count_ops, read_graph, replay_saved
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.model import load_model
 from edgekit.target import load_target
-
-X64 = OrtOptions(style="full", cpu="x64")
 
 
 def profile_ops(path: Path, folder: Path, shape: tuple[int, ...]) -> dict[str, int]:
@@ -52,16 +50,6 @@ def test_int8_that_did_not_stick_is_an_error_with_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"2 nodes of 'model.runtime.ort' .* 'conv1' \(Conv\), 'conv2' \(Conv\)"):
         convert_model(model, all_forms(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_signed_activations_stick_on_arm_only(tmp_path: Path) -> None:
-    model = make_qdq(tmp_path / "m.onnx", activation="int8")
-    for options, expected in ((ARM, 0), (X64, 2)):
-        write_form(model, tmp_path / "m.ort", options)
-        graph = read_graph(tmp_path / "m.ort")
-        found = [node for node in find_unfused(graph.nodes, graph.outputs) if node.op == "Conv"]
-        assert len(found) + count_ops(graph.nodes).get("QLinearConv", 0) == 2
-        assert expected in {len(found), count_ops(graph.nodes).get("QLinearConv", 0)} or options is ARM
 
 
 def test_a_float_activation_in_between_is_told_apart(tmp_path: Path) -> None:
