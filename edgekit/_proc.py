@@ -238,9 +238,8 @@ def _start(
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
-    if (
-        child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ")
-    ):  # Linux: fewer, larger messages
+    # Linux: fewer, larger messages.
+    if child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ"):
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child

@@ -67,9 +67,8 @@ def _read_toml(path: Path, kind: type[_T]) -> _T:
     if len(data) > _MOST_TOML_BYTES:
         raise msgspec.DecodeError(f"it is larger than {_MOST_TOML_BYTES} bytes")
     # Structs are frozen here; a dict is the caller's own.
-    is_struct = hasattr(kind, "__struct_fields__")
-    wanted = cast("Any", kind)
-    return cast("_T", _decode_once(data, wanted) if is_struct else _decode(data, wanted))
+    decode = _decode_once if hasattr(kind, "__struct_fields__") else _decode
+    return cast("_T", decode(data, cast("Any", kind)))
 
 
 def suggest_key(said: str, valid: Iterable[str], otherwise: str) -> str:

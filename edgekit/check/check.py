@@ -42,7 +42,6 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     """
     book = load_rules(target)
     settings = {**target.session.provider_options, **target.settings}
-    opset = model.opsets.get("ai.onnx", 1)
     # Unnamed nodes are named before the graph is read, so that report, advice and rewrites use the same names.
     proto = skim_model(model.path)
     name_nodes(proto.graph)
@@ -53,7 +52,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)
 
-    nodes = recheck(graph, opset)
+    nodes = recheck(graph, model.opsets.get("ai.onnx", 1))
     crossings, crossing_bytes = count_crossings(graph, nodes)
     wants_whole = target.session.config.get("session.disable_cpu_ep_fallback") == "1"
     case = Case(

@@ -247,8 +247,6 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
     if job.end < math.inf:
         seconds = round(job.seconds_left(waiting), 1)
         devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
-    float_model = result.models["prepare"].path
-    task = result.contents.target.thresholds.task
     # The float model is the same for most targets, what it was quantized to is that of one.
     known: dict[Step, KnownOutputs] = {
         step: job.kept.know(model.sha256, stays=step == "prepare") for step, model in result.models.items()
@@ -261,8 +259,8 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
     report = verify_bundle(
         result.bundle,
         devices,
-        task=task,
-        float_model=float_model,
+        task=result.contents.target.thresholds.task,
+        float_model=result.models["prepare"].path,
         known=next((known[step] for step, model in result.models.items() if model.sha256 == stamp), None),
         progress=job.progress,
     )

@@ -218,16 +218,9 @@ def _read_heads(
     """Returns the sizes of a MultiHeadAttention, or None; key and value may be split into heads already."""
     count, (query, key, value) = node.integer("num_heads", 0), shapes
     caches = [shape for shape in past if shape is not None]
-    if (
-        query is None
-        or key is None
-        or value is None
-        or count < 1
-        or len(query) != 3
-        or not {len(key), len(value)} <= {3, 4}
-    ):
+    if query is None or key is None or value is None or count < 1 or len(query) != 3:
         return None
-    if len(caches) not in {0, 2} or any(len(shape) != 4 for shape in caches):
+    if not {len(key), len(value)} <= {3, 4} or len(caches) not in {0, 2} or any(len(shape) != 4 for shape in caches):
         return None
     if any(node.has_input(at) for at in (_MULTI_PAST, _MULTI_PAST + 1)) and not caches:
         return None
@@ -375,10 +368,8 @@ def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
     turns = not node.integer("do_rotary", 0) or (
         tables[0] == tables[1] and 0 < 2 * (tables[0] or (0, 0))[1] <= heads.size
     )
-    places = not node.has_input(_POSITIONS) or graph.value(node.input[_POSITIONS]).static_shape == (
-        heads.batch,
-        heads.tokens,
-    )
+    asked = graph.value(input_of(node, _POSITIONS)).static_shape
+    places = not node.has_input(_POSITIONS) or asked == (heads.batch, heads.tokens)
     bias = not node.has_input(_BIAS) or (graph.value(node.input[_BIAS]).shape or ())[-1:] == (heads.rows,)
     return is_known and turns and places and bias and graph.value(node.input[_LENGTHS]).dtype == "int32"
 
