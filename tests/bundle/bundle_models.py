@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import onnx
 from onnx import parser
 from tiny_models import save_net
 
@@ -22,7 +21,7 @@ from edgekit.bundle.sign import TestResult
 from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.evidence import Evidence
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model, save_proto
 from edgekit.target import load_target
 
 PASSED = TestResult(result="PASSED", configuration=(), passed_tests=("tiny-nnapi on host",))
@@ -58,8 +57,7 @@ def save_detector(path: Path) -> Model:
     proto = parser.parse_model(DETECTOR)
     for node in proto.graph.node:
         node.name = NAMES.get(node.output[0], node.output[0])
-    onnx.save(proto, str(path))
-    return load_model(path)
+    return save_proto(proto, path)
 
 
 def make_scenes(count: int = 6) -> Samples:

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
 from edgekit.cli.main import run_command
 
 Edit = Callable[[dict[str, Any]], object]
 
 MODEL = (
-    "g (float[1,3,8,8] x) => (float[1,6] y)"
-    "{ a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  p = GlobalAveragePool(c)  f = Flatten(p)  y = Softmax(f) }"
+    "(float[1,3,8,8] x) => (float[1,6] y) { [node0] a = Conv(x, u) [node1] b = Relu(a) [node2] c = Conv(b, v)"
+    " [node3] p = GlobalAveragePool(c) [node4] f = Flatten(p) [node5] y = Softmax(f) }"
 )
 
 
@@ -30,12 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its samples and a plan of it for NNAPI."""
     folder = tmp_path_factory.mktemp("quantize")
     rng = np.random.default_rng(5)
-    proto = onnx.load(str(parse_model(MODEL, folder / "m.onnx")))
-    for name, shape in {"u": (8, 3, 3, 3), "v": (6, 8, 3, 3)}.items():
-        proto.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
-    for index, node in enumerate(proto.graph.node):
-        node.name = f"node{index}"
-    onnx.save(proto, str(folder / "m.onnx"))
+    u, v = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 3, 3, 3), (6, 8, 3, 3)))
+    save_net(MODEL, folder / "m.onnx", u=u, v=v)
     np.savez(folder / "d.npz", x=rng.normal(size=(12, 1, 3, 8, 8)).astype(np.float32))
     return folder
 

@@ -23,7 +23,6 @@ from devices_models import (
     run_in,
     text_model,
 )
-from onnx import numpy_helper
 
 from edgekit._proc import run_process
 from edgekit.convert.convert import convert_model
@@ -84,11 +83,8 @@ def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, 
 def test_arm64_runs_a_model_with_weights_beside_it(tmp_path: Path, work: Path) -> None:
     """Its ONNX Runtime cannot ask where a file really lies."""
     weight = np.arange(600, dtype=np.float32).reshape(2, 300)
-    proto = onnx.load(
-        text_model(tmp_path / "m.onnx", "(float[1,2] x, float[2,300] w) => (float[1,300] y) { y = MatMul(x, w) }")
-    )
-    del proto.graph.input[1]
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    body = "(float[1,2] x) => (float[1,300] y) { y = MatMul(x, w) }"
+    proto = onnx.load(text_model(tmp_path / "m.onnx", body, w=weight))
     onnx.save(proto, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=0)
     sample = {"x": np.array([[2.0, 1.0]], np.float32)}
     run = present("arm64:native").run_job(make_job(tmp_path / "m.onnx", "cpu", [sample]), work)

@@ -117,15 +117,8 @@ STEP_IN, STEP_OUT = np.float32(8 / 65535), np.float32(40 / 65535)
 def make_product(path: Path) -> Path:
     """Writes one MatMul of [1,4,64] with a weight [64,16] whose blocks have very unequal sizes."""
     weight = np.random.default_rng(0).normal(size=(64, 16)) * np.repeat([1.0, 0.3], 32)[:, None]
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="mix")],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 64])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 16])],
-        [numpy_helper.from_array(weight.astype(np.float32), "w")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), str(path))
-    return path
+    text = "g (float[1,4,64] x) => (float[1,4,16] y) { [mix] y = MatMul(x, w) }"
+    return save_net(f'<ir_version: 10, opset_import: ["" : 21]> {text}', path, w=weight.astype(np.float32)).path
 
 
 def between_16_bits(path: Path, out: Path, *, free_scales: bool = False) -> Path:
@@ -301,12 +294,8 @@ def write_lstm(path: Path, direction: str = "forward") -> Path:
     shapes = {"w": (turns, 128, 16), "r": (turns, 128, 32), "b": (turns, 256)}
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[24,1,16] x) => (float[24,{turns},1,32] y)
         {{ y = LSTM<hidden_size=32, direction="{direction}">(x, w, r, b) }}"""
-    proto = onnx.load(str(parse_model(text, path)))
-    for name, shape in shapes.items():
-        values: Array = rng.uniform(-0.35, 0.35, shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(values, name))
-    onnx.save(proto, str(path))
-    return path
+    weights = {name: rng.uniform(-0.35, 0.35, shape).astype(np.float32) for name, shape in shapes.items()}
+    return save_net(text, path, **weights).path
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from fixture_types import MakeOnce
-from onnx import numpy_helper, parser
 from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
 
@@ -208,10 +206,7 @@ NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float
 
 def make(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    model = parser.parse_model(NET)
-    weight = rng.normal(scale=0.3, size=(4, 3, 3, 3)).astype(np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    onnx.save(model, str(folder / "net.onnx"))
+    save_net(NET, folder / "net.onnx", w=rng.normal(scale=0.3, size=(4, 3, 3, 3)).astype(np.float32))
     np.savez(folder / "data.npz", x=rng.normal(size=(32, 3, 8, 8)).astype(np.float32))
     data = str(folder / "data.npz")
     recipe = Recipe(targets=("cpu",), precision="int8")

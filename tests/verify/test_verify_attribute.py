@@ -14,7 +14,7 @@ from edgekit.bundle.golden import Golden, KnownOutputs
 from edgekit.bundle.manifest import encode_json
 from edgekit.check.check import check_model
 from edgekit.evidence import Evidence
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Tensors
 from edgekit.report.html import render_verify
 from edgekit.report.text import list_verify_remarks
@@ -92,8 +92,7 @@ def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
     proto = onnx.load(str(steps["prepare"].path))
     proto.graph.node[0].domain = "nowhere"
     proto.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
-    onnx.save(proto, str(tmp_path / "strange.onnx"))
-    strange = load_model(tmp_path / "strange.onnx")
+    strange = save_proto(proto, tmp_path / "strange.onnx")
     report = verify_bundle(bundle_of(steps, steps["quantize"], tmp_path, float_model=strange), [])
     (note,) = report.notes
     assert not report.layers

@@ -1,5 +1,6 @@
 """Earlier runs: what is worse than the last good one is a failure that says what changed."""
 
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -226,20 +227,18 @@ def test_runs_are_recorded_come_back_and_are_compared(bundle: Bundle, report: Ve
 
 def test_what_is_no_history_is_refused(report: VerifyReport, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is no database, but it is long enough to look at" * 40)
-    for place in (tmp_path / "text", tmp_path / "none" / "h.sqlite", tmp_path):
-        with pytest.raises(EdgekitError):
-            record_report(place, report)
+    refusals = {"text": "is no history", "none/h.sqlite": "there is no folder", ".": "cannot use"}
+    for place, words in refusals.items():
+        with pytest.raises(EdgekitError, match=words):
+            record_report(tmp_path / place, report)
     with pytest.raises(EdgekitError, match="there is no history"):
         list_runs(tmp_path / "none")
     record_report(tmp_path / "h.sqlite", report)
-    with pytest.raises(UsageError, match="has no run 9"):
-        read_run(tmp_path / "h.sqlite", 9)
-    for number in (2**63, -(2**63) - 1, 0):
+    for number in (9, 2**63, -(2**63) - 1, 0):
         with pytest.raises(UsageError, match=f"has no run {number}"):
             read_run(tmp_path / "h.sqlite", number)
-    connection = sqlite3.connect(tmp_path / "h.sqlite")
-    connection.execute("UPDATE runs SET report = '{'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(EdgekitError, match="malformed"):
-        read_run(tmp_path / "h.sqlite", 1)
+    for change, words in (("UPDATE runs SET report = '{'", "malformed"), ("PRAGMA user_version = 9", "newer edgekit")):
+        with contextlib.closing(sqlite3.connect(tmp_path / "h.sqlite")) as connection, connection:
+            connection.execute(change)
+        with pytest.raises(EdgekitError, match=words):
+            read_run(tmp_path / "h.sqlite", 1)

@@ -19,7 +19,7 @@ from edgekit.bundle.folder import write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model, save_proto
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array
 from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
@@ -75,8 +75,8 @@ def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path:
     node = next(node for node in proto.graph.node if rounded in node.input[:1])
     proto.graph.initializer.append(helper.make_tensor("wrong", TensorProto.UINT8, [], [1]))
     node.input[2] = "wrong"
-    onnx.save(proto, str(tmp_path / "broken.onnx"))
-    assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv2"
+    broken = save_proto(proto, tmp_path / "broken.onnx")
+    assert name_first_bad(compare_layers(models[0], broken, make_images())) == "conv2"
 
 
 def test_models_and_samples_that_do_not_fit_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -97,8 +97,7 @@ def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
     for value in (*half.graph.input, *half.graph.output):
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    onnx.save(half, str(tmp_path / "half.onnx"))
-    comparison = compare_models(model, load_model(tmp_path / "half.onnx"), make_images(2), layers=True)
+    comparison = compare_models(model, save_proto(half, tmp_path / "half.onnx"), make_images(2), layers=True)
     assert comparison.outputs[0].mismatch is None
     assert len(comparison.layers) == len(graph.node)
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 55 for layer in comparison.layers)
@@ -179,8 +178,7 @@ def rename(model: Model, path: Path, *, outside: bool = False) -> Model:
     for tensor in graph.initializer:
         tensor.name = new(tensor.name)
     del graph.value_info[:]
-    onnx.save(proto, str(path))
-    return load_model(path)
+    return save_proto(proto, path)
 
 
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
@@ -247,8 +245,8 @@ def test_every_reader_of_a_rounded_tensor_is_looked_at(models: tuple[Model, Mode
     twin.input[0] = "again"
     graph.node.append(twin)
     next(node for node in graph.node if node.name == "conv2").input[0] = "twin"
-    onnx.save(proto, str(tmp_path / "broken.onnx"))
-    assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv1"
+    broken = save_proto(proto, tmp_path / "broken.onnx")
+    assert name_first_bad(compare_layers(models[0], broken, make_images())) == "conv1"
 
 
 LAYER = LayerReport(
@@ -304,8 +302,7 @@ def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], 
         node.output[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.output]
     powers = dict.fromkeys(("c1", "r1"), write_powers(factors))
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers).decode())
-    onnx.save(proto, str(tmp_path / "scaled.onnx"))
-    scaled = load_model(tmp_path / "scaled.onnx")
+    scaled = save_proto(proto, tmp_path / "scaled.onnx")
     layers = compare_layers(models[0], scaled, make_images())
     assert "r1" in {layer.tensor for layer in layers}
     assert explain_layers(layers) == ()
@@ -375,8 +372,7 @@ def reorder(model: Model, path: Path) -> Model:
     outputs = list(proto.graph.output)[::-1]
     del proto.graph.output[:]
     proto.graph.output.extend(outputs)
-    onnx.save(proto, str(path))
-    return load_model(path)
+    return save_proto(proto, path)
 
 
 def test_a_model_with_its_outputs_in_another_order_is_another_model(model: Model, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tiny_models import save_net
 from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.apply import quantize_model
@@ -74,8 +74,7 @@ def break_layer(model: Model, path: Path, layer: str, change: Callable[[Array], 
     """Saves the model with the weights of one layer changed."""
     proto = onnx.load(str(model.path))
     change_weights(proto, layer, change)
-    onnx.save(proto, str(path))
-    return load_model(path)
+    return save_proto(proto, path)
 
 
 def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
