@@ -13,15 +13,15 @@ import onnx
 import pytest
 from bundle_models import make_bundle
 from tiny_models import parse_model
+from verify_devices import InProcess
 
-from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subjects
 from edgekit.bench.blocks import ROUNDS, Effort, run_block
 from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
-from edgekit.data.samples import list_samples
-from edgekit.devices.device import Device, DeviceRun, DeviceState, Job, Missing, PlacedNode
+from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.register import DeviceChoice
 from edgekit.devices.standalone import ort_runner
 from edgekit.errors import BundleError, DeviceError, UsageError
@@ -45,27 +45,22 @@ def matmul_model(path: Path, size: int, *, times: int = 1) -> Path:
     return parse_model(text, path)
 
 
-class Phone(Device, frozen=True, kw_only=True):
-    """Stands for a device of its own: computes in this process, and tells the times and states that a test wants.
+class Phone(InProcess, frozen=True, kw_only=True):
+    """Stands for a device of its own, and tells the times and states that a test wants.
 
     Without a `scale` it tells the times that it took.
     """
 
     name: str = "adb:1"
     evidence: Evidence = Evidence.DEVICE
+    nodes: int | None = 1
     slowing: float = 0.0
     after: DeviceState | None = None
-    failure: str | None = None
-    missing: Missing | None = None
     scale: float | None = 1.0
 
-    def find_missing(self) -> Missing | None:
-        return self.missing
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
-        session = CpuSession(job.model, SessionSettings(threads=1))
-        samples = list(job.samples)
-        outputs, times = [session.run(sample) for sample in samples], list[float]()
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        run, samples = super().run_job(job, work), list(job.samples)
+        session, times = CpuSession(job.model, SessionSettings(threads=1)), list[float]()
         count = len(samples) * job.repeat
         for index in range(count):
             if self.scale is None:
@@ -77,18 +72,10 @@ class Phone(Device, frozen=True, kw_only=True):
         before = DeviceState(
             temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000}, energy_uj={"package-0": 1_000_000}
         )
-        return DeviceRun(
-            device=self.name,
-            evidence=self.evidence,
-            outputs=list_samples(outputs, self.name),
-            placement=(PlacedNode(name="n", op="MatMul", domain="", provider=CPU_PROVIDER),),
-            placement_source="session",
-            load_ms=1.0,
+        return msgspec.structs.replace(
+            run,
             latency_ms=tuple(times),
             elapsed_ms=tuple(sum(times[place : place + job.repeat]) for place in range(0, count, job.repeat)),
-            peak_rss_bytes=1,
-            versions={},
-            failure=self.failure,
             before=None if self.after is None else before,
             after=self.after,
         )
