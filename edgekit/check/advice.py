@@ -248,7 +248,8 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
     " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
 ) | dict.fromkeys(
     ("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger"),
-    "dynamic quantization wrote it, which is for the CPU. Give edgekit build the float model and samples",
+    "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as edgekit"
+    " prepare --dequantize makes it",
 )
 
 

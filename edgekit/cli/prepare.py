@@ -48,6 +48,7 @@ def prepare_command(
         ),
     ],
     custom_ops: options.CustomOps,
+    dequantize: Annotated[bool, Option("Make a dynamically quantized model float, for other targets than the CPU.")],
     fix: Annotated[
         bool,
         Option("Apply the rewrites that check calls automatic (the default).", words="--fix/--no-fix", default=True),
@@ -79,6 +80,7 @@ def prepare_command(
         outputs=options.split_names(outputs),
         constants=freeze,
         changes=changes,
+        dequantize=dequantize,
         fix=fix,
         external=external,
         target=None if target is None else load_target_here(target, settings),

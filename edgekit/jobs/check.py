@@ -25,6 +25,7 @@ from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, find_reader, load_model, read_proto
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
+from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
 from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
@@ -283,8 +284,8 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to prepare a model; see `prepare_model`, `change_interface` and `fix_model`.
 
-    `external` puts the weights beside the model or into it; None decides by size. With a `target` the rewrites by which
-    it takes more are applied too.
+    With `dequantize` the source is dynamically quantized, and made float first. `external` puts the weights beside the
+    model or into it; None decides by size. With a `target` the rewrites by which it takes more are applied too.
     """
 
     dims: dict[str, int] = {}
@@ -293,6 +294,7 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     constants: dict[str, float] = {}
     changes: InterfaceChanges = InterfaceChanges()
+    dequantize: bool = False
     fix: bool = True
     external: bool | None = None
     target: Target | None = None
@@ -324,6 +326,8 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
     # Beside the result, so that moving it there is a rename within one file system.
     with work_folder(out.parent) as work:
         staged = work / out.name
+        if options.dequantize:
+            source = dequantize_model(source, work / "float" / source.path.name)
         prepared = prepare_model(
             source,
             staged,

@@ -237,6 +237,9 @@ def describe_recommendation(
     best = reports[recommendation.target]
     crossings = f"{count_of(best.crossings, 'crossing')} ({format_bytes(best.crossing_bytes)})"
     how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
+    if best.wants_whole and best.verdict == "maybe" and best.taken < best.nodes:
+        left = count_of(best.nodes - best.taken, "node")
+        how += f", once it takes the other {left} too, since it runs whole models only"
     how += _say_sizes(assumed)
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
