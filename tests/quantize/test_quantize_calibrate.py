@@ -207,13 +207,14 @@ def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tm
 @pytest.mark.parametrize("size", [8, 5])
 def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path: Path, size: int) -> None:
     """A Conv reads channels on axis 1, a MatMul on the last: with equal sizes a mix-up would not be noticed."""
-    text = f"""g (float[1,8,6,{size}] x)
-      => (float[1,4,6,{size}] y, float[1,8,6,40] z) {{
+    # More rows than channels: a MatMul whose rows were taken from axis 1 would ask for some that are not there.
+    text = f"""g (float[1,8,12,{size}] x)
+      => (float[1,4,12,{size}] y, float[1,8,12,40] z) {{
       r = Abs(x) y = Conv<kernel_shape=[1,1]>(r, w1, b1) z = MatMul(r, w2) }}"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (4, 8, 1, 1), "b1": (4,), "w2": (size, 40)})
     rng = np.random.default_rng(0)
     scale = np.linspace(1, 8, 8)[None, :, None, None] * np.linspace(1, 50, size)
-    rows = [{"x": (rng.normal(size=(1, 8, 6, size)) * scale).astype(np.float32)} for _ in range(16)]
+    rows = [{"x": (rng.normal(size=(1, 8, 12, size)) * scale).astype(np.float32)} for _ in range(16)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     whole = np.abs(np.concatenate([row["x"] for row in rows]))
     with open_moments(tmp_path / "work" / "moments.npz") as read:
