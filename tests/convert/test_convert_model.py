@@ -12,7 +12,7 @@ from tiny_models import parse_model
 from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.convert.convert import Source, convert_forms, convert_model
-from edgekit.convert.ort_form import OrtOptions, Style, write_ort
+from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import load_model
@@ -76,15 +76,6 @@ def test_a_model_over_2_gb_is_refused_before_work_starts(tmp_path: Path) -> None
     with pytest.raises(ModelError, match=r"3\.0 GB, and the ORT format ends at 2 GB"):
         convert_model(model, load_target("nnapi"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("level", list(Level))
-@pytest.mark.parametrize("style", ["full", "runtime"])
-def test_every_level_gives_the_same_results(tmp_path: Path, style: Style, level: Level) -> None:
-    model = make_float(tmp_path / "m.onnx")
-    write_ort(model, tmp_path / "m.ort", OrtOptions(style=style, cpu="arm", level=level))
-    got = run_ort(tmp_path / "m.ort", (1, 3, 8, 8))
-    assert np.allclose(got, run_ort(model.path, (1, 3, 8, 8)), atol=1e-5)
 
 
 @pytest.mark.parametrize("level", [Level.DISABLED, Level.BASIC])
