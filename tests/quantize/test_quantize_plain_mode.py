@@ -164,6 +164,20 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=24), work=folder / "work")
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
+    """90 layers side by side, each with two tensors that make the same noise."""
+    return draw_branches(tmp_path_factory.mktemp("wide"), 90)
+
+
+def draw_branches(folder: Path, branches: int) -> tuple[Model, Calibration]:
+    terms = "".join(f"h{i} = MatMul(x, w{i}) t{i} = Tanh(h{i}) " for i in range(branches))
+    sums, head = ", ".join(f"t{i}" for i in range(branches)), f"g (float[1,16] x) => (float[1,{16 * branches}] y)"
+    weights = {f"w{i}": (16, 16) for i in range(branches)}
+    model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", folder / "m.onnx", weights)
+    return model, calibrate_model(model, random_samples(model, count=24), work=folder / "work")
+
+
 def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
@@ -202,15 +216,30 @@ def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisecti
     assert searched.chosen.step == chosen
 
 
+@pytest.mark.parametrize(
+    ("drops", "chosen"),
+    [
+        ({80: 0.06, 120: 0.04, 160: 0.038}, "relieve 120"),
+        ({80: 0.06, 120: 0.055}, "relieve 80"),
+        ({80: 0.06, 120: 0.004}, "relieve 120"),
+        ({80: 0.004}, "relieve 80"),
+    ],
+    ids=["120 pay", "80 do as well", "120 meet the goal", "80 meet it"],
+)
+def test_more_than_80_tensors_get_16_bits_as_long_as_that_pays(
+    wide: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
+) -> None:
+    steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
+    _, searched = run_search(begin_search(wide, told(steps.get), tmp_path))
+    assert [trial.step for trial in searched.trials] == [*steps]
+    assert searched.chosen.step == chosen
+    # In float they would take too much of the work out of integers.
+    _, floats = run_search(begin_search(wide, told(0.3), tmp_path, load_target("cpu")))
+    assert {trial.step for trial in floats.trials}.isdisjoint({"relieve 120", "relieve 160"})
+
+
 def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -> None:
-    branches = 12
-    terms = "".join(f"h{i} = MatMul(x, w{i}) t{i} = Tanh(h{i}) " for i in range(branches))
-    sums = ", ".join(f"t{i}" for i in range(branches))
-    head = "g (float[1,16] x) => (float[1,192] y)"
-    weights = {f"w{i}": (16, 16) for i in range(branches)}
-    model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", tmp_path / "m.onnx", weights)
-    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
-    search = begin_search((model, calibration), told(0.3), tmp_path, load_target("cpu"))
+    search = begin_search(draw_branches(tmp_path, 12), told(0.3), tmp_path, load_target("cpu"))
     _, searched = run_search(search)
     assert [trial.step for trial in searched.trials] == ["all"]
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, PLAIN_DROP
 from edgekit.quantize.accuracy.predict import Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
+from edgekit.quantize.effort import find_effort
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.relief import (
@@ -32,6 +34,8 @@ from edgekit.target import INTEGERS, Precision, Target
 # How many of the most harmful tensors may leave 8 bits, about 2.5 times as many at each step. Ranking more tensors
 # takes more runs, so the first few are ranked by themselves.
 _FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
+# With 16 bits, which leave all work in integers, and short runs.
+_MOST = (120, 160)
 # The plain mode keeps at least this share of the work in integers: a choice.
 PLAIN_INTEGER = 0.75
 # A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
@@ -130,7 +134,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
        one that cannot meet the goal, by the noise that it would remove, is skipped (`_try_plans`).
     4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
        first plan. Else the largest number of tensors that pays is tried, and then smaller ones, to see whether they
-       do as well.
+       do as well. If the largest is best and tensors get 16 bits, more of them are tried (`_try_most`).
     5. `choose_trial` selects one of the trials, which is measured over all samples.
 
     Each trial is written to the file of the `state`, from which an interrupted search continues.
@@ -249,6 +253,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     4. If none is good enough, the largest number is tried that removes enough noise to pay for its cost.
     5. Then fewer tensors may do: among the numbers between the chosen trial and the next smaller trial, the middle
        one of those whose bound allows a good enough drop is tried, until none is left.
+    6. If the largest number is chosen and misses the goal, more tensors (120, 160) may get 16 bits (`_try_most`).
     """
     attempts = _Attempts(search, goal, first, state)
     plain = attempts.run(0)
@@ -276,14 +281,43 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
         pays = goal.is_asked or rise_db(1 - left[count]) >= LEAST_GAIN_DB
         if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
             break
+    _try_fewer(goal, attempts, left)
+    _try_most(search, goal, attempts)
+    return attempts.in_order
+
+
+def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> None:
+    """Tries numbers of tensors between the chosen trial and the next smaller one; each leaves a share of the noise."""
     while True:
         chosen = attempts.choose()
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
         enough = max(goal.max_drop, add_worth(attempts.in_order))
         fewer = [count for count in left if below < count < chosen]
-        fewer = [count for count in fewer if _least_drop(plain.prediction, 1 - left[count]) <= enough]
+        fewer = [count for count in fewer if _least_drop(attempts.trials[0].prediction, 1 - left[count]) <= enough]
         if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
-            return attempts.in_order
+            return
+
+
+def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
+    """Tries still more tensors in 16 bits, as long as the largest number was chosen and the next may gain a decibel.
+
+    A transformer has hundreds of tensors with about the same noise: 80 of them make half of it.
+    """
+    first, memo = attempts.trials[0].plan, search.memo
+    effort = find_effort(open_float_graph(search.model, search.calibration), search.calibration.samples)
+    if not (search.target.widens(search.precision) and effort.is_short):
+        return
+    for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
+        misses = attempts.choose() == before and not attempts.trials[before].prediction.meets(goal.max_drop)
+        if not misses or not memo.budget.allows(MORE):
+            return
+        weigh = partial(weigh_relief, search.model, search.calibration, first, (before, count), memo)
+        shares = memo.budget.attempt(MORE, weigh)
+        if shares is None:
+            return
+        left = max(1 - shares[before], _NONE_LEFT)
+        if rise_db((shares[count] - shares[before]) / left) < LEAST_GAIN_DB or attempts.run(count) is None:
+            return
 
 
 class _Attempts:
@@ -292,7 +326,8 @@ class _Attempts:
     def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
         self._search, self._goal, self._first, self._state = search, goal, first, state
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
-        self._most = 1 + (len(_FEW + _MORE_THAN_FEW) if search.relievable else 0)
+        most = _MOST if search.target.widens(search.precision) else ()
+        self._most = 1 + (len((*_FEW, *_MORE_THAN_FEW, *most)) if search.relievable else 0)
         self._seconds: list[float] = []
         self.trials: dict[int, Trial] = {}
 

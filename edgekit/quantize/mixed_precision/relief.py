@@ -44,7 +44,7 @@ _FEW_RELIEVED = 8
 # The share of the noise that dominates the choice of ranges: a choice.
 _MOST_NOISE = 0.5
 # So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
-_RANKED = (_FEW_RELIEVED, 80)
+_RANKED = (_FEW_RELIEVED, 80, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30

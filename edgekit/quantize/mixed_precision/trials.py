@@ -15,7 +15,7 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.target import Precision, Target
 
 MAX_STATE_BYTES = 1 << 28
-"""A larger file was not written by edgekit: a plan takes about 100 bytes a tensor, and a search tries 7 plans."""
+"""A larger file was not written by edgekit: a plan takes about 100 bytes a tensor, and a search tries 9 plans."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
