@@ -85,6 +85,13 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return path
 
 
+def flip_byte(path: Path) -> None:
+    """Alters a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:
     """A setting that a search found on such machines."""
     evidence = TuningEvidence(

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import onnx
 import pytest
-from bundle_models import make_bundle, make_contents
+from bundle_models import flip_byte, make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.checks import check_files, find_fault
@@ -81,13 +81,6 @@ def test_two_models_of_one_name_and_none_are_refused(tmp_path: Path) -> None:
         write_bundle(msgspec.structs.replace(contents, files=files), tmp_path / "out")
 
 
-def _flip_byte(bundle: Bundle) -> None:
-    file = bundle.folder / "golden" / "outputs.npz"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
     def change(bundle: Bundle) -> None:
         file = bundle.folder / "manifest.json"
@@ -101,7 +94,11 @@ def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param(_flip_byte, r"'golden/outputs\.npz' .* was altered", id="flipped byte"),
+        pytest.param(
+            lambda b: flip_byte(b.folder / "golden/outputs.npz"),
+            r"'golden/outputs\.npz' .* was altered",
+            id="flipped byte",
+        ),
         pytest.param(
             lambda b: (b.folder / "manifest.json").unlink(), "'manifest.json' .* is missing", id="no manifest"
         ),

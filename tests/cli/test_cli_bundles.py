@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import flip_byte
 from demo_paths import CALIBRATION, MODEL
 from fixture_types import Answer, Refused
 from tiny_models import write_small_net
@@ -56,9 +57,7 @@ def test_joined_targets_are_opened_from_an_archive(build: Path, refused: Refused
     emulated = ["--target", "coreml", "--on", "emulated", "--accept-unproven"]
     assert run_command(["verify", archive, "--key", public, *emulated]) == 0
     assert "--target coreml or cpu" in refused("verify", archive, "--on", "emulated")
-    data = bytearray(Path(archive).read_bytes())
-    data[len(data) // 2] ^= 1
-    (build / "bad.zip").write_bytes(data)
+    flip_byte(Path(shutil.copy(archive, build / "bad.zip")))
     assert run_command(["verify", str(build / "bad.zip"), "--key", public, "--files-only"]) == 2
 
 

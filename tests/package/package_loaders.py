@@ -82,9 +82,3 @@ def compile_java(source: Path, package: str, path: str, out: Path) -> None:
 def read_all(folder: Path) -> dict[str, bytes]:
     """The bytes of each file below a folder, by name."""
     return {name: path.read_bytes() for name, path in list_files(folder).items()}
-
-
-def flip_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))

@@ -20,7 +20,8 @@ from android_parts import (
     find_runtime,
     link_for_android,
 )
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, flip_byte, join_jars, run_program
+from bundle_models import flip_byte
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive

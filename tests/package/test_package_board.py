@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import android_headers
-from bundle_models import tuned_for
+from bundle_models import flip_byte, tuned_for
 from package_loaders import (
     CPU,
     QNN,
@@ -23,7 +23,6 @@ from package_loaders import (
     MakeOnce,
     find_library,
     find_qnn,
-    flip_byte,
     load_program,
     require_program,
     run_program,

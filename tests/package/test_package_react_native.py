@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, read_all, run_program
+from bundle_models import flip_byte
+from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, read_all, run_program
 
 from edgekit.bundle.folder import open_bundle
 from edgekit.package.formats import PLUGIN, find_unsupported

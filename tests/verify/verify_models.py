@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from devices_models import make_job
 from onnx import numpy_helper
 from tiny_models import save_net
 
-from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
 from edgekit.model.model import Model, save_proto
@@ -79,14 +79,6 @@ def break_layer(model: Model, path: Path, layer: str, change: Callable[[Array], 
 
 def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
     """Returns the job of a device that runs the model, by default on two random images."""
-    chosen = load_target(target)
     quantized = any(node.op_type == "QuantizeLinear" for node in onnx.load(str(model.path)).graph.node)
     precision: Precision = "int8" if quantized else "fp32"
-    return Job(
-        model=model.path,
-        target=chosen,
-        precision=precision,
-        outputs=model.outputs,
-        check=check_model(model, chosen),
-        samples=samples or make_images(2),
-    )
+    return make_job(model.path, target, list(samples or make_images(2)), precision=precision)
