@@ -18,6 +18,7 @@ import numpy as np
 
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
+from edgekit.quantize.accuracy.loss import measure_powers
 from edgekit.quantize.accuracy.output_kinds import RAW, read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
@@ -81,13 +82,13 @@ def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Arr
         one, two = (_list_decisions(value, compared, _MOST_VALUES) for value in (expected, found))
         signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
         return np.array([signal, noise.sum()])
-    one, two = expected.astype(np.float64), found.astype(np.float64)
+    one, two = expected, found
     if compared.part is not None:
         axis, start, stop = compared.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
     if compared.centred:
-        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
-    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+        one, two = (value - value.mean(axis=-1, keepdims=True, dtype=np.float64) for value in (one, two))
+    return measure_powers(one, two)
 
 
 def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:

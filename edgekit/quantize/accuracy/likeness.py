@@ -14,7 +14,7 @@ from edgekit.quantize.accuracy.beside import beside_distances, judge_beside, rec
 from edgekit.quantize.accuracy.detections import detection_distances, estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_powers, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
@@ -138,8 +138,7 @@ def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
         if other is None or other.shape != value.shape:
             powers[name] = np.array([0.0, np.inf])
             continue
-        one, two = value.astype(np.float64), other.astype(np.float64)
-        powers[name] = np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+        powers[name] = measure_powers(value, other)
     return powers
 
 

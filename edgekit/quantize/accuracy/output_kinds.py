@@ -103,7 +103,8 @@ def read_probabilities(value: Array, reading: Reading, like: Array | None = None
     if _is_distribution(rows):
         return rows
     if like is not None and like is not value and _is_distribution(np.moveaxis(like, reading.axis, 0)):
-        return np.asarray(np.maximum(rows, 0) / np.maximum(np.maximum(rows, 0).sum(axis=0), 1e-12))
+        rows = np.maximum(rows, 0)
+        return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
     return softmax(rows, axis=0)
 
 

@@ -375,7 +375,9 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
     whole = {name: graph.weight(name) for name in sizes}
-    judge = open_judge(free_constants(graph.model, whole), compared, statistics, whole=whole, most=effort.few)
+    judge = open_judge(
+        free_constants(graph.model, whole), compared, statistics, whole=whole, most=effort.few, at_once=1
+    )
 
     def narrow(name: str, bits: int) -> Array:
         integers, scales = round_by_channel(whole[name], bits)
