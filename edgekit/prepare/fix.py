@@ -47,6 +47,7 @@ FIXES = _by_id(
     idle.drop_default_activations,
     idle.drop_idle_relus,
     activations.clip_to_relu,
+    activations.plain_softmax,
     layout.flatten_to_reshape,
     layout.plain_reshape,
     layout.gather_to_reshape,
@@ -62,8 +63,8 @@ JOINS = frozenset({norms.join_layer_norm.id, norms.join_rms_norm.id, activations
 """Those of them that another rewrite undoes for a target that lacks the operator they write."""
 
 _SHAPED = (
-    idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax, layout.gather_to_reshape,
-    layout.gather_from_start, norms.join_layer_norm, norms.join_rms_norm,
+    activations.plain_softmax, idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax,
+    layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm, norms.join_rms_norm,
 )  # fmt: skip
 _SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
 

@@ -95,6 +95,10 @@ WITH = {
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
+    # As onnx's converter raises opset 11, and along the last axis of what a Reshape joins.
+    "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z)
+        <int64[3] s = {2,4,3}, int64[2] r = {8,3}> { a = Flatten<axis=2>(x) b = Softmax(a) y = Reshape(b, s)
+        c = Reshape(x, r) d = LogSoftmax<axis=1>(c) z = Reshape(d, s) }""",
     "join-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z)
         <int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}, float b = {-inf}>
         { j = ReduceMax<axes=[1], keepdims=0>(x) m = Max(b, j) n = Reshape(m, s) c = Sub(x, n) e = Exp(c)
@@ -184,6 +188,10 @@ WITHOUT = {
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
+    "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,3,4] z, float[2,4,3] u, float[8,3] t)
+        <int64[3] s = {2,4,3}, int64[3] v = {2,3,4}>
+        { a = Flatten<axis=1>(x) b = Softmax(a) y = Reshape(b, s) c = Flatten<axis=2>(x) d = Softmax(c)
+        z = Reshape(d, v) e = Softmax<axis=0>(c) u = Reshape(e, s) t = Softmax(c) }""",
     "join-softmax": (
         "g (float[4,4] x, float[4,4] w) => (float[4,4] y, float[4,4] z, float[4,4] v) "
         "<int64[1] a = {0}, int64[1] b = {1}, int64[2] ab = {0,1}, int64[2] s = {4,1}> "

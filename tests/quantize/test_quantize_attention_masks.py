@@ -21,6 +21,7 @@ MASKS = {
     "added": "m = Add(s, hidden) p = Softmax(m)",
     "chosen": "m = Where(seen, s, lowest) p = Softmax<axis=2>(m)",
     "added, then reshaped": "m4 = Add(s, hidden) m = Reshape(m4, rows) p = Softmax(m)",
+    "added, then flattened": "m4 = Add(s, hidden) m = Flatten<axis=2>(m4) p2 = Softmax(m) p = Reshape(p2, rows)",
     "computed": """one = Cast<to=1>(seen) zero = Constant<value_float=1.0>() n = Sub(zero, one) f = Mul(n, lowest)
                    m = Add(s, f) p = Softmax(m)""",
     "added beside a score of nothing": """m = Add(s, hidden) n = ReduceMean<axes=[2], keepdims=1>(s)

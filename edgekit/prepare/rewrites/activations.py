@@ -367,6 +367,30 @@ def join_softmax(writer: Writer) -> None:
         writer.add("Softmax", [data], axis=axis)
 
 
+@node_rewrite(
+    "plain-softmax",
+    {"Reshape"},
+    "compute {count} of Softmax over the last axis without a Flatten before it, which is the same",
+    since=13,
+)
+def plain_softmax(writer: Writer) -> None:
+    """Takes away the Flatten and the Reshape around a Softmax over the last axis.
+
+    Up to opset 12 Softmax joined all axes from its own on, for which onnx's converter writes these nodes, also where
+    that is the last axis. No provider or quantizer would find attention and its masks in them.
+    """
+    graph, node = writer.graph, writer.node
+    softmax = made_by(graph, node.input[0], "Hardmax", "LogSoftmax", "Softmax")
+    flat = made_by(graph, softmax.input[0], "Flatten", "Reshape") if softmax is not None else None
+    if softmax is None or flat is None or softmax.output[0] in graph.outputs | graph.captured:
+        return
+    before, rows, after = (graph.value(name).static_shape for name in (*flat.input[:1], *flat.output, *node.output))
+    if not before or not rows or before != after or before[-1] != rows[-1] or len(graph.readers(softmax.output[0])) > 1:
+        return
+    if softmax.integer("axis", -1) in {-1, len(rows) - 1}:
+        writer.add(softmax.op_type, [flat.input[0]], axis=-1)
+
+
 _ONE_AXIS_SINCE = 13
 
 

@@ -119,7 +119,7 @@ SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row scores still matter, and below the highest bias, biases."""
 
 # Operators that may lie between a mask and a Softmax: they reshape or cast the mask, and join it with the scores.
-_SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast"})
+_SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast", "Flatten"})
 _MASKING_OPS = frozenset({"Add", "Where", "Mul", "Sub"})
 # Exporters put up to about ten nodes (Unsqueeze, Cast, Sub, Mul, Where ...) between a mask and its Softmax.
 _MOST_STEPS = 12
