@@ -17,7 +17,7 @@ from edgekit.package.package import PackageReport
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.mixed_precision.plan_search import Searched
+from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many, loses_much
 from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
@@ -323,7 +323,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     share = f"{report.target} takes {report.taken} of it, {100 * report.taken_macs:.1f} % of the work"
     yield f"{share}; no session of it is expected" if report.refused else share
     if report.advice:
-        yield f"much is lost; {report.advice}"
+        is_lost = loses_much(report.predicted) or not changes_many(report.predicted)
+        what = "much is lost" if is_lost else "many decisions change"
+        yield f"{what}; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"

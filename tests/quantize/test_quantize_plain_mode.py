@@ -31,7 +31,10 @@ _KNOWN = Memo()
 
 
 def told(
-    drop: float | Callable[[str], float | None] | None, sqnr_db: float = 25.0, steps: list[str] | None = None
+    drop: float | Callable[[str], float | None] | None,
+    sqnr_db: float = 25.0,
+    steps: list[str] | None = None,
+    same: Callable[[str], float | None] = lambda _: None,
 ) -> Callable[[Model], Prediction]:
     """A measure that says one drop, or that of each step, and lists the steps that it was asked of."""
 
@@ -41,7 +44,12 @@ def told(
             steps.append(step)
         lost = drop(step) if callable(drop) else drop
         return Prediction(
-            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=lost, drop_interval=None, source="test"
+            samples=48,
+            sqnr_db=sqnr_db,
+            top1_agreement=same(step),
+            drop_estimate=lost,
+            drop_interval=None,
+            source="test",
         )
 
     return measure
@@ -353,6 +361,19 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
     _, searched = run_all(search)
     assert searched.advice.startswith(advice)
     assert bool(searched.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(("kept", "is_said"), [(0.62, True), (0.91, False)])
+def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, kept: float, *, is_said: bool
+) -> None:
+    measure = told(lambda step: 0.004 if step == "int16" else 0.003, same=lambda step: {"int16": 0.99}.get(step, kept))
+    _, searched = run_all(begin_search(collapsing, measure, tmp_path))
+    assert bool(searched.advice) == is_said
+    what = (
+        r"--precision int16: 0.40 points are lost and 99.0% of the decisions are the same, \d\.\d\d times the bytes.*"
+    )
+    assert re.fullmatch(what, searched.advice) or not is_said
 
 
 def test_a_plan_that_was_tried_is_tried_no_second_time_for_advice(

@@ -32,6 +32,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     Searched,
     Work,
     add_worth,
+    changes_many,
     complete_trial,
     look_beside,
     loses_much,
@@ -233,11 +234,13 @@ def _add_trial(
 def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: bool) -> Searched:
     """Returns the search result with one more trial: 16 bits for all activations, or many tensors out of 8 bits.
 
-    It is tried if much is lost. With `adopts` it is chosen if it meets a goal that no other plan met.
+    It is tried if much is lost, or many decisions change. With `adopts` it is chosen if it meets a goal that no other
+    plan met.
     """
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
-    if not (misses or loses_much(chosen.prediction)) or not search.memo.budget.allows(MORE):
+    is_worth = misses or loses_much(chosen.prediction) or changes_many(chosen.prediction)
+    if not is_worth or not search.memo.budget.allows(MORE):
         return searched
     step: str = wider or f"relieve {_MANY}"
     make: Callable[[], QuantPlan | None] = partial(plan_step, search, searched.trials, _MANY)
@@ -279,7 +282,12 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:z.2f} points are lost"
-    if other.prediction.loss() >= chosen.prediction.loss():
+    one, two = chosen.prediction, other.prediction
+    is_better = two.loss() < one.loss()
+    if changes_many(one) and two.top1_agreement is not None:
+        figure += f" and {two.top1_agreement:.1%} of the decisions are the same"
+        is_better |= two.top1_agreement > (one.top1_agreement or 0)
+    if not is_better:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"

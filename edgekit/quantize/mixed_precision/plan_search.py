@@ -43,6 +43,8 @@ PLAIN_INTEGER = 0.75
 _WORTH = 0.002
 # A drop that is worth advice, two points: a choice.
 _MUCH = 0.02
+# The share of decisions that a plan keeps if nothing else is to be said: a choice.
+_LEAST_SAME = 0.9
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
 HALF = 0.5
@@ -196,6 +198,15 @@ def loses_much(prediction: Prediction) -> bool:
     """Returns True for a loss that is worth advice, or a plan with less of the work in integers."""
     drop = prediction.drop_estimate
     return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
+
+
+def changes_many(prediction: Prediction) -> bool:
+    """Returns True if more than a tenth of the decisions change, whatever that costs.
+
+    Where the float model is not sure of its answers, a changed one is as likely to be right, and no drop is expected.
+    """
+    same = prediction.top1_agreement
+    return same is not None and same < _LEAST_SAME
 
 
 def is_near(prediction: Prediction) -> bool:
