@@ -9,16 +9,18 @@ from typing import Any
 
 import msgspec
 import onnx
-from onnx import defs, shape_inference, version_converter
+from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
+from edgekit.graph.constants import list_constants
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.graph.inference import copy_light
 from edgekit.model.external import LEAST_BYTES
 from edgekit.model.model import (
     Model,
     find_reader,
+    iterate_graphs,
     iterate_nodes,
     list_element_types,
     read_proto,
@@ -69,6 +71,8 @@ _PORTABLE_IR_VERSION = 9
 # The newest element type of that version (onnx.proto's history of IR_VERSION).
 _NEWEST_PORTABLE_TYPE = onnx.TensorProto.FLOAT8E5M2FNUZ
 _SCAN_SINCE = 9
+# Since these opsets a Resize says how positions are mapped, and a Hardmax compares along its axis alone.
+_RESIZE_SINCE, _HARDMAX_SINCE = 11, 13
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
 
@@ -135,6 +139,11 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
         node.domain = _ASIDE
     if aside:
         light.opset_import.add(domain=_ASIDE, version=1)
+    # The converter knows of a Softmax that its axis changed its meaning, and not of a Hardmax.
+    is_hard = own < _HARDMAX_SINCE <= opset
+    hard = {node.name for node in iterate_nodes(light.graph) if is_hard and node.op_type == "Hardmax"}
+    for node in iterate_nodes(light.graph):
+        node.op_type = "Softmax" if node.name in hard else node.op_type
     try:
         converted = version_converter.convert_version(light, opset)
     except _FAILURES as error:
@@ -146,7 +155,24 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
     for node in iterate_nodes(converted.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
+        node.op_type = "Hardmax" if node.name in hard else node.op_type
+    if own < _RESIZE_SINCE <= opset:
+        _map_positions(converted.graph)
     return converted
+
+
+def _map_positions(graph: onnx.GraphProto) -> None:
+    """Says at each Resize how positions were mapped before opset 11, in place; the converter leaves it out.
+
+    They were divided by the scale, and the nearest was rounded up where all sizes shrink, else down (`GetNearestPixel`
+    of ONNX Runtime's `upsamplebase.h`).
+    """
+    constants = {name: tensor for part in iterate_graphs(graph) for name, tensor in list_constants(part).items()}
+    for node in (node for node in iterate_nodes(graph) if node.op_type == "Resize" and not node.domain):
+        scales = constants.get(node.input[2])
+        shrinks = scales is not None and bool((numpy_helper.to_array(scales) <= 1).all())
+        node.attribute.append(helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
+        node.attribute.append(helper.make_attribute("nearest_mode", "ceil" if shrinks else "floor"))
 
 
 def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:

@@ -230,6 +230,28 @@ def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
         assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
+@pytest.mark.parametrize(
+    ("body", "opset"),
+    [
+        ('y = Upsample<mode = "linear", scales = [1.0, 1.0, 1.5, 3.0]>(x)', 7),
+        ("y = Upsample(x, up)", 9),
+        ('y = Resize<mode = "linear">(x, down)', 10),
+        ("y = Resize(x, up)", 10),
+        ("y = Resize(x, down)", 10),
+        ("y = Hardmax(x)", 11),
+    ],
+)
+def test_what_an_old_opset_means_by_a_node_stays(body: str, opset: int, tmp_path: Path) -> None:
+    text = f"""g (float[1,2,8,8] x) => (float[A,B,C,D] y)
+        <float[4] up = {{1, 1, 1.2, 2.5}}, float[4] down = {{1, 1, 0.7, 0.3}}> {{ {body} }}"""
+    model = make_model(text, tmp_path / "m.onnx", opset=opset, ir_version=4)
+    inputs = make_inputs(model)
+    wanted, found = (
+        run_model(path, inputs)["y"] for path in (model.path, prepare_model(model, tmp_path / "o.onnx").path)
+    )
+    assert np.array_equal(found, wanted)
+
+
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
     text = """g (float[1,2] i, float[1,3,2] x) => (float[1,2] y, float[1,3,2] z) { y, z = Scan<num_scan_inputs = 1,
         body = b (float[2] s, float[2] n) => (float[2] t, float[2] o) { t = Add(s, n)  o = Identity(t) }>(, i, x) }"""
