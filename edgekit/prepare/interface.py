@@ -53,8 +53,8 @@ def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
     A value inside the graph becomes an input, so that an app computes what stands before it. Its shape must be known.
 
     Raises:
-        UsageError: a name that is no input and that no node makes, a value whose shape is unknown, or another input
-            that the outputs need.
+        UsageError: a name that is no input and that no node makes, a value that is an output too or whose shape is
+            unknown, or another input that the outputs need.
     """
     graph = proto.graph
     given = {value.name: value for value in graph.input}
@@ -67,9 +67,14 @@ def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
     if not names:
         return
     known = given | {value.name: value for value in infer_model(proto).graph.value_info if value.name in inner}
-    for name in names:
-        dims = known[name].type.tensor_type.shape.dim if name in known else ()
-        if name in inner and not (dims and all(dim.HasField("dim_value") for dim in dims)):
+    shown = [value.name for value in graph.output]
+    for name in (name for name in names if name in inner):
+        if name in shown:
+            others = ",".join(each for each in shown if each not in names)
+            hint = f"keep the others: --outputs {others}" if others else "name a value before it"
+            raise UsageError(f"'{name}' is an output, and cannot be an input too", hint=hint)
+        tensor = known[name].type.tensor_type if name in known else onnx.TypeProto.Tensor()
+        if not (tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)):
             raise UsageError(f"the shape of '{name}' is unknown", hint="name another value of the graph")
     for node in graph.node:
         # What computed the value becomes idle, unless another of its outputs is needed.

@@ -211,6 +211,7 @@ def test_a_value_inside_the_graph_becomes_an_input(tmp_path: Path) -> None:
         (["l"], {"N": 3}, "the outputs still need the input 'gain'.*--inputs l,gain"),
         (["gain", "ll"], {"N": 3}, "no input 'll', nor a value of this name.*did you mean 'l'"),
         (["gain", "l"], {}, "the shape of 'l' is unknown"),
+        (["y"], {"N": 3}, "'y' is an output, and cannot be an input too.*name a value before it"),
     ],
 )
 def test_inputs_that_leave_something_unknown_are_refused(
@@ -219,6 +220,17 @@ def test_inputs_that_leave_something_unknown_are_refused(
     model = make_model(SPECTRUM, tmp_path / "m.onnx")
     with pytest.raises(UsageError, match=message):
         prepare_model(model, tmp_path / "out.onnx", dims, inputs=names, may_stay_open=True)
+
+
+def test_a_number_inside_the_graph_becomes_an_input_and_an_output_does_not(tmp_path: Path) -> None:
+    model = make_model(
+        "g (float[2] x) => (float[2] y, float[2] a) { a = Abs(x) s = ReduceMax<keepdims = 0>(a) y = Mul(x, s) }",
+        tmp_path / "m.onnx",
+    )
+    prepared = prepare_model(model, tmp_path / "out.onnx", inputs=["x", "s"], outputs=["y"])
+    assert [(spec.name, spec.shape) for spec in prepared.inputs] == [("x", (2,)), ("s", ())]
+    with pytest.raises(UsageError, match="'a' is an output, and cannot be an input too.*--outputs y"):
+        prepare_model(model, tmp_path / "out.onnx", inputs=["x", "a"])
 
 
 def test_a_frozen_input_is_folded(tmp_path: Path) -> None:
