@@ -247,7 +247,7 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
     "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
     " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
 ) | dict.fromkeys(
-    ("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger"),
+    ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
     "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as edgekit"
     " prepare --dequantize makes it",
 )

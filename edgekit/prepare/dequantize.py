@@ -5,110 +5,170 @@ and not the float model. Its weights are integers with a scale, so a float model
 rounding of activations, and can be quantized with samples for any target.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import made_by
-from edgekit.model.model import Model, find_integer_ops, list_names, read_proto, save_proto
+from edgekit.model.model import (
+    Model,
+    find_integer_ops,
+    iterate_graphs,
+    iterate_nodes,
+    list_names,
+    order_nodes,
+    read_proto,
+    refill,
+    save_proto,
+)
 from edgekit.prepare.interface import drop_idle_nodes
 
+# Operators that a Cast and a product with the scales follow.
 _LAYERS = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
-# What ONNX Runtime's quantizer and optimizer write for whole patterns, with operands of their own order.
+# Operators that read their scales: the float one, and the places of its inputs; of integers with scale and zero point.
+_WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
+    "DequantizeLinear": ("Identity", [(0, 1, 2)]),
+    "DynamicQuantizeLSTM": ("LSTM", [(0,), (1, 8, 9), (2, 10, 11), (3,), (4,), (5,), (6,), (7,)]),
+    "QAttention": ("Attention", [(0, 3, 6), (1, 4, 7), (2,), (5,), (8,)]),
+}
+# Those whose weights may have a scale for each entry of the last axis.
+_WIDE = frozenset({"DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
+# What ONNX Runtime's quantizer and optimizer write for whole patterns.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
-
-
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a constant of integers becomes float: `node` is then an `op` that reads it, and makes what `last` made.
-
-    `inputs` are those of the node, in which the integers are the constant `integers`.
-    """
-
-    node: Node
-    last: Node
-    op: str
-    inputs: tuple[str, ...]
-    integers: str
-    zero: str
-    scale: str
 
 
 def dequantize_model(model: Model, out: Path) -> Model:
     """Writes the float model of a dynamically quantized one to `out`, and returns it.
 
     The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
-    a convolution a Conv. What a DequantizeLinear makes of a constant, or of rows of one, is float from the start.
+    a convolution a Conv; an LSTM and a QAttention become float too. What a DequantizeLinear makes of a constant, or of
+    rows of one, is float from the start. The bodies of control flow are changed as well.
 
     Raises:
         ModelError: the model is not dynamically quantized, or has other integers too.
         OutputError: `out` cannot be written.
     """
     proto = read_proto(model)
-    graph, taken, made = view_model(proto), list_names(proto.graph), dict[tuple[str, str, str], str]()
-    found = [*_find_layers(graph), *_find_rows(graph)]
-    for each in found:
-        key = each.integers, each.zero, each.scale
-        if key not in made:
-            made[key] = next(free for count in range(len(taken) + 1) if (free := f"{key[0]}_{count}") not in taken)
-            taken.add(made[key])
-            zero = graph.weight(each.zero).astype(np.float32) if each.zero else np.float32(0)
-            values = (graph.weight(each.integers).astype(np.float32) - zero) * graph.weight(each.scale)
-            proto.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), made[key]))
-        # What lies between is idle now.
-        each.last.proto.output[0] = f"{each.node.output[0]}/idle"
-        each.node.proto.op_type, each.node.proto.output[0] = each.op, each.last.output[0]
-        each.node.proto.input[:] = [made[key] if name == each.integers else name for name in each.inputs]
-    drop_idle_nodes(proto.graph)
-    if left := sorted({*find_integer_ops(proto), *({node.op_type for node in proto.graph.node} & _FUSED)}):
+    refill(proto.graph.node, order_nodes(proto.graph))
+    writer = _Writer(proto)
+    found = [writer.write(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
+    # Bodies first: what they do not read any more is idle in the graphs around them.
+    for part in reversed([*iterate_graphs(proto.graph)]):
+        drop_idle_nodes(part)
+    if left := sorted({*find_integer_ops(proto), *({node.op_type for node in iterate_nodes(proto.graph)} & _FUSED)}):
         raise ModelError(
             f"'{model.path.name}' has integers that are no weights of a known layer: {', '.join(left)}",
             hint="give the float model that it was made from",
         )
-    if not found:
+    if not any(found):
         raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
     out.parent.mkdir(parents=True, exist_ok=True)
     return save_proto(proto, out)
 
 
-def _find_layers(graph: Graph) -> Iterator[_Stored]:
-    """Yields products and convolutions of a dynamically quantized activation with a constant."""
-    for layer in graph.nodes:
-        source = made_by(graph, layer.input[0], "DynamicQuantizeLinear") if layer.op_type in _LAYERS else None
-        scaled = _follow(graph, _follow(graph, layer, "Cast"), "Mul")
-        scales = next(filter(None, (made_by(graph, name, "Mul") for name in scaled.input)), None) if scaled else None
-        if source is None or scaled is None or scales is None or source.output[1] not in scales.input:
-            continue
-        scale = scales.input[1 - scales.input.index(source.output[1])]
-        zero = layer.input[3] if layer.has_input(3) else ""
-        constants = [layer.input[1], scale, *filter(None, [zero])]
-        # The scales of a product lie along its last axis, as those of its weight do; a convolution has one.
-        is_single = all(graph.value(name).elements == 1 for name in constants[1:])
-        if graph.constants.keys() >= {*constants} and (is_single or layer.op_type == "MatMulInteger"):
-            yield _Stored(
-                node=layer, last=scaled, op=_LAYERS[layer.op_type], inputs=(source.input[0], layer.input[1]),
-                integers=layer.input[1], zero=zero, scale=scale,
-            )  # fmt: skip
+def _iterate(graph: Graph, outer: Mapping[str, Node]) -> Iterator[Graph]:
+    """Yields a graph and its bodies, whose producers include those of the graphs around them."""
+    graph = msgspec.structs.replace(graph, producers={**outer, **graph.producers})
+    yield graph
+    for body in (body for node in graph.nodes for body in node.bodies):
+        yield from _iterate(body, graph.producers)
 
 
-def _find_rows(graph: Graph) -> Iterator[_Stored]:
-    """Yields constants behind a DequantizeLinear with one scale, and rows that a Gather takes from one."""
-    for last in graph.nodes:
-        if last.op_type != "DequantizeLinear":
-            continue
-        gather = made_by(graph, last.input[0], "Gather")
-        node = last if gather is None or _follow(graph, gather, last.op_type) is None else gather
-        constants = {node.input[0], *filter(None, last.input[1:])}
-        if graph.constants.keys() >= constants and graph.value(last.input[1]).elements == 1:
-            yield _Stored(
-                node=node, last=last, op="Identity" if node is last else "Gather",
-                inputs=node.input[:1] if node is last else node.input,
-                integers=node.input[0], zero=last.input[2] if last.has_input(2) else "", scale=last.input[1],
-            )  # fmt: skip
+class _Writer:
+    """Makes layers of integers float, and what they read, in place."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self._graph, self._taken = proto.graph, list_names(proto.graph)
+        # The name of what was made of a constant with its scale and zero point, each by its tensor.
+        self._made: dict[tuple[int, ...], str] = {}
+        # The scale and zero point of what moves integers.
+        self._moving: dict[Node, tuple[str, str]] = {}
+
+    def write(self, graph: Graph, node: Node) -> bool:
+        """Makes a layer float, and returns True; False for any other node."""
+        if node.op_type in _LAYERS:
+            return self._write_layer(graph, node)
+        if node.op_type not in _WHOLE:
+            return False
+        op, places = _WHOLE[node.op_type]
+        named = [[node.input[at] if node.has_input(at) else "" for at in place] for place in places]
+        inputs = [self._make_float(graph, node, *names) if len(names) > 1 else names[0] for names in named]
+        return _put(node, op, inputs, node)
+
+    def _write_layer(self, graph: Graph, node: Node) -> bool:
+        last = _follow(graph, _follow(graph, node, "Cast"), "Mul")
+        product = next(filter(None, (made_by(graph, name, "Mul") for name in (last.input if last else ()))), None)
+        if last is None or product is None:
+            return False
+        zeros = [node.input[at] if node.has_input(at) else "" for at in (2, 3)]
+        for scales in (product.input, product.input[::-1]):
+            operands = zip(node.input[:2], scales, zeros, strict=True)
+            inputs = [self._make_float(graph, node, *names) for names in operands]
+            if _put(node, _LAYERS[node.op_type], inputs, last):
+                return True
+        return False
+
+    def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str | None:
+        """Returns the name of integers as float; None if they are neither an activation's nor from a constant."""
+        source = graph.producers.get(name)
+        if source is not None and source.op_type == "DynamicQuantizeLinear":
+            return source.input[0] if source.output[1] == scale else None
+        if not graph.constants.keys() >= {scale, *filter(None, [zero])}:
+            return None
+        is_single = graph.value(scale).elements == 1
+        if name in graph.constants:
+            return self._store(graph, reader, name, scale, zero) if is_single or reader.op_type in _WIDE else None
+        # The quantizer lets these pass integers on.
+        if source is None or source.op_type not in {"Gather", "Transpose"} or not is_single:
+            return None
+        if source in self._moving:
+            return name if self._moving[source] == (scale, zero) else None
+        moved = self._make_float(graph, reader, source.input[0], scale, zero)
+        if moved is None:
+            return None
+        self._moving[source], source.proto.input[0] = (scale, zero), moved
+        return name
+
+    def _store(self, graph: Graph, reader: Node, *names: str) -> str:
+        """Returns the name of a float constant of integers, scale and zero point, which the main graph gets once."""
+        key = tuple(id(graph.constants.get(name)) for name in names)
+        if key in self._made:
+            return self._made[key]
+        new = next(free for n in range(len(self._taken) + 1) if (free := f"{names[0]}_{n}") not in self._taken)
+        parts = [graph.weight(name).astype(np.float32) if name else np.zeros((), np.float32) for name in names]
+        if reader.op_type == "DynamicQuantizeLSTM":
+            # [directions, inputs, gates] and [directions, gates]; an LSTM's weights are [directions, gates, inputs].
+            whole, *rest = parts
+            parts = [
+                whole.transpose(0, 2, 1),
+                *(part.reshape(len(part), -1, 1) if part.ndim else part for part in rest),
+            ]
+        integers, scale, zero = parts
+        self._graph.initializer.append(numpy_helper.from_array((integers - zero) * scale, new))
+        self._taken.add(new)
+        self._made[key] = new
+        return new
+
+
+def _put(node: Node, op: str, inputs: Sequence[str | None], last: Node) -> bool:
+    """Puts a float layer in place of the nodes up to the `last`, and returns True; False if an input is unknown."""
+    if None in inputs:
+        return False
+    # What lies between is idle now.
+    last.proto.output[0] = f"{node.output[0]}/idle"
+    node.proto.op_type, node.proto.domain = op, ORT_DOMAIN if op == "Attention" else ""
+    node.proto.output[0] = last.output[0]
+    node.proto.input[:] = [name or "" for name in inputs]
+    while not node.proto.input[-1]:
+        del node.proto.input[-1]
+    return True
 
 
 def _follow(graph: Graph, node: Node | None, op: str) -> Node | None:

@@ -229,7 +229,7 @@ def test_a_number_inside_the_graph_becomes_an_input_and_an_output_does_not(tmp_p
     )
     prepared = prepare_model(model, tmp_path / "out.onnx", inputs=["x", "s"], outputs=["y"])
     assert [(spec.name, spec.shape) for spec in prepared.inputs] == [("x", (2,)), ("s", ())]
-    with pytest.raises(UsageError, match="'a' is an output, and cannot be an input too.*--outputs y"):
+    with pytest.raises(UsageError, match=r"'a' is an output, and cannot be an input too.*--outputs y"):
         prepare_model(model, tmp_path / "out.onnx", inputs=["x", "a"])
 
 

@@ -314,7 +314,7 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",
             hint="edgekit prepare MODEL --dequantize --out FILE makes it float"
-            if "DynamicQuantizeLinear" in found
+            if not {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger"}.isdisjoint(found)
             else "give the float model it was made from; one trained so: export it without Q and DQ, or build it as is",
         )
     opset = model.opsets.get("ai.onnx", 1)
