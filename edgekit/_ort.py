@@ -188,7 +188,11 @@ def _hint(message: str) -> str:
             " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
         )
     if "NOT_IMPLEMENTED" in message:
-        return "the model uses an operator that this ONNX Runtime does not have"
+        return "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"
+    if "is not a registered function/op" in message:
+        return "give the library that has the operator, if the command takes one: --custom-ops LIB.so"
+    if "same node name" in message:
+        return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:
         return "is the disk full? it could not write what it made"
     return "check that the model runs in ONNX Runtime: edgekit inspect MODEL"

@@ -25,6 +25,20 @@ def test_a_refusal_is_one_line_with_a_hint(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("graph", "hint"),
+    [
+        ("g (float[2] x) => (float[2] y) { y = com.acme.Magic(x) }", "--custom-ops LIB.so"),
+        ("g (float[2] x) => (float[2] y) { [n] a = Relu(x) [n] y = Abs(a) }", "edgekit prepare MODEL --out FILE"),
+        ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu(x) }", "or an element type of one, that this"),
+    ],
+)
+def test_a_refusal_says_what_to_do(graph: str, hint: str, tmp_path: Path) -> None:
+    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.acme" : 1]> {graph}', tmp_path / "m.onnx")
+    with pytest.raises(RuntimeRefusal, match=hint):
+        CpuSession(path, SessionSettings())
+
+
 def test_a_bug_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), translated("x"):
         raise ZeroDivisionError

@@ -242,14 +242,21 @@ def _find_opset(case: Case) -> Iterator[Finding]:
 
 
 _ELSEWHERE = "the CPU computes it. Export it as operators that the provider takes, or see who has it: edgekit check"
-_INSTEAD: Mapping[str, str] = dict.fromkeys(
-    ("GRU", "LSTM", "RNN"),
-    "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
-    " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
-) | dict.fromkeys(
-    ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
-    "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as edgekit"
-    " prepare --dequantize makes it",
+_INSTEAD: Mapping[str, str] = (
+    dict.fromkeys(
+        ("GRU", "LSTM", "RNN"),
+        "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
+        " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
+    )
+    | dict.fromkeys(
+        ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
+        "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as"
+        " edgekit prepare --dequantize makes it",
+    )
+    | dict.fromkeys(
+        ("ReorderInput", "ReorderOutput"),
+        "ONNX Runtime wrote it as it optimized the model for the CPU of one PC. Give the model as it was before",
+    )
 )
 
 

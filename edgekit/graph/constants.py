@@ -71,6 +71,19 @@ def lift_constants(graph: onnx.GraphProto) -> None:
         graph.node.extend(kept)
 
 
+def write_dense(graph: onnx.GraphProto) -> None:
+    """Turns the sparse initializers of one graph into dense ones, in place, but those that are too large."""
+    dense = [_to_dense(sparse) for sparse in graph.sparse_initializer]
+    kept = [sparse for sparse, tensor in zip(graph.sparse_initializer, dense, strict=True) if not _has_data(tensor)]
+    graph.initializer.extend(tensor for tensor in dense if _has_data(tensor))
+    del graph.sparse_initializer[:]
+    graph.sparse_initializer.extend(kept)
+
+
+def _has_data(tensor: onnx.TensorProto) -> bool:
+    return bool(tensor.raw_data) or not math.prod(tensor.dims)
+
+
 def is_small(tensor: onnx.TensorProto) -> bool:
     """Returns True for a constant whose numbers a rule or a rewrite may look at."""
     return math.prod(tensor.dims) <= _SMALL_ELEMENTS

@@ -8,9 +8,11 @@ import msgspec
 import onnx
 
 from edgekit._files import AnyPath, as_path, replacing_file
+from edgekit.graph.constants import write_dense
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import (
     Model,
+    iterate_graphs,
     list_names,
     load_model,
     move_data,
@@ -207,6 +209,9 @@ def _read_graph(model: Model) -> onnx.ModelProto:
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
+    for part in iterate_graphs(proto.graph):
+        # ONNX Runtime leaves them sparse, and its quantizer does not find them.
+        write_dense(part)
     # ONNX Runtime takes nodes in any order; what follows, and onnx's converter, do not.
     refill(proto.graph.node, order_nodes(proto.graph))
     name_nodes(proto.graph)

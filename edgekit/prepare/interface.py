@@ -31,6 +31,8 @@ def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
         UsageError: a name that is no output and that no node makes, or a value whose type is unknown.
     """
     graph = proto.graph
+    # ONNX Runtime takes an output that is listed twice, and returns it twice under one name.
+    refill(graph.output, {value.name: value for value in graph.output}.values())
     shown = [value.name for value in graph.output]
     made = {name for node in graph.node for name in node.output if name}
     for name in names:

@@ -209,6 +209,25 @@ def test_the_same_model_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
     assert first.sha256 == second.sha256
 
 
+def test_sparse_initializers_become_dense_and_an_output_is_listed_once(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,2] y) { y = MatMul(x, w) }'
+    )
+    values, places = (
+        numpy_helper.from_array(np.array([2, -1], np.float32), "w"),
+        numpy_helper.from_array(np.array([1, 4]), "at"),
+    )
+    proto.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, [3, 2]))
+    proto.graph.output.append(proto.graph.output[0])
+    onnx.save(proto, tmp_path / "m.onnx")
+    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    graph = onnx.load(str(prepared.path)).graph
+    assert [list(tensor.dims) for tensor in graph.initializer] == [[3, 2]]
+    assert not graph.sparse_initializer
+    assert [spec.name for spec in prepared.outputs] == ["y"]
+    assert run_model(prepared.path, {"x": np.array([[1, 10, 100]], np.float32)})["y"].tolist() == [[-100, 2]]
+
+
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="no opset '99'"):
