@@ -218,9 +218,10 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
             reads=tuple(dict.fromkeys(graph.producers[name].name for name in node.input if name in graph.producers)),
         )
         integers = taken and alone and not remarks and is_quantized and not checked.is_quantizer
-        listed.append(msgspec.structs.replace(checked, integers=integers))
+        parent = msgspec.structs.replace(checked, integers=integers)
+        listed.append(parent)
         for body in node.bodies:
-            listed += _check_body(body, listed[-1], judge, blocked)
+            listed += _check_body(body, parent, judge, blocked)
     return listed
 
 
