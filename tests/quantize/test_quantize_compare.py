@@ -92,6 +92,16 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert reference.look(better, beside=bad).is_whole
 
 
+def test_a_model_is_looked_at_beside_another_where_records_of_both_are_not_kept(
+    reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, nearer = add_bias(tmp_path, "0.2, 0, 0, 0"), add_bias(tmp_path, "0.1, 0, 0, 0")
+    wanted = reference.look(nearer, beside=near)
+    monkeypatch.setattr("edgekit.quantize.accuracy.predict._MOST_REMEMBERED_BYTES", 0)
+    other = FloatReference(add_bias(tmp_path, "0, 0, 0, 0"), reference._samples)
+    assert other.look(nearer, beside=near) == wanted
+
+
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:
     rng = np.random.default_rng(0)
     part = Part(

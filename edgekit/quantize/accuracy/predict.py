@@ -271,7 +271,7 @@ class FloatReference:
                 opened[:] = opened or [self._open_pairs(quantized)]
                 for index, pair in opened[0](todo):
                     found[index] = compare_sample(parts, pair)
-                self._forget_others(quantized)
+                self._remember(quantized, found)
             return Likeness(parts, [found[index] for index in indices])
 
         return look
@@ -286,13 +286,13 @@ class FloatReference:
         for index, pair in self._open_pairs(quantized)(self.indices):
             found[index] = compare_sample(parts, pair)
             yield pair
-        self._forget_others(quantized)
+        self._remember(quantized, found)
 
-    def _forget_others(self, quantized: Model) -> None:
-        """Forgets what other models gave if records are so large that they are not kept together."""
-        found = self._compared[quantized.sha256]
-        if sum(each.size_bytes for each in found.values()) > _MOST_REMEMBERED_BYTES:
-            self._compared = {quantized.sha256: found}
+    def _remember(self, quantized: Model, found: dict[int, Compared]) -> None:
+        """Keeps what a model gave, and forgets others' if records are so large that they are not kept together."""
+        is_large = sum(each.size_bytes for each in found.values()) > _MOST_REMEMBERED_BYTES
+        # Another model, beside which this one is looked at, may have had it forgotten.
+        self._compared = {**({} if is_large else self._compared), quantized.sha256: found}
 
     def _open_pairs(self, quantized: Model) -> _RunPairs:
         """Returns a function that yields the outputs of both models for some samples."""
