@@ -103,15 +103,17 @@ class _Writer:
         return _put(node, op, inputs, node)
 
     def _write_layer(self, graph: Graph, node: Node) -> bool:
-        last = _follow(graph, _follow(graph, node, "Cast"), "Mul")
+        biased = _follow(graph, node, "Add")
+        last = _follow(graph, _follow(graph, biased or node, "Cast"), "Mul")
         product = next(filter(None, (made_by(graph, name, "Mul") for name in (last.input if last else ()))), None)
-        if last is None or product is None:
+        bias = _find_bias(graph, node, biased) if biased is not None else []
+        if last is None or product is None or bias is None:
             return False
         zeros = [node.input[at] if node.has_input(at) else "" for at in (2, 3)]
         for scales in (product.input, product.input[::-1]):
             operands = zip(node.input[:2], scales, zeros, strict=True)
             inputs = [self._make_float(graph, node, *names) for names in operands]
-            if _put(node, _LAYERS[node.op_type], inputs, last):
+            if _put(node, _LAYERS[node.op_type], [*inputs, *bias], last):
                 return True
         return False
 
@@ -155,6 +157,17 @@ class _Writer:
         self._taken.add(new)
         self._made[key] = new
         return new
+
+
+def _find_bias(graph: Graph, layer: Node, biased: Node) -> list[str] | None:
+    """Returns the float bias of a convolution to which ONNX Runtime 1.7 and older added Floor(bias / scales)."""
+    name = next((name for name in biased.input if name != layer.output[0]), "")
+    for op in ("Reshape", "Cast", "Floor", "Div"):
+        node = made_by(graph, name, op)
+        if node is None or layer.op_type != "ConvInteger":
+            return None
+        name = node.input[0]
+    return [name]
 
 
 def _put(node: Node, op: str, inputs: Sequence[str | None], last: Node) -> bool:

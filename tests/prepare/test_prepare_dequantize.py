@@ -10,6 +10,7 @@ from prepare_models import make_model, run_model
 
 from edgekit.errors import ModelError
 from edgekit.model.model import iterate_nodes, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.dequantize import dequantize_model
 
 # Each with its weights. "bodies" has a layer in the body of a loop that reads an activation from outside, "letters" an
@@ -88,3 +89,22 @@ def test_what_cannot_be_made_float_is_refused(body: str, message: str, tmp_path:
     with pytest.raises(ModelError, match=message):
         dequantize_model(model, tmp_path / "f.onnx")
     assert not (tmp_path / "f.onnx").exists()
+
+
+def test_a_convolution_keeps_the_bias_that_was_added_as_integers(tmp_path: Path) -> None:
+    """As ONNX Runtime 1.7 and older wrote it; ddddocr's reader of captchas is such a file."""
+    body = """g (float[1,3,8,8] x) => (float[1,4,6,6] y) {
+        q, s, z = DynamicQuantizeLinear(x) scales = Mul(s, vs) a = ConvInteger(q, v, z, vz)
+        d = Div(bias, scales) f = Floor(d) i = Cast <to = 6> (f) b = Reshape(i, shape)
+        c = Add(a, b) e = Cast <to = 1> (c) y = Mul(e, scales) }"""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "v": rng.integers(0, 255, (4, 3, 3, 3)).astype(np.uint8), "vs": np.array(0.01, np.float32),
+        "vz": np.array(128, np.uint8), "bias": rng.normal(size=4).astype(np.float32), "shape": np.array([1, 4, 1, 1]),
+    }  # fmt: skip
+    dynamic = make_model(body, tmp_path / "q.onnx", weights=weights)
+    made = dequantize_model(dynamic, tmp_path / "f.onnx")
+    assert [node.op_type for node in onnx.load(str(made.path)).graph.node] == ["Conv"]
+    inputs = {"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
+    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
