@@ -160,7 +160,7 @@ class _Writer:
 
 
 def _find_bias(graph: Graph, layer: Node, biased: Node) -> list[str] | None:
-    """Returns the float bias of a convolution to which ONNX Runtime 1.7 and older added Floor(bias / scales)."""
+    """Returns the float bias of a convolution to which older quantizers of ONNX Runtime added Floor(bias / scales)."""
     name = next((name for name in biased.input if name != layer.output[0]), "")
     for op in ("Reshape", "Cast", "Floor", "Div"):
         node = made_by(graph, name, op)

@@ -92,7 +92,7 @@ def test_what_cannot_be_made_float_is_refused(body: str, message: str, tmp_path:
 
 
 def test_a_convolution_keeps_the_bias_that_was_added_as_integers(tmp_path: Path) -> None:
-    """As ONNX Runtime 1.7 and older wrote it; ddddocr's reader of captchas is such a file."""
+    """As an older quantizer of ONNX Runtime wrote it; ddddocr's reader of captchas is such a file."""
     body = """g (float[1,3,8,8] x) => (float[1,4,6,6] y) {
         q, s, z = DynamicQuantizeLinear(x) scales = Mul(s, vs) a = ConvInteger(q, v, z, vz)
         d = Div(bias, scales) f = Floor(d) i = Cast <to = 6> (f) b = Reshape(i, shape)
