@@ -240,6 +240,8 @@ def describe_recommendation(
     if best.wants_whole and best.verdict == "maybe" and best.taken < best.nodes:
         left = count_of(best.nodes - best.taken, "node")
         how += f", once it takes the other {left} too, since it runs whole models only"
+        if any(node.op == "DynamicQuantizeLinear" for node in best.node_list):
+            how += " (edgekit prepare --dequantize makes a float model of it, from which build makes integers for all)"
     how += _say_sizes(assumed)
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)

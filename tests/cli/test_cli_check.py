@@ -100,6 +100,15 @@ def test_most_work_in_fewest_crossings_is_recommended() -> None:
     assert line == "whole: yes, 100% of MACs in 1 partition with 0 crossings (0 B) (others: some yes, 90% of MACs)"
 
 
+@pytest.mark.parametrize("op", ["Conv", "DynamicQuantizeLinear"])
+def test_of_a_target_that_runs_whole_models_it_is_said_what_is_left_over(op: str) -> None:
+    nodes = (*(_node(op=op) for _ in range(9)), LEFT)
+    report = msgspec.structs.replace(_report("whole", *nodes), wants_whole=True)
+    line = describe_recommendation(recommend_target({"whole": report}, {}), {"whole": report})
+    assert ", once it takes the other 1 node too, since it runs whole models only" in line
+    assert ("prepare --dequantize" in line) == (op != "Conv")
+
+
 def test_where_each_target_says_no_none_is_recommended() -> None:
     reports = {"none": _report("none", LEFT)}
     found = recommend_target(reports, {})
