@@ -590,6 +590,15 @@ def test_a_sequence_is_read_on_the_axis_that_its_values_decide_over(tmp_path: Pa
     assert read_kind(tmp_path, moved, beside=np.zeros((1, 24, 4), np.float32)).kind == "map"
 
 
+@pytest.mark.parametrize(("classes", "kind"), [(3000, "sequence"), (36, "values")])
+def test_of_thousands_of_letters_the_blank_may_be_far_larger_than_the_others(
+    classes: int, kind: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = [reader_logits(rng, 24, classes, 50)[None] for _ in range(4)]
+    assert read_kind(tmp_path, rows).kind == kind
+
+
 @pytest.mark.parametrize(
     ("shape", "axis", "kind"),
     [
