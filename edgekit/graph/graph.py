@@ -20,6 +20,8 @@ from edgekit.model.tensors import Array
 Shape = tuple[int | None, ...]
 _T = TypeVar("_T")
 
+# Only trees have longer lists, of millions of numbers, which no rule looks at.
+_MOST_ENTRIES = 1 << 16
 _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributeProto.STRINGS)
 
 
@@ -60,8 +62,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     `index` is its place in the graph. `since` is the opset version in which its operator took the form it has. `input`
     and `output` have at least one entry, an empty name where the node has none. Attributes are numbers, texts and
-    tuples of them. `bodies` are the subgraphs of control flow; `captured` are the names that these read from outer
-    graphs. `proto` is the node in the protobuf.
+    tuples of them; a text stands for what is no number, and for very long lists. `bodies` are the subgraphs of control
+    flow; `captured` are the names that these read from outer graphs. `proto` is the node in the protobuf.
     """
 
     index: int
@@ -325,6 +327,8 @@ def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:
+    if max(len(attribute.floats), len(attribute.ints), len(attribute.strings)) > _MOST_ENTRIES:
+        return "long list"
     value: object = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, (int, float)):
         return value

@@ -53,6 +53,8 @@ def find_wrong_size(proto: onnx.ModelProto) -> str | None:
 def find_invalid_text(message: Message) -> bytes | None:
     """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
     for field, value in message.ListFields():
+        if field.type not in {field.TYPE_STRING, field.TYPE_MESSAGE}:
+            continue
         for entry in value if hasattr(value, "extend") else (value,):
             if field.type == field.TYPE_STRING and not isinstance(entry, str):
                 return bytes(entry)

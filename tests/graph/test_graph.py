@@ -207,3 +207,12 @@ def test_data_are_followed_beside_large_numbers_that_make_no_vector() -> None:
     text = """(float[4,6] x) => (z) <int64[1] zero = {0}, int64[1] end = {9223372036854775807}, int64[1] one = {1}> {
         s = Shape(x) t = Slice(s, one, end) r = Concat<axis=0>(one, t) z = Expand(x, r) }"""
     assert view(text).values["z"].shape == (4, 6)
+
+
+@pytest.mark.parametrize("kind", [float, int])
+def test_the_lists_of_trees_are_not_read_number_by_number(kind: type[float]) -> None:
+    numbers = [kind(number) for number in range(70_000)]
+    node = helper.make_node("TreeEnsembleRegressor", ["x"], ["y"], domain="ai.onnx.ml", long=numbers, short=[1, 2, 3])
+    (found,) = view_part(helper.make_graph([node], "g", [], [])).nodes
+    assert found.attributes == {"long": "long list", "short": (1, 2, 3)}
+    assert found.entries("long") is None
