@@ -1,6 +1,7 @@
 """The constants of a graph, however they are written: initializers, sparse ones, and all forms of Constant nodes."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,19 @@ def write_dense(graph: onnx.GraphProto) -> None:
 
 def _has_data(tensor: onnx.TensorProto) -> bool:
     return bool(tensor.raw_data) or not math.prod(tensor.dims)
+
+
+def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Array:
+    """Returns the values of a constant behind a DequantizeLinear, in the type of its scale.
+
+    `read` returns a constant by its name. The scale is one number, or has one for each index of an axis.
+    """
+    values, scale, *rest = map(read, node.input)
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
+    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
+    weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
+    return weight.astype(scale.dtype)
 
 
 def is_small(tensor: onnx.TensorProto) -> bool:

@@ -28,6 +28,7 @@ from edgekit.prepare.rewrites import (
     products,
     recurrent,
     split_attention,
+    stored,
 )
 from edgekit.target import INTEGERS, Target
 
@@ -71,6 +72,7 @@ _SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
 SPELLINGS = _by_id(
     # First, so that the others see float32.
     halves.compute_in_float,
+    stored.store_float_weights,
     layout.narrow_indices,
     layout.plain_gather,
     layout.pad_reflect,

@@ -19,10 +19,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import drop_unread
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.float_graph import read_dequantized
 
 NORM = "LayerNormalization"
 """Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""

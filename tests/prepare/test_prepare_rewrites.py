@@ -95,6 +95,9 @@ WITH = {
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
+    "float-weights": """g (float[1,3,4,4] x) => (float[1,2,4,4] y)
+        <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float[2] s = {0.5, 0.25}, int8[2] z = {0, 3}>
+        { f = DequantizeLinear<axis=0>(w, s, z) y = Conv(x, f) }""",
     # As onnx's converter raises opset 11, and along the last axis of what a Reshape joins.
     "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z)
         <int64[3] s = {2,4,3}, int64[2] r = {8,3}> { a = Flatten<axis=2>(x) b = Softmax(a) y = Reshape(b, s)
@@ -188,6 +191,9 @@ WITHOUT = {
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
+    "float-weights": """
+        g (float[1,3,4,4] x) => (float[1,2,4,4] y) <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}>
+        { q = QuantizeLinear(x, s) d = DequantizeLinear(q, s) f = DequantizeLinear(w, s) y = Conv(d, f) }""",
     "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,3,4] z, float[2,4,3] u, float[8,3] t)
         <int64[3] s = {2,4,3}, int64[3] v = {2,3,4}>
         { a = Flatten<axis=1>(x) b = Softmax(a) y = Reshape(b, s) c = Flatten<axis=2>(x) d = Softmax(c)

@@ -6,7 +6,7 @@ and Add, and raises attention masks, whose large negative numbers would widen ra
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,13 +15,12 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.graph.constants import lift_constants, read_array
+from edgekit.graph.constants import lift_constants, read_array, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 from edgekit.model.external import MAX_DATA_BYTES, load_external, move_weight
 from edgekit.model.model import Model, drop_unread, find_integer_ops, list_names, read_outside, refill, rename_tensors
-from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
@@ -343,19 +342,6 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
         weight = read_dequantized(node, lambda name: read_array(initializers[name], folder))
         graph.initializer.append(numpy_helper.from_array(weight, node.output[0]))
     refill(graph.node, kept)
-
-
-def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Array:
-    """Returns the values of a constant behind a DequantizeLinear, in the type of its scale.
-
-    `read` returns a constant by its name. The scale is one number, or has one for each index of an axis.
-    """
-    values, scale, *rest = map(read, node.input)
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
-    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
-    weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
-    return weight.astype(scale.dtype)
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:

@@ -13,6 +13,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit._ort import CpuSession
+from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import copy_fields, find_reads, order_nodes, refill
@@ -21,7 +22,6 @@ from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
-from edgekit.quantize.graph.float_graph import read_dequantized
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.objective import measure_loss
 
