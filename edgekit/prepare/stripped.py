@@ -30,8 +30,8 @@ _FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad
 def skim_weights(path: Path) -> onnx.ModelProto | None:
     """Returns a model without its large weights, or None where a rewrite turned out to need one of their values."""
     proto = skim_model(path)
-    absent = {tensor.name for tensor in proto.graph.initializer if _is_absent(tensor)}
-    is_inner = sum(map(_is_absent, iterate_tensors(proto.graph))) > len(absent)
+    absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
+    is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
     return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
 
 
@@ -100,7 +100,8 @@ def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
     return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
 
 
-def _is_absent(tensor: onnx.TensorProto) -> bool:
+def is_absent(tensor: onnx.TensorProto) -> bool:
+    """Returns True if the data of a tensor were left out, or lie in another file."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return True
     fields = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")

@@ -1,6 +1,5 @@
 """Half precision: a graph that computes in float16 is made to compute in float32."""
 
-import math
 from collections.abc import Iterator, Mapping
 
 import onnx
@@ -18,6 +17,7 @@ from edgekit.model.model import (
     refill,
     rename_tensors,
 )
+from edgekit.prepare.stripped import is_absent
 
 HALF_TO_FLOAT = "half-to-float"
 _HALF, _FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
@@ -126,8 +126,7 @@ def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[
 
 
 def _widen(tensor: onnx.TensorProto) -> None:
-    is_absent = math.prod(tensor.dims) > 0 and not tensor.raw_data and not tensor.int32_data
-    if is_absent or tensor.data_location == TensorProto.EXTERNAL:
+    if is_absent(tensor):
         tensor.data_type = _FLOAT
     else:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype("float32"), tensor.name))

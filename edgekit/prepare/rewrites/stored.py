@@ -1,13 +1,12 @@
 """Weights that are stored as integers become floats, for providers whose float layers read no DequantizeLinear."""
 
-import math
-
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from edgekit.graph.constants import read_dequantized
 from edgekit.graph.rewrite import rewrite
 from edgekit.model.model import refill
+from edgekit.prepare.stripped import is_absent
 
 
 @rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the model computes in float")
@@ -29,7 +28,7 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     if not found or any(node.op_type == "QuantizeLinear" for node in graph.node):
         return ()
     for node in found:
-        if all(_has_data(stored[name]) for name in node.input):
+        if not any(is_absent(stored[name]) for name in node.input):
             values = read_dequantized(node, lambda name: numpy_helper.to_array(stored[name]))
             graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
         else:
@@ -38,7 +37,3 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     names = {node.output[0]: node.name for node in found}
     refill(graph.node, [node for node in graph.node if node.output[0] not in names])
     return tuple(names.values())
-
-
-def _has_data(tensor: onnx.TensorProto) -> bool:
-    return bool(tensor.raw_data or tensor.int32_data or tensor.float_data) or not math.prod(tensor.dims)

@@ -314,9 +314,11 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
 
     A transformer has hundreds of tensors with about the same noise: 80 of them make half of it.
     """
+    if _MORE_THAN_FEW[-1] not in attempts.trials or not search.target.widens(search.precision):
+        return
     first, memo = attempts.trials[0].plan, search.memo
-    effort = find_effort(open_float_graph(search.model, search.calibration), search.calibration.samples)
-    if not (search.target.widens(search.precision) and effort.is_short):
+    graph = open_float_graph(search.model, search.calibration)
+    if not find_effort(graph, search.calibration.samples).is_short:
         return
     for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
         misses = attempts.choose() == before and not attempts.trials[before].prediction.meets(goal.max_drop)

@@ -1,7 +1,4 @@
-"""Mixed precision: the tensors that suffer most from 8 bits get 16 bits or stay float, a few more at each step.
-
-Among weights with 4 bits, those that lose most for their size keep 8 bits, as few as are needed.
-"""
+"""Mixed precision: the tensors that suffer most from 8 bits get 16 bits or stay float, a few more at each step."""
 
 import math
 from collections import Counter

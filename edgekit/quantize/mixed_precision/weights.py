@@ -42,7 +42,7 @@ _ROUNDS, _MARGIN_DB = 3, 2.0
 
 
 class WeightError(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone has 4 bits."""
+    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone is rounded."""
 
     name: str
     size: int
@@ -191,9 +191,9 @@ def find_coarse_layers(model: Model, calibration: Calibration, plan: QuantPlan) 
     errors = scale_errors(rank_weights(draft, placed), noise - 10 ** (-least / 10))
     worst, steps = sorted(errors, key=lambda error: -error.noise), list[tuple[str, ...]]()
     for count in _COUNTS:
-        gone = sum(error.noise for error in worst[:count])
-        left = noise - sum(error.noise for error in worst[: len(steps[-1]) if steps else 0])
-        if rise_db((gone - noise + left) / left) >= LEAST_GAIN_DB:
+        taken = len(steps[-1]) if steps else 0
+        before, gone = (sum(error.noise for error in part) for part in (worst[:taken], worst[taken:count]))
+        if rise_db(gone / (noise - before)) >= LEAST_GAIN_DB:
             steps.append(tuple(error.name for error in worst[:count]))
     return tuple(steps)
 
