@@ -13,7 +13,7 @@ import onnxruntime as _ort
 
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.external import point_into
-from edgekit.model.model import keeps_inside
+from edgekit.model.model import has_large_weights_inside
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -172,7 +172,7 @@ def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
 
     Otherwise ONNX Runtime would hold the protobuf in memory beside its own copy of the weights.
     """
-    if isinstance(model, Path) and keeps_inside(model):
+    if isinstance(model, Path) and has_large_weights_inside(model):
         # A file that is no model is passed on: ONNX Runtime refuses it itself.
         with contextlib.suppress(ModelError):
             return point_into(model).SerializeToString(), external_config(model.parent)

@@ -17,7 +17,7 @@ from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, reads_of
+from edgekit.model.model import Model, formats_of
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.constants import widen_constants
 from edgekit.target import Target
@@ -87,7 +87,7 @@ def check_graph(
     known = derive_settings(book, dict(settings))
     provider = book.provider
     blocked = None
-    newest = max(provider.opset_max, reads_of(runtime).opset if provider.alone else 0)
+    newest = max(provider.opset_max, formats_of(runtime).opset if provider.alone else 0)
     # This refuses the whole model: if ONNX Runtime's layout transformation does not know the opset, it skips NNAPI and
     # XNNPACK with a warning.
     if not provider.opset_min <= opset <= newest:

@@ -19,7 +19,7 @@ from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
-from edgekit.model.model import READS
+from edgekit.model.model import ORT_FORMATS
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
@@ -166,7 +166,7 @@ def _read_release(text: str) -> str:
     Raises:
         UsageError: it is no version, or an older one than was tried.
     """
-    oldest = READS[0].since
+    oldest = ORT_FORMATS[0].since
     if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
         raise UsageError(f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"give --ort {oldest}, or newer")
     return text

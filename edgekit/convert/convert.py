@@ -27,7 +27,7 @@ from edgekit.convert.ort_format.report import (
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
-from edgekit.model.model import READS, Model, find_reader, iterate_graphs, list_element_types, read_proto
+from edgekit.model.model import ORT_FORMATS, Model, find_reader, iterate_graphs, list_element_types, read_proto
 from edgekit.prepare.external import write_beside
 from edgekit.target import Form, Target, read_version
 
@@ -50,7 +50,7 @@ def find_needed_ort(files: Iterable[Path]) -> str:
         # A version that is not in the table needs the ONNX Runtime that wrote the file.
         needed.append(reader or VERSION)
     newest = max(needed, key=read_version, default="")
-    return "" if newest == READS[0].since else newest
+    return "" if newest == ORT_FORMATS[0].since else newest
 
 
 _INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")

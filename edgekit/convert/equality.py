@@ -16,7 +16,7 @@ from edgekit.convert.ort_format.tables import Record, open_tables, records, tabl
 from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, iterate_nodes, read_outside
+from edgekit.model.model import Model, iterate_nodes, read_with_weights_on_disk
 from edgekit.model.tensors import Array
 from edgekit.prepare.shapes import find_unset, size_inputs
 
@@ -190,7 +190,7 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
             given = dict.fromkeys([*texts(exposed_graph, "outputs"), *shared])
             exposed_graph["outputs"] = [name.encode() for name in given]
             write_tables(file.root, work / "exposed.ort")
-        proto = read_outside(source)
+        proto = read_with_weights_on_disk(source)
         known = {value.name for value in proto.graph.output}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
         plain = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import DataError, reraised
-from edgekit.model.tensors import HEADERS, Array, Tensors
+from edgekit.model.tensors import PARSER_LOCK, Array, Tensors
 
 SHAPES = ".shapes"
 MALFORMED: tuple[type[Exception], ...] = (
@@ -74,7 +74,7 @@ def open_npy(path: Path, *, mapped: bool = False) -> Array:
         Exception: one of `MALFORMED`, if it holds no plain array.
     """
     # No pickle: loading one runs code of whoever wrote the file.
-    with HEADERS:
+    with PARSER_LOCK:
         array: Array = np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
     return array
 
@@ -110,7 +110,7 @@ def _count(columns: dict[str, _Column], path: Path) -> int:
 
 
 def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
-    with HEADERS:
+    with PARSER_LOCK:
         shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
     if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
         raise ValueError(shape)

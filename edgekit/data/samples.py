@@ -24,7 +24,7 @@ from edgekit._files import AnyPath, as_path
 from edgekit.data.images import SUFFIXES, Preprocess, read_image, refuse_other_input
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.errors import DataError, UsageError, quote_error, reraised, suggest_name
-from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
+from edgekit.model.tensors import DTYPES, PARSER_LOCK, Array, Tensors, TensorSpec, shape_matches
 
 
 def load_function(source: str, what: str) -> Callable[..., Any]:
@@ -374,7 +374,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
 def _read_npz_sample(file: Path) -> Tensors:
     with (
         reraised(MALFORMED, DataError(f"cannot read '{file}'", hint="write it with numpy.savez")),
-        HEADERS,
+        PARSER_LOCK,
         file.open("rb") as stream,
         np.load(stream, allow_pickle=False) as archive,
     ):

@@ -16,7 +16,7 @@ from edgekit.graph.graph import Graph, Node
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it.
 _HUGE = 1e30
 # Operators that pass their first input on, with other axes, other positions or another sign.
-_HANDING = frozenset({
+_MOVING = frozenset({
     "Abs", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Neg", "Reshape", "Slice",
     "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
@@ -51,7 +51,7 @@ def _list_sources(graph: Graph, name: str) -> tuple[str, ...]:
     node = graph.producers.get(name)
     if name in graph.constants or node is None or node.domain or _reads_integers(graph, node):
         return ()
-    if node.op_type in _HANDING or node.op_type == "Cast":
+    if node.op_type in _MOVING or node.op_type == "Cast":
         return node.input[:1]
     if node.op_type == "Where":
         return node.input[1:]
@@ -97,7 +97,7 @@ def made_by(graph: Graph, name: str, *ops: str) -> Node | None:
     return node if node is not None and not node.domain and node.op_type in ops else None
 
 
-def beside(graph: Graph, node: Node | None, wanted: float) -> str | None:
+def other_operand(graph: Graph, node: Node | None, wanted: float) -> str | None:
     """Returns the other operand of a node of two operands, one of which is this number, in either order."""
     if node is None or len(node.input) != 2:
         return None
@@ -110,7 +110,7 @@ def scaled_by(graph: Graph, node: Node | None, factor: float) -> str | None:
     if node is None or node.domain or node.op_type not in {"Mul", "Div"}:
         return None
     if node.op_type == "Mul":
-        return beside(graph, node, factor)
+        return other_operand(graph, node, factor)
     return node.input[0] if is_near(graph.number(node.input[1]), 1 / factor) else None
 
 

@@ -25,7 +25,7 @@ from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.devices.register import choose_here
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import (
-    READS,
+    ORT_FORMATS,
     Model,
     QuantizedForm,
     find_quantized_form,
@@ -232,9 +232,9 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     needs = {form: find_needed_ort(paths) for form, paths in models.items()}
     needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
     most = max(needs, key=lambda name: read_version(needs[name]))
-    if runtime and read_version(needs[most] or READS[0].since) > read_version(runtime):
+    if runtime and read_version(needs[most] or ORT_FORMATS[0].since) > read_version(runtime):
         raise UsageError(
-            f"{most} needs ONNX Runtime {needs[most] or READS[0].since}, and --ort says {runtime}",
+            f"{most} needs ONNX Runtime {needs[most] or ORT_FORMATS[0].since}, and --ort says {runtime}",
             hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime",
         )
     return needs[most]

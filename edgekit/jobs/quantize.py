@@ -44,7 +44,7 @@ from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.qdq import plan_calibration
-from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS, METHODS_WITHOUT_HISTOGRAM
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
@@ -273,7 +273,7 @@ def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tu
     """Returns the range methods that calibrating measures, and whether it also measures what weights are fitted to."""
     if plan is not None:
         # A plan holds its ranges: only what fits weights to statistics has to measure more.
-        return PLAIN_METHODS, how.layers or plan.rounding != "nearest" or bool(plan.factors)
+        return METHODS_WITHOUT_HISTOGRAM, how.layers or plan.rounding != "nearest" or bool(plan.factors)
     is_open = how.method in _OPEN_METHODS
     return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
 

@@ -30,7 +30,7 @@ from edgekit.model.state import find_fed_back
 from edgekit.prepare.fix import fix_quantized
 from edgekit.prepare.rewrites import activations, products, recurrent
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
-from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
@@ -395,7 +395,7 @@ def _collect(
 ) -> Contents:
     target, converted, quantized, check = deployed.target, deployed.converted, deployed.quantized, deployed.check
     listed = read_list(inputs.golden)
-    rows = spread_indices(inputs.golden.samples, READ_FROM)
+    rows = spread_indices(inputs.golden.samples, KIND_SAMPLES)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
     files = {form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()}
     if sized is not None:

@@ -147,7 +147,7 @@ _INSIDE: dict[str, dict[int, str]] = {
     "constant": {},
 }
 # Last in an attribute stands its type (onnx.proto), as field 20: a number, a text, or a list of these holds no tensor.
-_PLAIN = tuple(b"\xa0\x01" + bytes([kind]) for kind in (1, 2, 3, 6, 7, 8))
+_WITHOUT_TENSORS = tuple(b"\xa0\x01" + bytes([kind]) for kind in (1, 2, 3, 6, 7, 8))
 _TENSORS = frozenset({"tensor", "constant"})
 # float_data 4, int32_data 5, string_data 6, int64_data 7, raw_data 9, double_data 10, uint64_data 11 (onnx.proto).
 _RAW_DATA = 9
@@ -215,7 +215,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
         # Trees have millions of numbers in attributes, each a field of its own.
-        if inner == "attribute" and data[at - 3 : at] in _PLAIN:
+        if inner == "attribute" and data[at - 3 : at] in _WITHOUT_TENSORS:
             inner = None
         # A message as small as the data that stay holds nothing that is left out.
         if inner is not None and depth < _MAX_DEPTH and size > MAX_DATA_BYTES:

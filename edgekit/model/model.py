@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 # Which format versions each ONNX Runtime reads; every command uses this table.
 
 
-class Reads(NamedTuple):
+class OrtFormats(NamedTuple):
     """The newest IR version, opset of ai.onnx and version of the ORT format that an ONNX Runtime loads.
 
     It refuses anything newer at load. ORT formats below 5, of ONNX Runtime up to 1.12, are read by full builds only.
@@ -47,23 +47,23 @@ class Reads(NamedTuple):
 # 1.23.2, 1.24.4, 1.26.0, 1.28.0 to 1.30.0, 1.31.1 and 1.32.0: a model of one Relu, and one file of each version of the
 # ORT format. Each writes the newest version that it reads. The sources of 1.15 call its version 6, but 1.15.1 refuses
 # 6.
-READS = (
-    Reads("1.15.0", 9, 19, 5),
-    Reads("1.16.0", 9, 19, 6),
-    Reads("1.17.0", 9, 20, 6),
-    Reads("1.18.0", 10, 21, 6),
-    Reads("1.22.0", 10, 22, 6),
-    Reads("1.23.0", 11, 23, 6),
-    Reads("1.24.0", 13, 25, 6),
-    Reads("1.26.0", 13, 26, 6),
-    Reads("1.32.0", 14, 28, 6),
+ORT_FORMATS = (
+    OrtFormats("1.15.0", 9, 19, 5),
+    OrtFormats("1.16.0", 9, 19, 6),
+    OrtFormats("1.17.0", 9, 20, 6),
+    OrtFormats("1.18.0", 10, 21, 6),
+    OrtFormats("1.22.0", 10, 22, 6),
+    OrtFormats("1.23.0", 11, 23, 6),
+    OrtFormats("1.24.0", 13, 25, 6),
+    OrtFormats("1.26.0", 13, 26, 6),
+    OrtFormats("1.32.0", 14, 28, 6),
 )
 
 
-def reads_of(version: str) -> Reads:
+def formats_of(version: str) -> OrtFormats:
     """Returns what a version of ONNX Runtime reads; for one older than the table, the first row."""
-    known = [row for row in READS if read_version(row.since) <= read_version(version)]
-    return known[-1] if known else READS[0]
+    known = [row for row in ORT_FORMATS if read_version(row.since) <= read_version(version)]
+    return known[-1] if known else ORT_FORMATS[0]
 
 
 def find_reader(ir_version: int, opset: int, ort_format: int = 0) -> str | None:
@@ -72,7 +72,7 @@ def find_reader(ir_version: int, opset: int, ort_format: int = 0) -> str | None:
     `ort_format` is the version of a file in ORT format.
     """
     asked = (ir_version, opset, ort_format)
-    return next((row.since for row in READS if all(map(le, asked, row[1:]))), None)
+    return next((row.since for row in ORT_FORMATS if all(map(le, asked, row[1:]))), None)
 
 
 QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
@@ -133,16 +133,16 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
-    opset, newest = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version()
+    opset, newest, last = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version(), ORT_FORMATS[-1]
     if opset > newest:
         raise ModelError(
             f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
-            hint=f"export it with opset {READS[-1].opset} or lower, which ONNX Runtime {READS[-1].since} reads",
+            hint=f"export it with opset {last.opset} or lower, which ONNX Runtime {last.since} reads",
         )
     if proto.ir_version > onnx.IR_VERSION:
         raise ModelError(
             f"'{path}' has IR version {proto.ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
-            hint=f"save it with ir_version={READS[-1].ir_version} or lower",
+            hint=f"save it with ir_version={last.ir_version} or lower",
         )
     return Model(
         path=path,
@@ -484,16 +484,16 @@ def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:
     return TensorSpec(name=value.name, dtype=tensor_dtype(tensor.elem_type), shape=shape if has_shape else None)
 
 
-def read_outside(model: Model) -> onnx.ModelProto:
+def read_with_weights_on_disk(model: Model) -> onnx.ModelProto:
     """Returns the protobuf of a model whose large weights stay on disk: in its own file, or in external files.
 
     Raises:
         ModelError: the file is gone or unreadable, or weights are cut off.
     """
-    is_inside = keeps_inside(model.path) and not model.external_files
+    is_inside = has_large_weights_inside(model.path) and not model.external_files
     return point_into(model.path) if is_inside else read_proto(model, weights=False)
 
 
-def keeps_inside(path: Path) -> bool:
+def has_large_weights_inside(path: Path) -> bool:
     """Returns True for an ONNX file so large that most of it must be weights inside the file."""
     return path.suffix == ".onnx" and path.is_file() and path.stat().st_size >= LARGE_BYTES

@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
 """One sample: an array for each tensor name."""
 
-HEADERS = threading.Lock()
+PARSER_LOCK = threading.Lock()
 """A lock to hold while reading .npy or .npz files, or parsing Python into a syntax tree.
 
 numpy parses the header of an array as Python, and Python up to 3.11.9 has one counter of the depth of syntax trees for

@@ -20,11 +20,11 @@ from edgekit.model.external import LEAST_BYTES
 from edgekit.model.model import (
     Model,
     find_reader,
+    formats_of,
     iterate_graphs,
     iterate_nodes,
     list_element_types,
     read_proto,
-    reads_of,
     refill,
     save_proto,
 )
@@ -55,9 +55,9 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     )
 
 
-MAX_OPSET = reads_of(VERSION).opset
+MAX_OPSET = formats_of(VERSION).opset
 """The newest opset of ai.onnx that this ONNX Runtime supports officially (its own error message says so)."""
-MAX_IR_VERSION = reads_of(VERSION).ir_version
+MAX_IR_VERSION = formats_of(VERSION).ir_version
 """The newest IR version that this ONNX Runtime loads (its own error message says so)."""
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""
@@ -184,7 +184,7 @@ def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
         ModelError: an operator has no form in an opset that this ONNX Runtime reads.
         OutputError: `folder` cannot be written.
     """
-    opset, reads = model.opsets.get("ai.onnx", 1), reads_of(runtime)
+    opset, reads = model.opsets.get("ai.onnx", 1), formats_of(runtime)
     if model.ir_version <= reads.ir_version and opset <= reads.opset:
         return model
     proto = read_proto(model)

@@ -21,7 +21,7 @@ from edgekit.data.samples import read_shapes
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import read_inputs
-from edgekit.model.tensors import HEADERS, TensorSpec, name_dim
+from edgekit.model.tensors import PARSER_LOCK, TensorSpec, name_dim
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -110,7 +110,7 @@ def _parse(formula: str) -> ast.expr | None:
     if len(formula) > _MAX_LENGTH:
         return None
     try:
-        with HEADERS:
+        with PARSER_LOCK:
             tree = ast.parse(formula.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

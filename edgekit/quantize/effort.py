@@ -6,8 +6,8 @@ from edgekit.check.macs import count_macs
 from edgekit.graph.graph import Graph
 from edgekit.machine import MOST_AT_ONCE, count_cores
 
-# Planning may always take this much work, or so many runs for each sample if that is more: calibration costs as much
-# again. All constants here are choices made with tools/bench/quantize_ratio.py.
+# The work that planning may always take, in multiply-accumulates, and the runs that it may take for each sample if that
+# is more: calibration costs as much again. All constants here are choices made with tools/bench/quantize_ratio.py.
 _FREE, _EACH_SAMPLE = 1e12, 2
 _FEWEST, _MOST_FOR_SAMPLES = 48, 256
 # With fewer runs, a plan that is not needed is not tried.
@@ -27,13 +27,13 @@ _SIDE_BY_SIDE_BYTES = 32 << 20
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one run of a model, and about how many runs planning may take.
 
-    The drop of a plan is estimated over `predicting` samples. `at_once` samples run in parallel, None if the cores
-    decide.
+    The drop of a plan is estimated over `predicting_samples` samples. `at_once` samples run in parallel; None means one
+    per core, at most four.
     """
 
     work: int
     runs: int
-    predicting: int
+    predicting_samples: int
     at_once: int | None = None
 
     @property
@@ -42,23 +42,23 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
         return self.runs > _MANY
 
     @property
-    def judges(self) -> int:
+    def judging_samples(self) -> int:
         """The largest number of held-out samples that judge a plan."""
         return max(2, self.runs // _JUDGED)
 
     @property
-    def few(self) -> int:
-        """After so many samples no candidate that is clearly worse, or as good as the best, is judged further."""
-        return min(4, max(2, self.judges // 4))
+    def first_samples(self) -> int:
+        """How many held-out samples every candidate is judged by; a clearly worse one is then judged no further."""
+        return min(4, max(2, self.judging_samples // 4))
 
     @property
-    def ranking(self) -> int:
+    def ranking_runs(self) -> int:
         """How many runs may rank activations by the noise that each adds to the outputs."""
         return int(self.runs * _RANKED)
 
     @property
-    def ranks(self) -> int:
-        """How many held-out samples rank activations: a choice, to save time.
+    def ranking_samples(self) -> int:
+        """How many held-out samples rank activations: 4, or 1 if runs take long. A choice, to save time.
 
         With two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits, with four 13.7 dB.
         """
@@ -66,9 +66,10 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self, held_out: int) -> tuple[str, ...]:
         """Returns a note if fewer samples judge than are held out."""
-        if self.judges >= held_out:
+        if self.judging_samples >= held_out:
             return ()
-        return (f"{self.judges} of {held_out} held-out samples judge the plans: a run takes {self.work / 1e9:.1f} G",)
+        judging = f"{self.judging_samples} of {held_out} held-out samples judge the plans"
+        return (f"{judging}: a run takes {self.work / 1e9:.1f} G",)
 
 
 def find_effort(graph: Graph, samples: int) -> Effort:
@@ -81,14 +82,14 @@ def find_effort(graph: Graph, samples: int) -> Effort:
     at_once = count_side_by_side(graph)
     runs = max(int(_FREE // max(work, 1)), min(_EACH_SAMPLE * samples, _MOST_FOR_SAMPLES), _FEWEST)
     predicting = samples if runs > _MANY else max(runs // _PREDICTED, samples // _PREDICTED_SHARE)
-    return Effort(work=work, runs=runs, predicting=predicting, at_once=at_once)
+    return Effort(work=work, runs=runs, predicting_samples=predicting, at_once=at_once)
 
 
 def count_side_by_side(graph: Graph, output_bytes: int = 0, cores: int | None = None) -> int | None:
     """Returns how many samples run in parallel: fewer if a run has large activations, None if the cores decide.
 
-    `output_bytes` are those of outputs beside the graph's own, which are in memory until a sample is evaluated. `cores`
-    are those of this machine by default.
+    `output_bytes` are those of added outputs, which stay in memory until a sample is evaluated. `cores` are those of
+    this machine by default.
 
     Assumed: nodes run in the order of the file, and a tensor is freed after its last reader. With two parallel runs,
     calibrating a detector took 120 MB more, and ViT-S 74 MB.

@@ -102,7 +102,7 @@ def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
 
 def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:
     """Returns the power of decisions [N, classes] around their mean, and the squared error [N] of each in the other."""
-    one, two = _flatten(logits), _flatten(others)
+    one, two = _root_probabilities(logits), _root_probabilities(others)
     return float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64)), ((one - two) ** 2).sum(axis=1)
 
 
@@ -111,7 +111,7 @@ def measure_scores(logits: Array, others: Array) -> tuple[float, Array]:
     return measure_classes(*(np.concatenate([value, np.zeros_like(value)], axis=1) for value in (logits, others)))
 
 
-def _flatten(logits: Array) -> Array:
+def _root_probabilities(logits: Array) -> Array:
     """Returns the square roots of the probabilities, for which the Fisher information of a categorical is constant."""
     roots = np.exp(0.5 * (logits.astype(np.float32) - logits.max(axis=1, keepdims=True)))
     return np.asarray(roots / np.sqrt((roots**2).sum(axis=1, keepdims=True)))

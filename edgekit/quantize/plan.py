@@ -243,10 +243,10 @@ def _wide_tensors(
     wide = {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
     recurrent = [node for node in graph.nodes if node.op_type in _RECURRENT and node.name not in floats]
     constants = {name for node in recurrent for name in node.input if graph.is_float_constant(name)}
-    return wide | {name: span_constant(graph, name) for name in sorted(constants)}
+    return wide | {name: read_constant_range(graph, name) for name in sorted(constants)}
 
 
-def span_constant(graph: Graph, name: str) -> TensorRange:
+def read_constant_range(graph: Graph, name: str) -> TensorRange:
     """Returns the range of all values of a constant."""
     values = graph.weight(name)
     return TensorRange(low=float(values.min()), high=float(values.max()))

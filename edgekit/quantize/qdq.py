@@ -40,13 +40,13 @@ from edgekit.quantize.equalization.equalize import equalize_calibration, equaliz
 from edgekit.quantize.gains import multiply_gains
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.rounding import read_moments, recall, remember, round_qdq_weights
+from edgekit.quantize.rounding import load_rounded, read_moments, round_qdq_weights, store_rounded
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 
 # The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
 _RANK = 3
 # Roundings that treat each weight by itself; the others use the moments of the layer's input.
-_PLAIN = frozenset({"nearest", "bias"})
+_WITHOUT_MOMENTS = frozenset({"nearest", "bias"})
 
 
 def store_blocks(
@@ -86,7 +86,11 @@ def store_blocks(
     with open_moments(statistics / "moments.npz") as stored:
         for node, layer in found:
             weight = graph.weight(layer.weight)
-            blocks = None if plan.rounding in _PLAIN else _learn(layer, weight, form, stored, statistics, factors)
+            blocks = (
+                None
+                if plan.rounding in _WITHOUT_MOMENTS
+                else _round_by_moments(layer, weight, form, stored, statistics, factors)
+            )
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
@@ -94,7 +98,7 @@ def store_blocks(
     import_contrib(qdq)
 
 
-def _learn(
+def _round_by_moments(
     layer: Layer,
     weight: Array,
     form: BlockForm,
@@ -105,13 +109,13 @@ def _learn(
     """Returns the blocks of a weight, rounded with its layer's moments and stored; None if it has no moments."""
     key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
-    if known := recall(statistics, key.hexdigest()[:24]):
+    if known := load_rounded(statistics, key.hexdigest()[:24]):
         return known["values"], known["scales"]
     moments = read_moments(stored, layer, factors)
     if moments is None:
         return None
     values, scales = round_blocks(weight, moments, form)
-    remember(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
+    store_rounded(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
     return values, scales
 
 
@@ -152,7 +156,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
         ModelError: ORT's quantizer refuses the model.
     """
     placed = place_qdq(graph, plan, subject)
-    _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
+    _bypass_qdq(placed.graph, {node.name for node in plan.float_nodes})
     multiply_gains(placed.graph, graph)
     nodes = order_nodes(placed.graph)
     refill(placed.graph.node, nodes)
@@ -174,7 +178,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     return qdq
 
 
-def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
+def _bypass_qdq(graph: onnx.GraphProto, kept: set[str]) -> None:
     """Lets float nodes read tensors that no quantized node makes directly, not through Q and DQ."""
     # ONNX Runtime's quantizer puts Q and DQ on a tensor for all its readers if one of them is quantized. A float Conv
     # between such a DQ and a Q would get its weights quantized per tensor when a session is made:

@@ -319,7 +319,7 @@ def quantization_error(low: float, high: float, histogram: Histogram, reader: No
     return float(np.dot(histogram.counts, error * error))
 
 
-PLAIN_METHODS = ("minmax", "moving-average")
+METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average")
 """The range methods that need no histogram."""
 
 # These clip a ten-thousandth and a thousandth of the values: of the 4096 picked from one sample, about 0.4 and 4.

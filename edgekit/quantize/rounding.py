@@ -19,7 +19,7 @@ from edgekit._files import replacing_file
 from edgekit.data.npz import MALFORMED
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
-from edgekit.model.tensors import HEADERS, Array, Tensors
+from edgekit.model.tensors import PARSER_LOCK, Array, Tensors
 from edgekit.quantize.calibration.held_out import read_fitted
 from edgekit.quantize.calibration.moments import (
     InputMoments,
@@ -52,20 +52,20 @@ from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read
 from edgekit.quantize.graph.sessions import open_graph
 
 
-def recall(statistics: Path, key: str) -> dict[str, Array] | None:
+def load_rounded(statistics: Path, key: str) -> dict[str, Array] | None:
     """Returns the arrays that were stored under a key; None if there are none, or if their file is damaged."""
     path = _locate(statistics, key)
     if not path.is_file():
         return None
     try:
-        with HEADERS, path.open("rb") as file, np.load(file, allow_pickle=False) as fields:
+        with PARSER_LOCK, path.open("rb") as file, np.load(file, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
     except MALFORMED:
         # The caller rounds again, and replaces the file.
         return None
 
 
-def remember(statistics: Path, key: str, arrays: Mapping[str, Array]) -> None:
+def store_rounded(statistics: Path, key: str, arrays: Mapping[str, Array]) -> None:
     """Stores arrays under a key: a digest of everything they depend on except the statistics.
 
     Raises:
@@ -186,7 +186,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     digest = hashlib.sha256(repr([(node, place.limit) for node, (_, place) in places.items()]).encode())
     digest.update(qdq.SerializeToString(deterministic=True))
     key = digest.hexdigest()[:24]
-    if known := recall(statistics, key):
+    if known := load_rounded(statistics, key):
         for index, (_, place) in enumerate(places.values()):
             own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
             write_layer(initializers, place, **own)
@@ -208,7 +208,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         own = _round_for_inputs(graph, layer, place, inputs, rounded, sizes[layer.node])
         write_layer(initializers, place, **own)
         kept |= {f"{index}.{name}": value for name, value in own.items()}
-    remember(statistics, key, kept)
+    store_rounded(statistics, key, kept)
 
 
 def _gather(
@@ -399,7 +399,7 @@ def _correct_layer(
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{place.limit}:{step};".encode())
     for part in (floor, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
-    if known := recall(statistics, key.hexdigest()[:24]):
+    if known := load_rounded(statistics, key.hexdigest()[:24]):
         return known
     moments = read_moments(stored, layer, factors)
     if moments is None:
@@ -421,7 +421,7 @@ def _correct_layer(
         "scale": rounded.scale.reshape(-1),
         "bias": bias + errors.reshape(-1),
     }
-    remember(statistics, key.hexdigest()[:24], corrected)
+    store_rounded(statistics, key.hexdigest()[:24], corrected)
     return corrected
 
 

@@ -17,13 +17,13 @@ from edgekit.errors import CrashError, EdgekitError
 from edgekit.evidence import Judgement
 from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors, is_numeric
-from edgekit.quantize.accuracy.loss import PLAIN_DROP
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
 from edgekit.verify.metrics.tensor_metrics import decibels
 
-ACCEPTED_DB = -10 * math.log10(PLAIN_DROP)
+ACCEPTED_DB = -10 * math.log10(DEFAULT_MAX_DROP)
 """A signal-to-noise ratio from here on is good enough for any drift: `quantize` accepts so much noise (half a point of
 the variance of values) with a model's own state."""
 

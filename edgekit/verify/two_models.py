@@ -19,7 +19,7 @@ from edgekit.evidence import Judgement, Verdict, join_judgements
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
-from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.serialize import NotebookPage
 from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.layers.comparison import LayerReport, Located, compare_layers, name_first_bad
@@ -162,7 +162,7 @@ def _compare_outputs(
     Lookup by name still works, but apps may read outputs by position. If not all names agree, positions are not
     compared. What the outputs are for is judged by those of `a` for the first samples.
     """
-    few = list(islice(wanted, READ_FROM))
+    few = list(islice(wanted, KIND_SAMPLES))
     outputs = compare_outputs(wanted, found, read_output_kinds(read_graph(a), few, {}) if few else {})
     names, others = [spec.name for spec in a.outputs], [renamed.get(spec.name, spec.name) for spec in b.outputs]
     moved: dict[str, str] = {}

@@ -16,7 +16,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.accuracy.likeness import Likeness
-from edgekit.quantize.accuracy.loss import PLAIN_DROP
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
@@ -78,9 +78,9 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
     lost, least = (reference.predict_drop(each) for each in (written, plain))
     gap, reach = (lost.drop_estimate or 0) - (least.drop_estimate or 0), Z95 * find_chance(reference, written, plain)
     assert gap <= reach
-    assert lost.meets(PLAIN_DROP) or not least.meets(PLAIN_DROP)
+    assert lost.meets(DEFAULT_MAX_DROP) or not least.meets(DEFAULT_MAX_DROP)
     # Minmax moves decisions more, or none of the plan's changed, or minmax misses the goal that the plan meets.
-    is_better = lost.meets(PLAIN_DROP) and not least.meets(PLAIN_DROP)
+    is_better = lost.meets(DEFAULT_MAX_DROP) and not least.meets(DEFAULT_MAX_DROP)
     assert is_better or reference.compare(written, plain) <= 0 or lost.top1_agreement in {None, 1.0}
 
 

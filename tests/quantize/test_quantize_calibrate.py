@@ -18,7 +18,7 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
-from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
+from edgekit.quantize.ranges import METHODS_WITHOUT_HISTOGRAM, PERCENTS, RANGE_METHODS, tail_error
 from edgekit.target import load_target
 
 
@@ -104,7 +104,11 @@ def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tm
 
 def test_plain_methods_keep_no_statistics(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "plain", methods=("minmax",), fitting=False)
-    assert (calibration.measured, calibration.statistics, list(calibration.ranges)) == (0, "", list(PLAIN_METHODS))
+    assert (calibration.measured, calibration.statistics, list(calibration.ranges)) == (
+        0,
+        "",
+        list(METHODS_WITHOUT_HISTOGRAM),
+    )
     assert not (tmp_path / "plain" / "moments.npz").exists()
 
 
@@ -161,9 +165,9 @@ def test_a_sample_that_makes_another_shape_than_declared_is_named(tmp_path: Path
     image = np.zeros((1, 10, 10, 1), np.float32)
     good, bad = (make_samples([{"x": image, "axis": np.array(axis)}] * 2) for axis in (1, 2))
     model = make_model(text, tmp_path / "m.onnx")
-    assert calibrate_model(model, good, work=tmp_path / "good", methods=PLAIN_METHODS).ranges
+    assert calibrate_model(model, good, work=tmp_path / "good", methods=METHODS_WITHOUT_HISTOGRAM).ranges
     with pytest.raises(DataError, match=r"sample 0 of .* gives a tensor another shape than 'm.onnx'"):
-        calibrate_model(model, bad, work=tmp_path / "bad", methods=PLAIN_METHODS)
+        calibrate_model(model, bad, work=tmp_path / "bad", methods=METHODS_WITHOUT_HISTOGRAM)
 
 
 def test_batch_sizes_may_differ(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import relieve_step
-from edgekit.quantize.mixed_precision.score import free_grids, judge_candidate, judge_grids, strip_weights
+from edgekit.quantize.mixed_precision.score import grids_to_inputs, judge_candidate, judge_grids, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq import place_plan
 from edgekit.quantize.ranges import TensorRange
@@ -124,7 +124,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     }
     stripped = strip_weights(place_plan(graph, plan, "m"), graph)
     grids = {name: find_plan_grids(graph, each, "m") for name, each in plans.items()}
-    names = free_grids(stripped, grids["minmax"])
+    names = grids_to_inputs(stripped, grids["minmax"])
     assert not {tensor.name for tensor in stripped.graph.initializer} & {*names}
     outputs = [value.name for value in stripped.graph.output]
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}

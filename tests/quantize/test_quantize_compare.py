@@ -59,8 +59,8 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
 
     assert reference.predict_drop(near).samples == reference.predict_drop(bad).samples == 100
-    assert reference.look(nearer, beside=near).is_whole
-    assert reference.look(near, beside=bad).is_whole
+    assert reference.look(nearer, rival=near).is_whole
+    assert reference.look(near, rival=bad).is_whole
     runs, run = list[int](), CpuSession.run
 
     def count(session: CpuSession, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
@@ -72,7 +72,7 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert [reference.predict_drop(model).samples for model in (near, bad, nearer)] == [100] * 3
     assert not runs
     worse = add_bias(tmp_path, "8, 0, 0, 0")
-    found, is_whole = reference.look(worse, beside=near)
+    found, is_whole = reference.look(worse, rival=near)
     assert not is_whole
     assert found.samples == len(runs) == 13
     assert found.drop_estimate is not None
@@ -88,18 +88,18 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert len(runs) == 213
     # For advice it is enough to know which of the two loses less.
     better = add_bias(tmp_path, "0.15, 0, 0, 0")
-    assert reference.look(better, beside=bad, is_advice=True).prediction.samples == 13
-    assert reference.look(better, beside=bad).is_whole
+    assert reference.look(better, rival=bad, is_advice=True).prediction.samples == 13
+    assert reference.look(better, rival=bad).is_whole
 
 
 def test_a_model_is_looked_at_beside_another_where_records_of_both_are_not_kept(
     reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, nearer = add_bias(tmp_path, "0.2, 0, 0, 0"), add_bias(tmp_path, "0.1, 0, 0, 0")
-    wanted = reference.look(nearer, beside=near)
+    wanted = reference.look(nearer, rival=near)
     monkeypatch.setattr("edgekit.quantize.accuracy.predict._MOST_REMEMBERED_BYTES", 0)
     other = FloatReference(add_bias(tmp_path, "0, 0, 0, 0"), reference._samples)
-    assert other.look(nearer, beside=near) == wanted
+    assert other.look(nearer, rival=near) == wanted
 
 
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:
@@ -124,7 +124,7 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
         """The number of samples after which the second is found to be worse, 0 if it never is."""
         one, two = draw(0.0), draw(farther)
         looks = ([Likeness([part], each[::stride]) for each in (one, two)] for stride in (16, 8, 4, 2, 1))
-        return next((first.moves().shape[1] for first, second in looks if first.outruns(second)), 0)
+        return next((first.moves().shape[1] for first, second in looks if first.is_clearly_better_than(second)), 0)
 
     # In one direction it is half of 5 %.
     assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04

@@ -11,7 +11,7 @@ from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.likeness import AP, BESIDE, MASKS, POINTS, read_head
+from edgekit.quantize.accuracy.likeness import AP, EXTRA_VALUES, MASKS, POINTS, read_head
 from edgekit.quantize.accuracy.loss import Loss
 from edgekit.quantize.accuracy.predict import SILENT, predict_drop
 
@@ -399,15 +399,15 @@ def code_angles(boxes: Array, chances: Array) -> Tensors:
 
 @pytest.mark.parametrize(
     ("code", "kind", "measure"),
-    [(code_masks, "masks", MASKS), (code_points, "points", POINTS), (code_angles, "values", BESIDE)],
+    [(code_masks, "masks", MASKS), (code_points, "points", POINTS), (code_angles, "values", EXTRA_VALUES)],
 )
 def test_what_lies_behind_the_scores_of_a_table_is_no_score(
     code: Callable[[Array, Array], Tensors], kind: str, measure: str
 ) -> None:
     rows = [code(*draw_places(seed)) for seed in range(6)]
     head = read(find_head(rows, (SIDE, SIDE)))
-    (beside,) = head.beside
-    assert (head.scores.start, head.scores.stop, beside.kind) == (4, 4 + KINDS, kind)
+    (extra,) = head.extras
+    assert (head.scores.start, head.scores.stop, extra.kind) == (4, 4 + KINDS, kind)
     assert head.outputs == rows[0].keys()
     detections, part = read_head(head, {name: value.shape for name, value in rows[0].items()})
     assert part.measure == measure

@@ -40,9 +40,9 @@ def test_what_a_run_takes_and_how_many_samples_there_are_bound_the_runs(rows: in
 
 
 def test_a_note_says_that_not_all_that_was_held_out_judges() -> None:
-    assert Effort(work=10**9, runs=1000, predicting=256).describe(16) == ()
-    assert Effort(work=10**10, runs=240, predicting=40).describe(10) == ()
-    (note,) = Effort(work=10**10, runs=100, predicting=40).describe(16)
+    assert Effort(work=10**9, runs=1000, predicting_samples=256).describe(16) == ()
+    assert Effort(work=10**10, runs=240, predicting_samples=40).describe(10) == ()
+    (note,) = Effort(work=10**10, runs=100, predicting_samples=40).describe(16)
     assert note == "4 of 16 held-out samples judge the plans: a run takes 10.0 G"
 
 

@@ -12,7 +12,7 @@ from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.graph.graph import view_model
-from edgekit.model.tensors import HEADERS, Array
+from edgekit.model.tensors import PARSER_LOCK, Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.gptq import (
@@ -338,7 +338,7 @@ def test_weights_that_are_no_symmetric_int8_stay(tmp_path: Path, spoil: Callable
 def test_moments_are_read_by_one_thread_at_a_time(tmp_path: Path) -> None:
     make_moment(tmp_path, "n")
     with open_moments(tmp_path / "moments.npz") as read, ThreadPoolExecutor(1) as pool:
-        with HEADERS:
+        with PARSER_LOCK:
             waiting = pool.submit(read, "n")
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=0.1)

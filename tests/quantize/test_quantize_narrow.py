@@ -20,7 +20,7 @@ from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import find_float_constants, store_narrow
-from edgekit.quantize.mixed_precision.score import free_constants, open_judge
+from edgekit.quantize.mixed_precision.score import constants_to_inputs, open_judge
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
@@ -76,7 +76,7 @@ def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
         find_objective(open_float_graph(model, calibration), calibration),
     )
     judge = open_judge(
-        free_constants(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
+        constants_to_inputs(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
     )
     other = {"dft": _DFT + np.float32(0.01)}
     whole = judge(other, -np.inf)

@@ -20,7 +20,7 @@ from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize._ort_model import ChannelQuantizer
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.score import free_grids
+from edgekit.quantize.mixed_precision.score import grids_to_inputs
 from edgekit.quantize.qdq import place_plan
 from edgekit.target import load_target
 
@@ -128,7 +128,7 @@ def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp
     one, two = place_plan(graph, plan, "m"), place_plan(graph, other, "m")
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in two.graph.initializer}
     grids = find_plan_grids(graph, other, "m")
-    names = free_grids(one, grids)
+    names = grids_to_inputs(one, grids)
     assert len(names) > 8
     assert all((grids[name] == stored[name]).all() and grids[name].dtype == stored[name].dtype for name in names)
     # What is fed now stands in the other graph.

@@ -21,7 +21,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph, store_float_gra
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
-from edgekit.quantize.rounding import recall, remember
+from edgekit.quantize.rounding import load_rounded, store_rounded
 from edgekit.target import load_target
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
@@ -171,20 +171,20 @@ def test_weights_are_rounded_part_by_part_as_at_once(axis: int | None, monkeypat
 
 
 def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
-    assert recall(tmp_path, "a") is None
-    remember(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
-    found = recall(tmp_path, "a")
+    assert load_rounded(tmp_path, "a") is None
+    store_rounded(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
+    found = load_rounded(tmp_path, "a")
     assert found is not None
     assert {name: value.tolist() for name, value in found.items()} == {"integers": [0, 1, 2], "scale": [0.5]}
-    assert recall(tmp_path, "b") is None
+    assert load_rounded(tmp_path, "b") is None
 
 
 def test_a_damaged_file_is_as_if_there_were_none(tmp_path: Path) -> None:
-    remember(tmp_path, "a", {"scale": np.zeros(100)})
+    store_rounded(tmp_path, "a", {"scale": np.zeros(100)})
     path = next(tmp_path.rglob("*.npz"))
     path.write_bytes(path.read_bytes()[:150])
-    assert recall(tmp_path, "a") is None
-    remember(tmp_path, "a", {"scale": np.ones(1)})
-    found = recall(tmp_path, "a")
+    assert load_rounded(tmp_path, "a") is None
+    store_rounded(tmp_path, "a", {"scale": np.ones(1)})
+    found = load_rounded(tmp_path, "a")
     assert found is not None
     assert found["scale"].tolist() == [1.0]

@@ -9,11 +9,11 @@ import onnx
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import (
-    beside,
     factors,
     is_near,
     keeps_axis,
     made_by,
+    other_operand,
     reduced_axis,
     scaled_by,
     square_of,
@@ -118,7 +118,7 @@ def join_hard_swish(writer: Writer) -> None:
         sigmoid = made_by(graph, gate, "HardSigmoid") if whole is None else None
         is_gate = False
         if clip is not None and [graph.number(bound) for bound in clip.input[1:]] == [0, 6]:
-            is_gate = beside(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
+            is_gate = other_operand(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
         elif sigmoid is not None and sigmoid.input[0] == data:
             is_gate = is_near(real(sigmoid, "alpha", 0.2), 1 / 6) and real(sigmoid, "beta", 0.5) == 0.5
         if is_gate and graph.value(data).dtype in FLOATS:
@@ -288,7 +288,7 @@ def join_gelu(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 def _join_gelu(writer: Writer) -> None:
     graph, output = writer.graph, writer.node.output[0]
     for gate in walk_product(graph, output):
-        bent = made_by(graph, beside(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
+        bent = made_by(graph, other_operand(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
         if bent is None:
             continue
         is_exact = bent.op_type == "Erf"
@@ -310,13 +310,13 @@ def _join_gelu(writer: Writer) -> None:
 
 def _find_tanh(graph: Graph, tanh: Node) -> str | None:
     """Returns x if a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form, else None."""
-    inside = beside(graph, made_by(graph, tanh.input[0], "Mul"), math.sqrt(2 / math.pi))
+    inside = other_operand(graph, made_by(graph, tanh.input[0], "Mul"), math.sqrt(2 / math.pi))
     added = made_by(graph, inside, "Add") if inside is not None else None
     if added is not None:
         return next((x for x, cubic in (added.input, added.input[::-1]) if _is_power(graph, cubic, x, 3)), None)
     # GPT-J and transformers' FastGELUActivation factor x out: Tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x^2)).
     for each in walk_product(graph, tanh.input[0]):
-        square = beside(graph, made_by(graph, each, "Add"), 1.0)
+        square = other_operand(graph, made_by(graph, each, "Add"), 1.0)
         if square is None:
             continue
         number, values = factors(graph, tanh.input[0])
@@ -400,7 +400,9 @@ def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
     The value must still have this axis, with size 1, as with keepdims=1.
     """
     reduced = unshape(graph, name)
-    node = made_by(graph, unshape(graph, beside(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced), op)
+    node = made_by(
+        graph, unshape(graph, other_operand(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced), op
+    )
     axis = None if node is None or node.input[0] != data else reduced_axis(graph, node)
     axis = None if axis is None else axis % max(len(graph.value(data).shape or ()), 1)
     return axis if axis is not None and keeps_axis(graph, name, data, axis) else None

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import beside, fraction_of, keeps_axis, made_by, mean_of, root_of, square_of, unshape
+from edgekit.graph.match import fraction_of, keeps_axis, made_by, mean_of, other_operand, root_of, square_of, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
 
@@ -79,7 +79,7 @@ def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
     squared.
     """
     spread = unshape(graph, name)
-    spread = unshape(graph, beside(graph, made_by(graph, spread, "Max"), 0.0) or spread)
+    spread = unshape(graph, other_operand(graph, made_by(graph, spread, "Max"), 0.0) or spread)
     difference = made_by(graph, spread, "Sub")
     mean = mean_of(graph, spread if difference is None else difference.input[0])
     data = square_of(graph, mean[0]) if mean is not None else None

@@ -18,8 +18,8 @@ from edgekit.quantize.accuracy.heads import (
     BINS,
     CENTRED,
     EXPLICIT,
-    Beside,
     Columns,
+    ExtraColumns,
     Head,
     are_boxes,
     decode_boxes,
@@ -103,10 +103,10 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
                 rank = (_PREFERRED.get(code, 0), head.objectness is not None, round(near, 2))
                 if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
                     best, reached = coded, rank
-    return best and msgspec.structs.replace(best, beside=tuple(_find_beside(best, outputs, image)))
+    return best and msgspec.structs.replace(best, extras=tuple(_find_extras(best, outputs, image)))
 
 
-def _find_beside(head: Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[Beside]:
+def _find_extras(head: Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[ExtraColumns]:
     """Yields what else is told of the rows of boxes: other outputs, and columns behind those that are read."""
     boxes, stops = head.boxes[0], dict[tuple[str, ...], int]()
     for each in (*head.boxes, head.scores, *filter(None, [head.objectness])):
@@ -117,7 +117,7 @@ def _find_beside(head: Head, outputs: Sequence[Tensors], image: tuple[int, int])
     )
     for each in group:
         start = stops.get(each.outputs, 0)
-        rest = Beside(outputs=each.outputs, axis=each.axis, start=start, stop=each.stop, image=image)
+        rest = ExtraColumns(outputs=each.outputs, axis=each.axis, start=start, stop=each.stop, image=image)
         prototypes = _find_prototypes(outputs[0], rest.count)
         if prototypes and head.grid is None:
             yield msgspec.structs.replace(rest, kind="masks", prototypes=prototypes)
@@ -397,7 +397,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     columns: ListColumns
 
     keeps_places: ClassVar[bool] = False
-    beside: ClassVar[tuple[Beside, ...]] = ()
+    extras: ClassVar[tuple[ExtraColumns, ...]] = ()
     centred: ClassVar[bool] = False
 
     @property

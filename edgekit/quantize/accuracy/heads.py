@@ -245,7 +245,7 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
         return rows.reshape(-1, rows.shape[-1])
 
 
-class Beside(Columns, frozen=True, kw_only=True):
+class ExtraColumns(Columns, frozen=True, kw_only=True):
     """What a detector tells of an object beside its box and its class.
 
     Attributes:
@@ -276,7 +276,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         background: the column of scores that stands for no object.
         peaks: the sides of a map of scores of which only those that are higher than their neighbours are detections,
             and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
-        beside: columns of the same rows that are neither, such as points of a face: they count where an object is.
+        extras: columns of the same rows that are neither, such as points of a face: they count where an object is.
     """
 
     boxes: tuple[Columns, ...]
@@ -288,7 +288,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     squash_objectness: str = ""
     background: int | None = None
     peaks: tuple[int, int] | None = None
-    beside: tuple[Beside, ...] = ()
+    extras: tuple[ExtraColumns, ...] = ()
 
     keeps_places: ClassVar[bool] = True
 
@@ -305,8 +305,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
-        every = (*self.boxes, self.scores, *filter(None, [self.objectness]), *self.beside)
-        prototypes = frozenset(each.prototypes for each in self.beside if each.prototypes)
+        every = (*self.boxes, self.scores, *filter(None, [self.objectness]), *self.extras)
+        prototypes = frozenset(each.prototypes for each in self.extras if each.prototypes)
         return prototypes.union(*(each.outputs for each in every))
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:

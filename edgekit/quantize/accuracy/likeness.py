@@ -10,15 +10,15 @@ import numpy as np
 
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.beside import beside_distances, judge_beside, record_beside
 from edgekit.quantize.accuracy.detections import detection_distances, estimate_drop, record_detections
+from edgekit.quantize.accuracy.extras import extra_distances, judge_extra, record_extra
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_powers, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
-BESIDE, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU)", "similarity of points (OKS)"
+EXTRA_VALUES, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU)", "similarity of points (OKS)"
 """The measures of what a detector tells of each object besides."""
 # The bound of a test that is looked at five times, each time over twice as many samples, in standard errors: with it,
 # all looks together find a difference where there is none in 5 % of cases. For steps of equal size it is 2.413 (S. J.
@@ -64,14 +64,14 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
     )
     values = MEASURES["values"]
     measures = {
-        "values": (BESIDE, values.source, values.judge, values.distances),
-        "masks": (MASKS, "the float model's masks", judge_beside, beside_distances),
-        "points": (POINTS, "the float model's points", judge_beside, beside_distances),
+        "values": (EXTRA_VALUES, values.source, values.judge, values.distances),
+        "masks": (MASKS, "the float model's masks", judge_extra, extra_distances),
+        "points": (POINTS, "the float model's points", judge_extra, extra_distances),
     }
     parts = [detections]
-    for each in head.beside:
+    for each in head.extras:
         measure, source, judge, distances = measures[each.kind]
-        record = partial(record_beside, head, each)
+        record = partial(record_extra, head, each)
         parts.append(
             Part(
                 shapes=detections.shapes,
@@ -157,7 +157,7 @@ class Likeness:
         count = len(self._samples)
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
 
-    def outruns(self, other: "Likeness") -> bool:
+    def is_clearly_better_than(self, other: "Likeness") -> bool:
         """Returns True if another model clearly loses more: a test that is made for `FloatReference.look`.
 
         That is so if the changed decisions do not say otherwise, and all samples show it, by more than chance, by how

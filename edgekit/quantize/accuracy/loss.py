@@ -30,8 +30,8 @@ _WORST_DB, _BEST_DB = -20.0, 80.0
 GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits, and outputs of unknown kinds
 meet any goal: a choice."""
-PLAIN_DROP = 0.005
-"""The drop that the plain mode accepts: half a point, or 0.18 dB of 36 dB."""
+DEFAULT_MAX_DROP = 0.005
+"""The drop that the default mode accepts: half a point, or 0.18 dB of 36 dB."""
 
 
 # So many values, 512 kB, stay in the processor's cache: a choice.

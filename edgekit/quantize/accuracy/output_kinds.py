@@ -8,13 +8,13 @@ import numpy as np
 from edgekit.graph.graph import Graph
 from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
-from edgekit.quantize.accuracy.readouts import count_words, find_origins, find_readout
+from edgekit.quantize.accuracy.readouts import find_origins, find_readout, find_vocabulary_sizes
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
-READ_FROM = 16
+KIND_SAMPLES = 16
 """The number of samples that show what outputs are for, in planning and everywhere else: a choice. A few may all show
 no object, or only scores that are positive."""
 RAW = "raw"
@@ -201,7 +201,7 @@ def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
 
 def _read_steps(graph: Graph, name: str, reading: Reading) -> Reading:
     """Returns how steps are read that may be decisions: they are next words if they rank the input's vocabulary."""
-    if graph.dims(name)[reading.other_axis] in count_words(graph):
+    if graph.dims(name)[reading.other_axis] in find_vocabulary_sizes(graph):
         return Reading(kind="sequence", axis=reading.other_axis)
     return msgspec.structs.replace(reading, other="sequence")
 

@@ -32,7 +32,7 @@ from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, reach_without_labels
-from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
@@ -40,9 +40,9 @@ MOST_SAMPLES = 256
 """The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
-# Larger records, such as those of long vectors, are not remembered together: a choice.
+# If the records of a model take more bytes, as those of long vectors do, those of the others are dropped: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
-# Every 16th, eighth, fourth and second sample is looked at first, if these tell a standard error: a choice.
+# The first looks are at every 16th, eighth, fourth and second sample, if these are at least 8: a choice.
 _STRIDES, _LEAST_LOOKED = (16, 8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
@@ -55,14 +55,14 @@ LABELS = "labels"
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How a quantized model will differ from the float one, on the CPU provider of this machine.
 
-    `sqnr_db` is the mean of the ratios of all float outputs. `measure` names what is lost, such as "top-1 accuracy" or
-    a metric of the task, and is "" where nothing can be estimated. `drop_estimate` is its expected loss: a share of one
-    for figures between 0 and 1 (0.005 is half a point), else a share of the float model's own figure (half a percent of
-    36 dB is 0.18 dB). `drop_interval` is its interval of 95 %. `top1_agreement` is the share of decisions that are the
+    `sqnr_db` is the mean of the signal-to-noise ratios of all float outputs. `measure` names the metric that falls,
+    such as "top-1 accuracy", and is "" where none can be estimated. `drop_estimate` is its expected fall: absolute for
+    metrics between 0 and 1 (0.005 is half a point), else relative to the float model's value (0.005 of 36 dB is
+    0.18 dB). `drop_interval` is its 95 % confidence interval. `top1_agreement` is the share of decisions that stay the
     same, for embeddings that of nearest neighbours, and None where outputs decide nothing. `source` says what the drop
-    was estimated from. `reference` and `got` are the figures themselves, where labels tell them. `outputs` names, where
-    a model has several that are judged, those that lose most. `candidates` is how many others each sample has, of which
-    one is its nearest neighbour: the more there are, the nearer the next one is, and the more often it takes its place.
+    was estimated from. `reference` and `got` are the values of the metric for both models, if there are labels.
+    `outputs` names the outputs that lose most, if several are judged. `candidates` is the number of samples among which
+    each sample's nearest neighbour is searched: with more of them, neighbours are closer, and change more often.
     """
 
     samples: int
@@ -78,7 +78,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int | None = None
 
     def loss(self) -> float:
-        """Returns the drop, or the negative ratio where it is unknown: of two plans the one with less is the better."""
+        """Returns the estimated drop, or minus the SQNR in dB where it is unknown: the smaller, the better the plan."""
         return -self.sqnr_db if self.drop_estimate is None else self.drop_estimate
 
     def meets(self, max_drop: float) -> bool:
@@ -157,7 +157,7 @@ class FloatReference:
         self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
-        """Keeps what the model gave for a sample, if it counts and all is there: the model does not run for it."""
+        """Stores the float model's outputs for a sample, so that it need not run; ignored if one is missing."""
         names = [spec.name for spec in self._model.outputs]
         # Calibration reads tensors only: a sequence or map is not among them.
         if index in self.indices and outputs.keys() >= set(names):
@@ -165,8 +165,8 @@ class FloatReference:
 
     @cached_property
     def indices(self) -> Sequence[int]:
-        """The samples that count: of sequences the first ones, or the first steps of a long one."""
-        most, steps = self._most or min(self._effort.predicting, MOST_SAMPLES), self._state.steps
+        """The samples that are compared: spread evenly, or the first whole sequences of a model with state."""
+        most, steps = self._most or min(self._effort.predicting_samples, MOST_SAMPLES), self._state.steps
         if steps == 1:
             return spread_indices(self._samples.count, most)
         return range(min(self._samples.count, most if most < steps else most // steps * steps))
@@ -177,8 +177,7 @@ class FloatReference:
 
     @cached_property
     def _graph(self) -> Graph:
-        # Read when it is first needed, which is never for a model that stays float; without weights, which the session
-        # holds already.
+        # Not read for a model that stays float.
         return read_graph(self._model)
 
     @cached_property
@@ -200,12 +199,12 @@ class FloatReference:
         return (*heads, *(parts | silenced).values())
 
     def predict_drop(self, quantized: Model) -> Prediction:
-        """Returns what a quantized model will cost; what it gave is remembered.
+        """Returns what a quantized model will cost; its records are kept for later comparisons.
 
         The float model's probabilities stand for the truth. Where a decision changes, the expected loss is the
-        probability of the float model's class less that of the new one (after D. Guillory et al., "Predicting with
-        confidence on unseen distributions", 2021). How other kinds of output are judged stands in
-        `edgekit.quantize.accuracy.loss`; of several outputs, the one that loses most is reported.
+        probability of the float model's class minus that of the new one (after D. Guillory et al., "Predicting with
+        confidence on unseen distributions", 2021). `edgekit.quantize.accuracy.loss` says how other kinds of output are
+        judged. Of several outputs, the one that loses most is reported.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
@@ -213,9 +212,10 @@ class FloatReference:
         return _predict(self._judge(quantized), len(self.indices))
 
     def compare(self, first: Model, second: Model) -> float:
-        """Returns by how much farther the first of two quantized models moves the outputs; 0 where none are known.
+        """Returns how much more accuracy, as a share, the first of two quantized models loses than the second.
 
-        It is told as accuracy that is lost (`Likeness.compare`), to which all samples and all parts contribute.
+        It follows from how far all samples move (`Likeness.compare`), not only from decisions that change. 0 if no
+        output can be judged.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
@@ -228,30 +228,33 @@ class FloatReference:
         quantized: Model,
         *,
         misses: Callable[[Prediction], bool] = lambda _: False,
-        beside: Model | None = None,
+        rival: Model | None = None,
         is_advice: bool = False,
     ) -> Look:
         """Returns what a quantized model loses, over as few samples as show that it is not the one to write.
 
-        These are rising parts of the samples, from a 16th to a half, spread evenly, and then all. No more are looked at
-        once it `misses` a goal by far, or clearly loses more than another model `beside` it (`Likeness.outruns`); for
-        advice, once either of the two clearly loses more. What the model gave is remembered.
+        This is a group sequential test. The first look is at a 16th of the samples, the next ones at an eighth, a
+        quarter and a half, the last at all. It ends early if `misses` is True for what was predicted so far, or if the
+        `rival`, another quantized model, is clearly better (`Likeness.is_clearly_better_than`); with `is_advice` also
+        if it is clearly worse. Without a rival only the first part is looked at before all.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
         run = self._open_look(quantized)
-        for indices in self._looks[:-1] if beside is not None else self._looks[:-1][:1]:
+        for indices in self._looks[:-1] if rival is not None else self._looks[:-1][:1]:
             seen = run(indices)
-            found, other = _predict(seen, len(indices)), None if beside is None else self._judge(beside, indices)
-            is_behind = other is not None and (other.outruns(seen) or (is_advice and seen.outruns(other)))
+            found, other = _predict(seen, len(indices)), None if rival is None else self._judge(rival, indices)
+            is_behind = other is not None and (
+                other.is_clearly_better_than(seen) or (is_advice and seen.is_clearly_better_than(other))
+            )
             if is_behind or misses(found):
                 return Look(found, is_whole=False)
         return Look(_predict(run(self.indices), len(self.indices)), is_whole=True)
 
     @cached_property
     def _looks(self) -> list[Sequence[int]]:
-        """Rising parts of the samples that count, each of which holds those before; the last is all of them."""
+        """Nested subsets of `indices`, each a superset of those before; the last is all of them."""
         if self._state.steps > 1:
             return [self.indices]
         parts = [self.indices[::stride] for stride in _STRIDES]
@@ -265,7 +268,7 @@ class FloatReference:
         found, opened = self._compared.setdefault(quantized.sha256, {}), list[_RunPairs]()
 
         def look(indices: Sequence[int]) -> Likeness:
-            # Outputs are read before the session is open, beside which they would lie in memory.
+            # The kinds of outputs are found first: it needs memory, and so does the session opened below.
             parts = self.parts
             if todo := [index for index in indices if index not in found]:
                 opened[:] = opened or [self._open_pairs(quantized)]
@@ -277,7 +280,7 @@ class FloatReference:
         return look
 
     def run_pairs(self, quantized: Model) -> Iterator[Pair]:
-        """Yields the outputs of both models for each sample, and remembers what is kept of it.
+        """Yields the outputs of both models for each sample, and stores their records.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
@@ -289,9 +292,9 @@ class FloatReference:
         self._remember(quantized, found)
 
     def _remember(self, quantized: Model, found: dict[int, Compared]) -> None:
-        """Keeps what a model gave, and forgets others' if records are so large that they are not kept together."""
+        """Stores the records of a model; if they are large, those of other models are dropped."""
         is_large = sum(each.size_bytes for each in found.values()) > _MOST_REMEMBERED_BYTES
-        # Another model, beside which this one is looked at, may have had it forgotten.
+        # Named again: storing a rival's records may have dropped these.
         self._compared = {**({} if is_large else self._compared), quantized.sha256: found}
 
     def _open_pairs(self, quantized: Model) -> _RunPairs:
@@ -361,7 +364,7 @@ class FloatReference:
 
     def _run_few(self) -> list[Tensors]:
         few = list[Tensors]()
-        for index, sample in self._read(spread_indices(self._samples.count, READ_FROM)):
+        for index, sample in self._read(spread_indices(self._samples.count, KIND_SAMPLES)):
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 

@@ -63,7 +63,7 @@ def find_origins(graph: Graph, name: str) -> tuple[Origin, ...]:
     return _trace(graph, name, _MOST_NODES)
 
 
-def count_words(graph: Graph) -> frozenset[int]:
+def find_vocabulary_sizes(graph: Graph) -> frozenset[int]:
     """Returns the numbers of rows of tables that a Gather takes rows from, such as embeddings of words."""
     tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
     return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)

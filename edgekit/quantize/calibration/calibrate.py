@@ -26,7 +26,7 @@ from edgekit.quantize.graph.float_graph import float_activations, read_float_gra
 from edgekit.quantize.ranges import (
     AUTO_METHODS,
     METHODS,
-    PLAIN_METHODS,
+    METHODS_WITHOUT_HISTOGRAM,
     RANGE_METHODS,
     HistogramCollector,
     TensorRange,
@@ -141,7 +141,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
     for method in how.methods:
         if method not in RANGE_METHODS:
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
-    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *PLAIN_METHODS})
+    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *METHODS_WITHOUT_HISTOGRAM})
     work.mkdir(parents=True, exist_ok=True)
     graph = store_float_graph(read_float_graph(model), work)
     if not samples.count:
@@ -186,7 +186,7 @@ def _make_task(
     model: Model, graph: Graph, samples: Samples, methods: Sequence[str], how: CalibrationOptions
 ) -> CalibrationTask:
     fitting = how.fitting
-    with_histograms = methods != PLAIN_METHODS
+    with_histograms = methods != METHODS_WITHOUT_HISTOGRAM
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
     compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
     return CalibrationTask(

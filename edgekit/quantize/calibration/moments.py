@@ -16,7 +16,7 @@ import numpy as np
 
 from edgekit.errors import UsageError
 from edgekit.model.file_arrays import ArrayFile
-from edgekit.model.tensors import HEADERS, Array
+from edgekit.model.tensors import PARSER_LOCK, Array
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
@@ -218,7 +218,7 @@ class StoredMoments:
     """The moments in an open file, read for one node at a time; threads may read in parallel."""
 
     def __init__(self, archive: Mapping[str, Array]) -> None:
-        with HEADERS:
+        with PARSER_LOCK:
             self._archive, self._counts = archive, archive["counts"]
             nodes, places = (archive[name].tolist() for name in ("nodes", "places"))
             self._indices: dict[str, int] = dict(zip(nodes, places, strict=True))
@@ -237,7 +237,7 @@ class StoredMoments:
         return ends["low"], ends["high"]
 
     def _read(self, node: str, fields: Sequence[str]) -> dict[str, Array]:
-        with HEADERS:
+        with PARSER_LOCK:
             return {field: self._archive[f"{self._indices[node]}.{field}"] for field in fields}
 
 

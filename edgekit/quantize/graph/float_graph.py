@@ -20,7 +20,15 @@ from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 from edgekit.model.external import MAX_DATA_BYTES, load_external, move_weight
-from edgekit.model.model import Model, drop_unread, find_integer_ops, list_names, read_outside, refill, rename_tensors
+from edgekit.model.model import (
+    Model,
+    drop_unread,
+    find_integer_ops,
+    list_names,
+    read_with_weights_on_disk,
+    refill,
+    rename_tensors,
+)
 from edgekit.prepare.basic import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
@@ -225,7 +233,7 @@ def read_float_graph(model: Model) -> Graph:
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
-    proto, folder = read_outside(model), model.path.parent
+    proto, folder = read_with_weights_on_disk(model), model.path.parent
     load_external(proto.graph, folder, most=MAX_DATA_BYTES)
     _check_float(model, proto)
     lift_constants(proto.graph)

@@ -27,9 +27,9 @@ from edgekit.quantize.gains import NORM
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
-    EVEN_DB,
-    free_constants,
-    free_grids,
+    EQUAL_DB,
+    constants_to_inputs,
+    grids_to_inputs,
     has_held_out,
     judge_candidate,
     judge_grids,
@@ -283,14 +283,14 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: 
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    stripped, fed = free_plans(draft, plans, placed)
+    (stripped, fed), effort = plans_to_inputs(draft, plans, placed), draft.effort
     return judge_grids(
-        stripped, draft.compared, draft.statistics, fed, most=draft.effort.judges, few=draft.effort.few,
-        at_once=draft.effort.at_once,
+        stripped, draft.compared, draft.statistics, fed, most=effort.judging_samples, few=effort.first_samples,
+        at_once=effort.at_once,
     )  # fmt: skip
 
 
-def free_plans(
+def plans_to_inputs(
     draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto
 ) -> tuple[onnx.ModelProto, dict[str, Tensors]]:
     """Returns a graph that takes scales and zero points as inputs, and those of plans that differ only in ranges.
@@ -299,7 +299,7 @@ def free_plans(
     """
     stripped = strip_weights(placed, draft.graph)
     grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
-    names = free_grids(stripped, next(iter(grids.values())))
+    names = grids_to_inputs(stripped, next(iter(grids.values())))
     return stripped, {each: {name: found[name] for name in names} for each, found in grids.items()}
 
 
@@ -328,7 +328,7 @@ def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto) -
     plan = msgspec.structs.replace(draft.plan, rounding=rounding)
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
     effort = draft.effort
-    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.judges, at_once=effort.at_once)
+    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
     return Candidate(
         method=plan.method,
         rounding=rounding,
@@ -360,7 +360,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
 
     A session converts them to float32 when it loads the model: placement, memory and run time are those of float32.
     Their cost is judged in the float model, over a few held-out samples, since beside the rounding noise of activations
-    it would be lost in chance. The cost must be so small that it takes at most EVEN_DB from the ratio `reached_db`
+    it would be lost in chance. The cost must be so small that it takes at most EQUAL_DB from the ratio `reached_db`
     of the plan (by default that of the best candidate). Without held-out samples nothing is changed.
 
     Raises:
@@ -372,11 +372,11 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     if not (sizes and compared and calibration.statistics and has_held_out(statistics)):
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
-    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EVEN_DB / 10) - 1)
+    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EQUAL_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
     whole = {name: graph.weight(name) for name in sizes}
     judge = open_judge(
-        free_constants(graph.model, whole), compared, statistics, whole=whole, most=effort.few, at_once=1
+        constants_to_inputs(graph.model, whole), compared, statistics, whole=whole, most=effort.first_samples, at_once=1
     )
 
     def narrow(name: str, bits: int) -> Array:

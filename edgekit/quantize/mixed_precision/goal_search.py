@@ -9,32 +9,31 @@ import msgspec
 from edgekit._files import copy_file
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.quantize.accuracy.loss import PLAIN_DROP
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import Look
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
-from edgekit.quantize.mixed_precision.ladder import (
+from edgekit.quantize.mixed_precision.float_fallback import (
     WideRange,
     explain_wide_range,
     find_wide_range,
-    lift_tensors,
+    keep_tensors_float,
     name_worst,
 )
-from edgekit.quantize.mixed_precision.own_state import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.plan_search import (
-    HALF,
-    MORE,
-    PLAIN_INTEGER,
+    DEFAULT_INTEGER_SHARE,
+    LEAST_INTEGER_SHARE,
+    MORE_RELIEF,
     SAME_SHARE,
     Goal,
     Search,
     Searched,
     Work,
-    add_worth,
     changes_many,
     complete_trial,
-    look_beside,
+    find_tolerated_loss,
+    look_against,
     loses_much,
     measure_plan,
     plan_step,
@@ -46,7 +45,8 @@ from edgekit.quantize.mixed_precision.relief import (
     change_method,
     open_draft,
 )
-from edgekit.quantize.mixed_precision.score import EVEN_DB
+from edgekit.quantize.mixed_precision.score import EQUAL_DB
+from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import find_coarse_layers, keep_layers_float
 from edgekit.quantize.plan import QuantPlan
@@ -71,11 +71,11 @@ def find_plan(
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    goal = PLAIN_DROP if max_drop is None else max_drop
+    goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
     plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
     if searched is not None:
-        searched = _lift(search, searched, goal, is_asked=max_drop is not None)
-        searched = _hold_against_rivals(search, searched, goal)
+        searched = _try_float(search, searched, goal, is_asked=max_drop is not None)
+        searched = _compare_with_rivals(search, searched, goal)
         searched = _cut_state(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
         plan = searched.chosen.plan
@@ -90,13 +90,13 @@ def find_plan(
     chosen = measure_plan(search, f"{wide.step}, narrow", narrowed, Work(wide.taken_macs, wide.integer_macs))
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
     if misses or chosen.prediction.loss() > wide.prediction.loss() + (
-        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EVEN_DB
+        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EQUAL_DB
     ):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
 
 
-def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) -> Searched:
+def _compare_with_rivals(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns the search result after its plan was compared with others, each of which is chosen if it loses less.
 
     The others are plain minmax, and where more than two points are lost, the plan with other range methods: the method
@@ -119,13 +119,13 @@ def _hold_against_rivals(search: Search, searched: Searched, max_drop: float) ->
                 change_method, search.model, search.calibration, first.plan, method
             )
     for step, make in rivals.items():
-        searched, trial = _add_trial(search, searched, step, make, look_beside(search, searched.chosen))
+        searched, trial = _add_trial(search, searched, step, make, look_against(search, searched.chosen))
         if trial is not None and _loses_less(search, searched.chosen, trial, max_drop):
             searched = _adopt(searched, trial, max_drop)
     return searched
 
 
-def _lift(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
+def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
     """Returns the search result with trials in which what integers do not hold is in float.
 
     These are tensors that 16 bits do not hold (`find_wide_range`), then layers whose weights 8 bits do not hold
@@ -133,10 +133,10 @@ def _lift(search: Search, searched: Searched, max_drop: float, *, is_asked: bool
     it costs, and the target still takes as much of the work, of which enough stays in integers.
     """
     before, first, memo = searched.chosen, searched.trials[0], search.memo
-    if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE)):
+    if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
         return searched
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
-    least = (HALF if is_asked or has_collapsed else PLAIN_INTEGER) * first.integer_macs
+    least = (LEAST_INTEGER_SHARE if is_asked or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
     def lift(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors or weights in float; returns True if it is chosen."""
@@ -147,7 +147,7 @@ def _lift(search: Search, searched: Searched, max_drop: float, *, is_asked: bool
         searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} {what} in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE or trial.integer_macs < least:
             return False
-        saves = searched.chosen.prediction.loss() > add_worth([searched.chosen, trial])
+        saves = searched.chosen.prediction.loss() > find_tolerated_loss([searched.chosen, trial])
         if saves or trial.prediction.meets(max_drop):
             searched = _adopt(searched, trial, max_drop)
             return True
@@ -156,18 +156,20 @@ def _lift(search: Search, searched: Searched, max_drop: float, *, is_asked: bool
     wide_range, lifted = WideRange(), list[tuple[str, ...]]()
     if before.plan.wide or not search.relievable:
         find = partial(find_wide_range, search.model, search.calibration, search.target, first.plan, before.plan, memo)
-        wide_range = memo.budget.attempt(MORE, find) or wide_range
-        lifted = [names for names in wide_range.steps if lift(before, "tensors", lift_tensors, names)]
+        wide_range = memo.budget.attempt(MORE_RELIEF, find) or wide_range
+        lifted = [names for names in wide_range.steps if lift(before, "tensors", keep_tensors_float, names)]
         # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
         wider = [each for each in searched.trials if lifted and len(each.plan.wide) > len(before.plan.wide)]
         for base in wider:
-            lift(base, "tensors", lift_tensors, lifted[-1])
+            lift(base, "tensors", keep_tensors_float, lifted[-1])
     if not searched.chosen.prediction.meets(max_drop):
         base = searched.chosen
-        coarse = memo.budget.attempt(MORE, partial(find_coarse_layers, search.model, search.calibration, base.plan))
+        coarse = memo.budget.attempt(
+            MORE_RELIEF, partial(find_coarse_layers, search.model, search.calibration, base.plan)
+        )
         for names in coarse or ():
             lift(base, "layers", keep_layers_float, names)
-    return msgspec.structs.replace(searched, wide_range=wide_range.lost)
+    return msgspec.structs.replace(searched, wide_range=wide_range.beyond_float)
 
 
 def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
@@ -240,7 +242,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
     is_worth = misses or loses_much(chosen.prediction) or changes_many(chosen.prediction)
-    if not is_worth or not search.memo.budget.allows(MORE):
+    if not is_worth or not search.memo.budget.allows(MORE_RELIEF):
         return searched
     step: str = wider or f"relieve {_MANY}"
     make: Callable[[], QuantPlan | None] = partial(plan_step, search, searched.trials, _MANY)
@@ -249,7 +251,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     known = trial = next((each for each in searched.trials if each.step == step), None)
     if known is None:
         # Advice needs no more samples than show which of the two loses less.
-        look = look_beside(search, chosen, is_advice=True)
+        look = look_against(search, chosen, is_advice=True)
         searched, trial = _add_trial(search, searched, step, make, look)
     # Of plans that the search tried anyway, only one that loses less is worth a word.
     if trial is None or (

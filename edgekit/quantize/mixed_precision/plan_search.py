@@ -13,7 +13,7 @@ from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, PLAIN_DROP
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
 from edgekit.quantize.accuracy.predict import Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
@@ -23,9 +23,9 @@ from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
+    bound_relief_by_count,
     relieve_step,
     rise_db,
-    weigh_relief,
 )
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
@@ -36,8 +36,8 @@ from edgekit.target import INTEGERS, Precision, Target
 _FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
 # With 16 bits, which leave all work in integers, and short runs.
 _MOST = (120, 160)
-# The plain mode keeps at least this share of the work in integers: a choice.
-PLAIN_INTEGER = 0.75
+# The default mode keeps at least this share of the work in integers: a choice.
+DEFAULT_INTEGER_SHARE = 0.75
 # A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
 # SiLU, which without this bound kept nine nodes in float for 0.1 points (measured once, the program is gone).
 _WORTH = 0.002
@@ -47,13 +47,13 @@ _MUCH = 0.02
 _LEAST_SAME = 0.9
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
-HALF = 0.5
+LEAST_INTEGER_SHARE = 0.5
 # The assumed error of a forecast: a factor for a drop, dB for a ratio. Choices, so wide that only steps which would
 # miss the goal are skipped.
 _NEAR, _NEAR_DB = 2.0, 2.0
 # The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
 _NONE_LEFT = 1e-9
-MORE = "plans with more tensors out of 8 bits"
+MORE_RELIEF = "plans with more tensors out of 8 bits"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,9 +114,9 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share): the user asked for it (`is_asked`), or it is that of the plain mode."""
+    """A drop of at most `max_drop` (a share): the user asked for it (`is_asked`), or it is that of the default mode."""
 
-    max_drop: float = PLAIN_DROP
+    max_drop: float = DEFAULT_MAX_DROP
     is_asked: bool = False
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
@@ -128,7 +128,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan that meets the goal with the fewest tensors out of 8 bits, and all trials.
 
-    1. The first plan keeps all activations in 8 bits. In the plain mode it is returned without trials (None) if there
+    1. The first plan keeps all activations in 8 bits. In the default mode it is returned without trials (None) if there
        are too few samples to judge by, or no time is left.
     2. Its drop is measured (`Search.measure`), as that of every later plan. If it meets the goal, the search ends.
     3. Else tensors are ranked by the noise that they cause, and plans with 1, 3, 8, then 20, 40 and 80 of them out of
@@ -149,7 +149,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     first = known[0] if known else plan_quantization(
         search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
     )  # fmt: skip
-    if not goal.is_asked and not (first.judged and search.memo.budget.allows(MORE)):
+    if not goal.is_asked and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
         return first, None
     trials = _try_plans(search, goal, first, state)
     if not trials:
@@ -166,20 +166,20 @@ def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial]) -> Sea
     searched, best = choose_trial(trials, goal), ""
     while best != searched.chosen.step and not all(trial.is_whole for trial in searched.trials):
         best, whole = searched.chosen.step, complete_trial(search, searched.chosen)
-        trials = [whole if each.step == best else _measure_beside(search, each, whole) for each in trials]
+        trials = [whole if each.step == best else _measure_against(search, each, whole) for each in trials]
         searched = choose_trial(trials, goal)
     return searched
 
 
-def look_beside(search: Search, chosen: Trial, *, is_advice: bool = False) -> Callable[[Model], Look] | None:
-    """Returns a function that measures a model until it clearly loses more than the model of the chosen trial."""
-    beside = quantize_step(search, chosen.step, chosen.plan).model
-    return search.look and partial(search.look, beside=beside, is_advice=is_advice)
+def look_against(search: Search, chosen: Trial, *, is_advice: bool = False) -> Callable[[Model], Look] | None:
+    """Returns `search.look` with the model of the chosen trial as the rival, None if there is no `search.look`."""
+    rival = quantize_step(search, chosen.step, chosen.plan).model
+    return search.look and partial(search.look, rival=rival, is_advice=is_advice)
 
 
-def _measure_beside(search: Search, trial: Trial, chosen: Trial) -> Trial:
+def _measure_against(search: Search, trial: Trial, chosen: Trial) -> Trial:
     """Returns a trial measured over as many samples as show that it is clearly worse than the chosen one."""
-    look = look_beside(search, chosen)
+    look = look_against(search, chosen)
     if trial.is_whole or look is None:
         return trial
     prediction, is_whole = look(quantize_step(search, trial.step, trial.plan).model)
@@ -217,9 +217,9 @@ def is_near(prediction: Prediction) -> bool:
 def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     """Returns the trial to write.
 
-    In the plain mode that is the one with the fewest tensors out of 8 bits after which more hardly save anything: the
+    In the default mode that is the one with the fewest tensors out of 8 bits after which more hardly save anything: the
     first that meets the goal, or whose loss is so near the least of all that the difference is not worth more tensors
-    (`add_worth`).
+    (`find_tolerated_loss`).
 
     If the user gave the goal, it is the one with most work on the target of those that meet it, else the one that loses
     least. If that keeps less than half of the work in integers, another is used instead, if it keeps half: one that
@@ -227,7 +227,7 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     """
     meeting, every = [trial for trial in trials if trial.prediction.meets(goal.max_drop)], tuple(trials)
     if not goal.is_asked:
-        enough = add_worth(trials)
+        enough = find_tolerated_loss(trials)
         chosen = next(trial for trial in trials if trial in meeting or trial.prediction.loss() <= enough)
         return Searched(trials=every, chosen=chosen, met=True)
 
@@ -240,10 +240,10 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     near = [
         trial
         for trial in trials
-        if trial.integer_macs >= HALF and trial.prediction.drop_interval is not None
+        if trial.integer_macs >= LEAST_INTEGER_SHARE and trial.prediction.drop_interval is not None
         if trial.prediction.loss() <= most and (not meeting or trial.prediction.drop_interval[0] <= goal.max_drop)
     ]
-    if chosen.integer_macs >= HALF or not near:
+    if chosen.integer_macs >= LEAST_INTEGER_SHARE or not near:
         return Searched(trials=every, chosen=chosen, met=bool(meeting))
     note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
     return Searched(trials=every, chosen=min(near, key=rank), met=bool(meeting), note=note if meeting else "")
@@ -256,7 +256,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     be chosen (`_choose_measured`).
 
     1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
-       in the plain mode, if outputs are plain values that hardly differ.
+       in the default mode, if outputs are plain values that hardly differ.
     2. Few tensors (1, 3, 8) are ranked first, then many (20, 40, 80), because a longer ranking takes more runs. The
        ranking forecasts the share of the noise that each number of tensors removes, which bounds the drop from below.
     3. Rising numbers are tried, except those whose bound is more than twice the goal. The first that is good enough
@@ -272,10 +272,10 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
         return attempts.in_order
     last, left = plain, {0: 1.0}
     for counts in (_FEW, _MORE_THAN_FEW):
-        if attempts.is_enough(last) or not search.memo.budget.allows(MORE):
+        if attempts.is_enough(last) or not search.memo.budget.allows(MORE_RELIEF):
             return attempts.in_order
-        weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
-        shares = search.memo.budget.attempt(MORE, weigh)
+        weigh = partial(bound_relief_by_count, search.model, search.calibration, first, counts, search.memo)
+        shares = search.memo.budget.attempt(MORE_RELIEF, weigh)
         if shares is None:
             return attempts.in_order
         left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
@@ -302,7 +302,7 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
     while True:
         chosen = attempts.choose()
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
-        enough = max(goal.max_drop, add_worth(attempts.in_order))
+        enough = max(goal.max_drop, find_tolerated_loss(attempts.in_order))
         fewer = [count for count in left if below < count < chosen]
         fewer = [count for count in fewer if _least_drop(attempts.trials[0].prediction, 1 - left[count]) <= enough]
         if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
@@ -322,10 +322,10 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
         return
     for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
         misses = attempts.choose() == before and not attempts.trials[before].prediction.meets(goal.max_drop)
-        if not misses or not memo.budget.allows(MORE):
+        if not misses or not memo.budget.allows(MORE_RELIEF):
             return
-        weigh = partial(weigh_relief, search.model, search.calibration, first, (before, count), memo)
-        shares = memo.budget.attempt(MORE, weigh)
+        weigh = partial(bound_relief_by_count, search.model, search.calibration, first, (before, count), memo)
+        shares = memo.budget.attempt(MORE_RELIEF, weigh)
         if shares is None:
             return
         left = max(1 - shares[before], _NONE_LEFT)
@@ -356,7 +356,7 @@ class _Attempts:
         if done and not left:
             left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left"
         self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
-        # With a goal the first plan must be measured, whatever the budget; the plain mode may write an unmeasured plan.
+        # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
         is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count, may_meet=may_meet)
         trial = self._known.get(step)
         if trial is None:
@@ -383,7 +383,7 @@ class _Attempts:
         return next(count for count, trial in self.trials.items() if trial is searched.chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
-        """Returns a trial that keeps enough of the first plan's work in integers: in the plain mode most of it.
+        """Returns a trial that keeps enough of the first plan's work in integers: in the default mode most of it.
 
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal, or loses little where the first plan loses much.
@@ -397,12 +397,12 @@ class _Attempts:
         if plan is None:
             return None
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
-        share = 0.0 if self._goal.is_asked else HALF if has_collapsed else PLAIN_INTEGER
+        share = 0.0 if self._goal.is_asked else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
         least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
         # A model is not written to find out that too little of it is left in integers, where its plan shows that.
         if must_keep and share and bound_integer(self._search, plan) < least:
             return None
-        work = share_work(self._search, step, plan)
+        work = measure_work(self._search, step, plan)
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
@@ -411,7 +411,7 @@ class _Attempts:
         return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
 
 
-def add_worth(trials: Sequence[Trial]) -> float:
+def find_tolerated_loss(trials: Sequence[Trial]) -> float:
     """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
     That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
@@ -466,7 +466,7 @@ def bound_integer(search: Search, plan: QuantPlan) -> float:
     return round(1 - sum(apart) / max(sum(macs.values()), 1), 4)
 
 
-def share_work(search: Search, step: str, plan: QuantPlan) -> Work:
+def measure_work(search: Search, step: str, plan: QuantPlan) -> Work:
     """Returns the shares of the work of a plan, whose model is written."""
     quantized = quantize_step(search, step, plan)
     check = check_model(quantized.model, search.target, advises=False)
@@ -479,7 +479,7 @@ def measure_plan(
     search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, look: Callable[[Model], Look] | None = None
 ) -> Trial:
     """Returns the trial of a plan, measured over all samples or by `look`."""
-    model, work = quantize_step(search, step, plan).model, work or share_work(search, step, plan)
+    model, work = quantize_step(search, step, plan).model, work or measure_work(search, step, plan)
     lost, is_whole = look(model) if look is not None else (search.measure(model), True)
     return Trial(
         step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer, is_whole=is_whole

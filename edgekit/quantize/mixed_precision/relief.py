@@ -22,14 +22,14 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Memo,
     choose_again,
-    free_plans,
     judge_plan,
     place_draft,
+    plans_to_inputs,
 )
 from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
-from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
+from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, read_constant_range
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
@@ -156,9 +156,9 @@ def fit_inputs(draft: Draft) -> QuantPlan:
     if not ends:
         return plan
     draft = draft.use_unsigned()
-    graph, fed = free_plans(draft, {"": draft.plan}, place_draft(draft))
+    graph, fed = plans_to_inputs(draft, {"": draft.plan}, place_draft(draft))
     effort = draft.effort
-    judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judges, at_once=effort.at_once)
+    judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
     reached = judge(fed[""], -math.inf)
     for name, end in ends if reached < GOOD_DB else ():
         while True:
@@ -193,7 +193,7 @@ def _find_tails(draft: Draft) -> list[tuple[str, str]]:
 _SIGNS = {"low": -1, "high": 1}
 
 
-def weigh_relief(
+def bound_relief_by_count(
     model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
 ) -> dict[int, float]:
     """Returns for each count the largest share of the noise that goes if so many of the worst tensors leave 8 bits.
@@ -253,13 +253,13 @@ def relieve_tensors(
         seen = calibration.ranges["minmax"]
         exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
-        tables = {name: span_constant(graph, name) for name in every if graph.is_float_constant(name)}
-        wide = {**plan.wide, **exact, **tables, **_span_operands(graph, every)}
+        tables = {name: read_constant_range(graph, name) for name in every if graph.is_float_constant(name)}
+        wide = {**plan.wide, **exact, **tables, **_read_operand_ranges(graph, every)}
         return msgspec.structs.replace(plan, wide=_widen_joined(graph, wide, seen) if plan.scheme == "qnn" else wide)
     return keep_float(graph, plan, tuple(every))
 
 
-def _span_operands(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
+def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
     """Returns the ranges of the constants that are added to these tensors or scale them.
 
     Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
@@ -269,7 +269,7 @@ def _span_operands(graph: Graph, names: Collection[str]) -> dict[str, TensorRang
     constants = dict.fromkeys(name for node in readers.values() for name in node.input if graph.is_float_constant(name))
     # A constant has one grid for all its readers, and a node that computes in 8 bits would not be taken with one in 16.
     shared = {name for name in constants if any(node.name not in readers for node in graph.readers(name))}
-    return {name: span_constant(graph, name) for name in constants if name not in shared}
+    return {name: read_constant_range(graph, name) for name in constants if name not in shared}
 
 
 def _widen_joined(
@@ -317,7 +317,7 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    bound = Bound(worst=worst, most=effort.ranking, samples=effort.ranks, guesses=_guess_noise(draft))
+    bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
     errors = rank_activations(
         draft.graph, build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate"), draft.compared,
         draft.statistics, memo.budget, bound=bound, known=memo.noises.setdefault(measured, {}),

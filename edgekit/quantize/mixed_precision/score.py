@@ -60,7 +60,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     return proto
 
 
-def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
+def grids_to_inputs(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
     """Turns the `known` scales and zero points of activations into graph inputs, in place; returns their names.
 
     Values that are taken from a constant, such as a row of an embedding, keep the scale of the constant.
@@ -84,12 +84,12 @@ def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
 
 
 def switch_activations(
-    qdq: onnx.ModelProto, graph: Graph, *, only: Collection[str] | None = None, halves: bool = False
+    qdq: onnx.ModelProto, graph: Graph, *, only: Collection[str] | None = None, as_float16: bool = False
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """Returns the float graph with a switch that quantizes each activation, and the names of the activations.
 
     The extra input SWITCHES, bool [N], says for each whether its readers get it through the Q and DQ of `qdq`, or with
-    `halves` rounded to float16. `only` are the activations that get a switch, by default all.
+    `as_float16` rounded to float16. `only` are the activations that get a switch, by default all.
     """
     proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
@@ -109,7 +109,7 @@ def switch_activations(
     # A graph with switches is loaded and optimized once; a graph for each activation would be as often.
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
-        proto.graph.node.extend(_switch(name, None if halves else sites[name]))
+        proto.graph.node.extend(_switch(name, None if as_float16 else sites[name]))
     nodes = order_nodes(proto.graph)
     refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
@@ -192,7 +192,7 @@ FEW_SAMPLES = 4
 """After so many held-out samples clearly worse candidates are judged no further: a choice, to save time."""
 # A candidate is clearly worse from this difference on: a choice.
 _CLEARLY_DB = 1.0
-EVEN_DB = 0.1
+EQUAL_DB = 0.1
 """Ratios that differ by less, 2 % of the noise power, count as equal: a choice."""
 
 
@@ -269,7 +269,7 @@ def open_judge(
     return judge
 
 
-def free_constants(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
     """Returns a graph that takes some of its constants as inputs."""
     proto = onnx.ModelProto()
     copy_fields(model, proto, {"graph"})
@@ -313,13 +313,13 @@ def judge_grids(
         for (name, _, expected), found in map_in_order(run, tasks, at_once):
             powers[name].append(_all_powers(names, expected, found))
         if not behind:
-            behind = find_behind(rate())
+            behind = find_clearly_worse(rate())
     ratios = rate()
     best = max(ratios.values())
     return ratios | {name: best - lag for name, lag in behind.items()}
 
 
-def find_behind(judged: Mapping[str, float]) -> dict[str, float]:
+def find_clearly_worse(judged: Mapping[str, float]) -> dict[str, float]:
     """Returns the candidates that are clearly worse than the best, each with the difference in dB."""
     best = max(judged.values())
     return {name: best - each for name, each in judged.items() if best - each > _CLEARLY_DB}

@@ -268,7 +268,7 @@ def rank_activations(
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
 
 
-def measure_halves(
+def measure_float16(
     graph: Graph, qdq: onnx.ModelProto, compared: Sequence[ComparedTensor], statistics: Path, names: Sequence[str]
 ) -> dict[str, float]:
     """Returns the outputs' ratio in dB for each of some quantized activations if it alone is rounded to float16.
@@ -277,7 +277,7 @@ def measure_halves(
         UsageError: the statistics are gone.
     """
     held = [*islice(read_held_out(statistics), _SAMPLES)]
-    proto, found = switch_activations(qdq, graph, only=names, halves=True)
+    proto, found = switch_activations(qdq, graph, only=names, as_float16=True)
     switched = _Switched(graph, proto, found, compared, held, NO_LIMIT, {})
     spans = [range(index, index + 1) for index in range(len(found))]
     return dict(zip(found, switched.judge(spans, range(len(held))), strict=True))

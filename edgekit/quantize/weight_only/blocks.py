@@ -25,7 +25,7 @@ from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import add_spread, join_pieces, round_comq, shrink_moment, split_pieces
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.ranges import PLAIN_METHODS
+from edgekit.quantize.ranges import METHODS_WITHOUT_HISTOGRAM
 
 _LPBQ_STEPS = 16
 
@@ -308,7 +308,7 @@ def learn_blocks(
         )
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
-    calibrate_model(model, samples, work=work, methods=PLAIN_METHODS)
+    calibrate_model(model, samples, work=work, methods=METHODS_WITHOUT_HISTOGRAM)
     with open_moments(work / "moments.npz") as stored:
 
         def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback

@@ -13,7 +13,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.errors import UsageError
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.model.model import Model, order_nodes, read_outside, refill
+from edgekit.model.model import Model, order_nodes, read_with_weights_on_disk, refill
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.quantize.equalization.pairs import SUFFIX
@@ -225,7 +225,7 @@ def open_part(
     The given values are inputs with `ISOLATED_PREFIX` before their names. The Q nodes that round a tensor in `rounded`
     still read the computed one: they belong to the layer that computes it.
     """
-    proto = read_outside(model)
+    proto = read_with_weights_on_disk(model)
     for node in proto.graph.node:
         for place, name in enumerate(node.input):
             if name in given and not (node.op_type == QUANTIZE and name in rounded):

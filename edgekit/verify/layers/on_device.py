@@ -23,7 +23,7 @@ from edgekit.devices.packages import match_operations
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.model.model import Model, load_model, read_outside, read_proto, save_proto
+from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, measure_layer, report_layer
@@ -78,7 +78,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     (ONNX Runtime keeps a group whose integers are an output too). A value that only an activation reads is left out,
     because runtimes compute both at once.
     """
-    graph = view_model(read_outside(model))
+    graph = view_model(read_with_weights_on_disk(model))
     computing = matching.list_computing(graph)
     dynamic = {name for node in computing for name in node.output}.union(graph.fed)
     starts: dict[str, tuple[str, str]] = {}
@@ -155,7 +155,7 @@ def find_device_layer(
     planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
     specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
-    graph, tensors = view_model(read_outside(model)), {probe.tensor for probe in probes}
+    graph, tensors = view_model(read_with_weights_on_disk(model)), {probe.tensor for probe in probes}
 
     def run_slice(wanted: Sequence[Probe], place: Path) -> str:
         """Runs the model once with these tensors, and those that their layers read, as outputs; returns a refusal."""

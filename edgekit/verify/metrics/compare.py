@@ -17,7 +17,7 @@ from edgekit.model.state import find_fed_back
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list, find_silent, may_be_head
 from edgekit.quantize.accuracy.heads import overlap_boxes
-from edgekit.quantize.accuracy.output_kinds import READ_FROM, read_decisions, says_yes_or_no
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement, weigh_shares
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
@@ -227,7 +227,7 @@ def read_list(golden: Golden) -> DetectionList | None:
 
     None also if the outputs hold other values that vary between rows.
     """
-    rows = spread_indices(golden.samples, READ_FROM)
+    rows = spread_indices(golden.samples, KIND_SAMPLES)
     # As in planning: boxes are scaled by the size of the image, which differs between samples if it is open.
     is_open = any(not isinstance(dim, int) for spec in golden.inputs for dim in spec.shape or ())
     image = None if is_open else find_image(next(iter(read_inputs(golden))))
@@ -266,7 +266,7 @@ def find_unseen(golden: Golden, reference: Samples, readings: Mapping[str, Readi
     image = find_image(next(iter(read_inputs(golden)), {}))
     if image is None or not may_be_head(next(iter(reference), {})):
         return same
-    rows = select_samples(reference, spread_indices(reference.count, READ_FROM))
+    rows = select_samples(reference, spread_indices(reference.count, KIND_SAMPLES))
     return same | find_silent(list(rows), image, least_shown=1)
 
 

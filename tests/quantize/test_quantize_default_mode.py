@@ -1,4 +1,4 @@
-"""The plain mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
+"""The default mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,14 @@ from edgekit.quantize.accuracy.predict import FloatReference, Look, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import Goal, Search, Searched, bound_integer, search_plan, share_work
+from edgekit.quantize.mixed_precision.plan_search import (
+    Goal,
+    Search,
+    Searched,
+    bound_integer,
+    measure_work,
+    search_plan,
+)
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_step, rise_db
 from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -193,12 +200,12 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
     first, searched = run_search(search)
     assert search.tried.keys() == {trial.step for trial in searched.trials}
-    known, bounds = share_work(search, "all", first), list[float]()
+    known, bounds = measure_work(search, "all", first), list[float]()
     for count in (1, 3, 8):
         plan = relieve_step(model, calibration, search.target, first, count, before=first, memo=search.memo)
         assert plan is not None
         bounds.append(bound_integer(search, plan))
-        assert known.integer >= bounds[-1] >= share_work(search, f"relieve {count}", plan).integer
+        assert known.integer >= bounds[-1] >= measure_work(search, f"relieve {count}", plan).integer
     assert 0.25 < bounds[-1] < 0.75
 
 

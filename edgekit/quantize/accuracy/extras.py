@@ -10,7 +10,7 @@ import numpy as np
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.detections import CERTAINTY, Detector
-from edgekit.quantize.accuracy.heads import Beside, find_sides
+from edgekit.quantize.accuracy.heads import ExtraColumns, find_sides
 from edgekit.quantize.accuracy.loss import Loss, bootstrap, discount_loss, record_values
 
 # What every row counts, so that images without objects have a mean too.
@@ -22,50 +22,50 @@ _MOST_ROWS, _LEAST_SCORE = 32, 0.1
 _POINT_SPREAD = 0.13
 
 
-def record_beside(head: Detector, beside: Beside, expected: Tensors, found: Tensors) -> Array:
+def record_extra(head: Detector, extra: ExtraColumns, expected: Tensors, found: Tensors) -> Array:
     """Returns the record of a sample; for masks and points the weight of all rows, and how much of it is lost."""
     boxes, chances = head.decode(expected)
     surest = chances.max(axis=1)
-    if beside.kind == "values":
+    if extra.kind == "values":
         weights = np.maximum(surest, _TINY) ** CERTAINTY
-        return record_values(beside.read(expected), beside.read(found), Reading(kind="values", axis=1), weights)
+        return record_values(extra.read(expected), extra.read(found), Reading(kind="values", axis=1), weights)
     rows = np.argsort(-surest, kind="stable")[:_MOST_ROWS]
     rows = rows[surest[rows] >= _LEAST_SCORE]
-    lose = _lose_masks if beside.kind == "masks" else _lose_points
+    lose = _lose_masks if extra.kind == "masks" else _lose_points
     weights = surest[rows] ** CERTAINTY
-    return np.array([weights.sum(), (weights * lose(beside, rows, boxes[rows], expected, found)).sum()])
+    return np.array([weights.sum(), (weights * lose(extra, rows, boxes[rows], expected, found)).sum()])
 
 
-def _lose_masks(beside: Beside, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
+def _lose_masks(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
     """Returns one less the overlap (IoU) of the two masks of each row, within the box of the float model."""
-    masks = [_draw_masks(beside, rows, boxes, outputs) for outputs in (expected, found)]
+    masks = [_draw_masks(extra, rows, boxes, outputs) for outputs in (expected, found)]
     both, either = (masks[0] & masks[1]).sum(axis=(1, 2)), (masks[0] | masks[1]).sum(axis=(1, 2))
     return np.where(either > 0, 1 - both / np.maximum(either, 1), 0.0)
 
 
-def _draw_masks(beside: Beside, rows: Array, boxes: Array, outputs: Tensors) -> Array:
+def _draw_masks(extra: ExtraColumns, rows: Array, boxes: Array, outputs: Tensors) -> Array:
     """Returns the mask of each row, bool [rows, height, width]: a place belongs to it where the sum is positive."""
-    prototypes = outputs[beside.prototypes][0].astype(np.float64)
-    masks = np.tensordot(beside.read(outputs, rows), prototypes, axes=1) > 0
+    prototypes = outputs[extra.prototypes][0].astype(np.float64)
+    masks = np.tensordot(extra.read(outputs, rows), prototypes, axes=1) > 0
     height, width = masks.shape[1:]
-    cell = find_sides(boxes, beside.image) / (width, height)
+    cell = find_sides(boxes, extra.image) / (width, height)
     columns, lines = (np.arange(width) + 0.5) * cell[0], (np.arange(height) + 0.5) * cell[1]
     wide = (columns >= boxes[:, 0:1]) & (columns <= boxes[:, 2:3])
     high = (lines >= boxes[:, 1:2]) & (lines <= boxes[:, 3:4])
     return np.asarray(masks & wide[:, None, :] & high[:, :, None])
 
 
-def _lose_points(beside: Beside, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
+def _lose_points(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
     """Returns one less the similarity of the points (OKS) of each row, over those that the float model sees."""
-    one, two = (beside.read(each, rows).reshape(len(rows), -1, beside.numbers) for each in (expected, found))
+    one, two = (extra.read(each, rows).reshape(len(rows), -1, extra.numbers) for each in (expected, found))
     squares = ((one[..., :2] - two[..., :2]) ** 2).sum(axis=-1)
     area = np.maximum((boxes[:, 2:] - boxes[:, :2]).prod(axis=1), _TINY)
     lost = 1 - np.exp(-squares / (2 * area[:, None] * _POINT_SPREAD**2))
-    seen = one[..., 2] if beside.numbers > 2 else np.ones_like(squares)
+    seen = one[..., 2] if extra.numbers > 2 else np.ones_like(squares)
     return np.asarray((seen * lost).sum(axis=1) / np.maximum(seen.sum(axis=1), _TINY))
 
 
-def judge_beside(records: Sequence[Array]) -> Loss:
+def judge_extra(records: Sequence[Array]) -> Loss:
     """Returns the share of masks or points that is lost: half of it is expected (`discount_loss`), all is possible."""
     table = np.stack(records)
 
@@ -75,7 +75,7 @@ def judge_beside(records: Sequence[Array]) -> Loss:
     return Loss(estimate=discount_loss(float(score(table.sum(axis=0)))), interval=(0.0, bootstrap(table, score)[1]))
 
 
-def beside_distances(records: Sequence[Array]) -> Array:
+def extra_distances(records: Sequence[Array]) -> Array:
     """Returns how much of the masks or points of each sample is lost, as a share of how many there are."""
     table = np.stack(records)
     return np.asarray(table[:, 1] / max(float(table[:, 0].mean()), _TINY))

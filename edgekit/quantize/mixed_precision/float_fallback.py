@@ -25,7 +25,7 @@ from edgekit.quantize.mixed_precision.relief import (
     rank_tensors,
     rise_db,
 )
-from edgekit.quantize.mixed_precision.sensitivity import measure_halves
+from edgekit.quantize.mixed_precision.sensitivity import measure_float16
 from edgekit.quantize.plan import QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq import build_qdq
 from edgekit.target import Target
@@ -37,11 +37,11 @@ _COUNTS = (1, 3, 8)
 class WideRange(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that 16 bits do not hold: in each of `steps` those that are worth a trial in float, worst first.
 
-    Those that the target's float holds no better are `lost`.
+    Those that the target's float holds no better are in `beyond_float`.
     """
 
     steps: tuple[tuple[str, ...], ...] = ()
-    lost: tuple[str, ...] = ()
+    beyond_float: tuple[str, ...] = ()
 
 
 def find_wide_range(
@@ -73,23 +73,25 @@ def find_wide_range(
 
     if not gains(wide):
         return WideRange()
-    halves = dict[str, float]()
+    float16_db = dict[str, float]()
     if target.float_bits == 16:
         qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
-        halves = measure_halves(draft.graph, qdq, draft.compared, draft.statistics, wide)
+        float16_db = measure_float16(draft.graph, qdq, draft.compared, draft.statistics, wide)
 
     def holds_more(name: str) -> bool:
-        return name not in halves or halves[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
+        return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
 
     floats = [name for name in wide if holds_more(name)]
     steps = [tuple(floats[:count]) for count in (0, *_COUNTS)]
     return WideRange(
         steps=tuple(names for before, names in pairwise(steps) if gains(names, before)),
-        lost=tuple(name for name in wide if name not in floats and gains([name])),
+        beyond_float=tuple(name for name in wide if name not in floats and gains([name])),
     )
 
 
-def lift_tensors(model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]) -> QuantPlan | None:
+def keep_tensors_float(
+    model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]
+) -> QuantPlan | None:
     """Returns a plan with some tensors of 16 bits in float, None if nothing would be quantized.
 
     Tensors that only move their values are in float too: else the next operator would read them in 16 bits.

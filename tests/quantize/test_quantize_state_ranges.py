@@ -12,17 +12,17 @@ from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.state import State
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.mixed_precision.own_state import find_state
+from edgekit.quantize.mixed_precision.state_ranges import find_state
 from edgekit.recipe import Data, Recipe
 
 STEPS = 8
 # The state is summed up, and 0.1 more at each step in the second model.
-SUM = """g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h) <float more = {MORE}> {
+SUM = """g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h) <float more = {MORE_RELIEF}> {
   sum = Add(h, x) new_h = Add(sum, more) y = Neg(sum) }"""
 
 
 def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
-    exact, other = (load_model(parse_model(SUM.replace("MORE", more), tmp_path / more)) for more in ("0", "0.1"))
+    exact, other = (load_model(parse_model(SUM.replace("MORE_RELIEF", more), tmp_path / more)) for more in ("0", "0.1"))
     rng, rows, state = np.random.default_rng(0), [], np.zeros((1, 4), np.float32)
     for step in range(4 * STEPS):
         state = state if step % STEPS else np.zeros((1, 4), np.float32)
@@ -38,7 +38,7 @@ def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert reference.predict_drop(exact).drop_estimate == 0
     # A part of the samples would be no whole sequences.
-    assert reference.look(other, beside=exact).prediction.samples == 4 * STEPS
+    assert reference.look(other, rival=exact).prediction.samples == 4 * STEPS
     for most, counted in ((2 * STEPS + 3, 2 * STEPS), (STEPS - 3, STEPS - 3)):
         few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=most)
         assert list(few.indices) == [*range(counted)]
