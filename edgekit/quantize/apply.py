@@ -41,10 +41,11 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
 def quantize_model(
     model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath, *, is_trial: bool = False
 ) -> QuantizedModel:
-    """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
+    """Writes the QDQ form of a prepared float model to the file `out`; equal arguments give equal bytes.
 
-    The calibration is the one that the plan was made with, or another one of the same samples. In a trial, which only
-    runs on this PC, an LSTM stays one node: that is loaded in a hundredth of the time, and computes the same.
+    The calibration is the one that the plan was made with, or another one of the same samples. With `is_trial` the
+    model is written to be measured on this PC only: an LSTM stays one node, which computes the same and is loaded in a
+    hundredth of the time.
 
     Raises:
         DataError: the plan is of another model, or the calibration of other samples.
@@ -66,7 +67,7 @@ def quantize_model(
     are_integer = [
         not dequantized.isdisjoint(node.input) and not requantized.isdisjoint(node.output) for node in computing
     ]
-    # Others are left to a session's options (`disable_harmful`).
+    # Float weights that are not directly between DQ and Q are protected by session options (`disable_harmful`).
     if found := find_float_weights(quantized.graph, directly=True):
         raise ModelError(
             f"node '{found[0]}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds to 8 bits"

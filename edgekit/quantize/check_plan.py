@@ -70,7 +70,7 @@ def require_plan(plan: QuantPlan, model: Model, calibration: Calibration, target
         ModelError: no node of the model can be quantized.
     """
     graph = plan_graph(model, plan, calibration)
-    # A fresh plan for the target tells which names exist and what only the target decides.
+    # A fresh plan for the target shows which names exist and what only the target decides.
     own = draft_plan(model, graph, plan_calibration(model, plan, calibration), target, plan.precision)
     complaint = next(_complaints(plan, own, graph, target), None)
     if complaint is not None:

@@ -1,4 +1,4 @@
-"""Gains of normalizations for which 8 bits are too few, where activations have 16.
+"""Gains (scale inputs) of LayerNormalizations for which 8 bits are too few, in plans with 16-bit activations.
 
 QNN takes only 8-bit gains of a LayerNormalization, and all channels share one scale: if one gain is large, the scale is
 too coarse for the others. LayerNormalization(x, gain, bias) is LayerNormalization(x, 1, bias / gain) * gain, in which 1
@@ -8,8 +8,9 @@ Such a product is worth its time where the rounded gain loses more than the roun
 every channel has the variance 1. If a matrix W of 8-bit weights reads the output, and rounding changes the gain g by e
 and the matrix by E, the result gets the noise sum of (W_ij e_j)^2 from the gain, and sum of (E_ij g_j)^2 from the
 matrix. No product reduces the second, so a gain whose noise is below it stays as it is. If no matrix reads the output,
-the gain is held against weights that are spread evenly over the 127 steps of int8: rounding moves each by a variance of
-1 / 12 of a squared step, and their own is 127^2 / 3, so the noise is 1 / (4 x 127^2) of the signal, the sum of g_j^2.
+the noise of the gain is compared with that of weights uniformly distributed over the 127 steps of int8: rounding adds a
+variance of 1 / 12 of a squared step to their own of 127^2 / 3, so the noise is 1 / (4 x 127^2) of the signal, the sum
+of g_j^2.
 """
 
 import math
@@ -25,7 +26,7 @@ from edgekit.model.model import drop_unread
 from edgekit.model.tensors import Array
 
 NORM = "LayerNormalization"
-"""Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
+"""The operator. Gains are positive, so asymmetric uint8 gives them twice the steps of int8."""
 _MOST_8, _MOST_16, _MOST_32 = 255, 65535, 2**31 - 1
 _EVEN_NOISE = 1 / (4 * 127**2)
 # Operators between a normalization and the matrices that read it.
@@ -56,8 +57,8 @@ class _Placed:
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     """Turns gains that lose more than the weights behind them into products, in place; nodes are not in order.
 
-    Only normalizations are changed whose output has 16 bits. Gains that are computed or zero stay, and so does a gain
-    beside a bias that would more than double the range.
+    Only normalizations with a 16-bit output are changed. Gains that are computed or zero stay, and so does a gain with
+    a bias that would more than double the range.
     """
     norms = {
         node.output[0]: node
@@ -77,9 +78,9 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
 def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> None:
     """Turns a normalization into one without gain and a product, if its rounded gain loses more than the weights do.
 
-    The tensor between the two gets its 16-bit scale without calibration, since the shift, the bias of the first, at
-    most doubles its reach. The product takes over the node's name and output, which stand for what makes the tensor and
-    reads the gain.
+    The tensor between the two gets its 16-bit scale without calibration, since the bias of the normalization (`shift`)
+    at most doubles its largest magnitude (`reach`). The product takes over the node's name and output: layers are
+    compared by these.
     """
     rounder, rounded = placed.rounders.get(node.output[0]), placed.dequantize(node, 1)
     source = placed.makers.get(node.input[0])

@@ -1,4 +1,4 @@
-"""The plan of quantizing a model for a target: plain data that can be read before anything is done."""
+"""The plan of quantizing a model for a target: plain data, which a user can read and edit before it is applied."""
 
 import math
 from collections import Counter
@@ -51,10 +51,10 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One choice of ranges and rounding, with its signal-to-noise ratio on held-out samples.
+    """One choice of range method and rounding, with its signal-to-noise ratio on held-out samples.
 
-    `relieved` names the tensors that left 8 bits; `equalized` says whether channels were equalized. `eight_bit_share`
-    is the share of all weight values that kept 8 bits where the others got 4.
+    `relieved` names the tensors that got 16 bits or float instead of 8 bits; `equalized` says whether channels were
+    equalized. `eight_bit_share` is the share of weight values in 8 bits if the others have 4 bits, else 0.
     """
 
     method: str
@@ -79,15 +79,16 @@ class NarrowConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions about how a model is quantized.
 
-    `ranges` holds the range of every float activation, `grids` the scales and zero points that operators demand
-    whatever the range. `factors` holds the channel factors of each tensor that is equalized: its producer is scaled by
-    them, its readers are scaled back. `axes` holds the channel axis of each weight that gets a scale per channel,
-    `bits` the bits of each weight that has fewer than 8; such weights of MatMuls with inputs of three dimensions share
-    a scale in blocks of `block` values (0: no blocks). `float_nodes` are the nodes kept float. `wide` holds the
-    activations that get 16 bits where the others get 8, with their range. `judged` lists the candidates that were
-    tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
-    scale, `unsigned_ops` those whose weights are stored as uint8. With `float_bias` biases stay floats. `narrow` are
-    the constants of float nodes that are stored as integers.
+    `scheme` says whose rules place Q and DQ nodes: ONNX Runtime's for QNN, or its general ones ("ort"). `method` is the
+    range method. `ranges` holds the range of every float activation, `grids` the scales and zero points that operators
+    demand whatever the range. `factors` holds the channel factors of each equalized tensor: its producer is multiplied
+    by them, the weights of its readers are divided. `axes` holds the channel axis of each weight with a scale per
+    channel, `bits` the bits of each weight that has fewer than 8; such weights of MatMuls with inputs of three
+    dimensions share a scale in blocks of `block` values (0: no blocks). `float_nodes` are the nodes kept float. `wide`
+    holds the tensors that get 16 bits although other activations get 8, with their range. `judged` lists the candidates
+    that were tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output
+    get one scale, `unsigned_ops` those whose weights are stored as uint8. With `float_bias` biases stay floats.
+    `narrow` are the constants of float nodes that are stored as integers.
     """
 
     model_sha256: str
@@ -118,12 +119,12 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     judged: tuple[Candidate, ...]
 
     def find_weight_limit(self) -> int:
-        """Returns the largest magnitude of a weight's integers. A property would be a key of the plan's file."""
+        """Returns the largest magnitude of an 8-bit weight. No property: that would be a key of the plan's file."""
         return REDUCED_LIMIT if self.reduce_range else LIMIT
 
 
 def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Target, precision: Precision) -> QuantPlan:
-    """Returns a plan with exact ranges and plain rounding.
+    """Returns a plan with min-max ranges and weights rounded to nearest.
 
     Raises:
         UsageError: the precision is no integer precision.
@@ -146,8 +147,8 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
     exact, axes = calibration.ranges["minmax"], _axes(graph, rules)
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else high_precision, exact.keys()))
-    # Layers that sum over several channels get few bits. A depthwise convolution has only a few weights per channel,
-    # too few for their errors to average out.
+    # Layers that sum over several channels get 4 bits. A depthwise convolution has only a few weights per channel, too
+    # few for their errors to average out.
     mixing = (layer for layer in read_layers(graph) if layer.outputs > 1 or layer.groups == 1)
     few = [each.weight for each in mixing if each.weight in axes and each.op != "ConvTranspose"]
     plan = QuantPlan(
@@ -191,7 +192,7 @@ def is_relievable(plan: QuantPlan) -> bool:
 
 
 def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
-    """Returns True if a plan quantizes a node that ORT quantizes even without a quantized neighbour."""
+    """Returns True if ORT would quantize any node: with its general rules, `_FOLLOWERS` need a quantized producer."""
     idle = {node.name for node in plan.float_nodes}
     if plan.scheme == "ort":
         idle |= {node.name for node in graph.nodes if node.op_type in _FOLLOWERS}
@@ -233,7 +234,7 @@ def _float_nodes(
 def _wide_tensors(
     graph: Graph, nodes: set[str], floats: set[str], exact: dict[str, TensorRange]
 ) -> dict[str, TensorRange]:
-    """Returns the ranges of the float activations that some nodes read or make, in graph order.
+    """Returns the ranges of the float activations that `nodes` not in `floats` read or make, in graph order.
 
     The constants of recurrent nodes are included: ORT's QNN rules treat them as activations, with one scale for all
     gates, and the 8-bit rounding errors of the state would add up over all time steps.

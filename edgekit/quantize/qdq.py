@@ -1,7 +1,7 @@
-"""Writes the quantized graph: Q and DQ nodes, a compact form, and the QOperator form.
+"""Writes the quantized graph: with Q and DQ nodes, and in QOperator form.
 
-ONNX Runtime's quantizer places the nodes, then the weights are rounded again. MatMuls whose 4-bit weights are quantized
-in blocks become MatMulNBits between Q and DQ of 16 bits. What a file does not need is removed.
+ONNX Runtime's quantizer places Q and DQ nodes, then the weights are rounded again. MatMuls whose 4-bit weights are
+quantized in blocks become MatMulNBits between Q and DQ of 16 bits. `compact_qdq` removes what a file does not need.
 """
 
 import hashlib
@@ -179,7 +179,10 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
 
 
 def _bypass_qdq(graph: onnx.GraphProto, kept: set[str]) -> None:
-    """Lets float nodes read tensors that no quantized node makes directly, not through Q and DQ."""
+    """Lets float nodes read the tensors of float producers and inputs themselves, not behind Q and DQ; changes `graph`.
+
+    `kept` are the names of the float nodes.
+    """
     # ONNX Runtime's quantizer puts Q and DQ on a tensor for all its readers if one of them is quantized. A float Conv
     # between such a DQ and a Q would get its weights quantized per tensor when a session is made:
     # WeightBiasQuantization, on by default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
@@ -295,7 +298,8 @@ def _free_names(taken: set[str]) -> Iterator[str]:
             yield name
 
 
-# Other optimizers of ONNX Runtime's extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc).
+# The optimizers of ONNX Runtime's extended level that make no QOperator nodes, switched off
+# (onnxruntime/core/optimizer/graph_transformer_utils.cc).
 _OTHER_FUSIONS = (
     "AttentionFusion", "BiasDropoutFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "ConvActivationFusion",
     "DynamicQuantizeMatMulFusion", "EmbedLayerNormFusion", "FastGeluFusion", "GatherSliceToSplitFusion",

@@ -1,8 +1,8 @@
-"""Range methods: from statistics to ranges by minmax, moving average, percentile and mse.
+"""Range methods: they choose the range of an activation from its statistics (min-max, moving average, percentile, MSE).
 
-A range says which part of an activation its integers span. Histograms widen with their data, and do not depend on its
-order. If only a nonlinearity reads a tensor, errors are measured after it. The inputs and the output of an operator,
-such as a Concat, share one range if a provider requires that.
+The range is the interval that the integers cover; values outside are clipped. Histograms widen with their data, and do
+not depend on its order. If only a nonlinearity reads a tensor, errors are measured after it. The inputs and the output
+of an operator, such as a Concat, share one range if a provider requires that.
 """
 
 import math
@@ -18,12 +18,12 @@ from edgekit.quantize.graph.float_graph import range_source
 # Bins on each side of zero. ONNX Runtime has as many in total (PercentileCalibrater in its quantization/calibrate.py).
 HALF_BINS = 2048
 PARTS = 8
-"""The samples of a histogram are dealt in turn to so many parts, to see how much they differ; chosen by hand."""
+"""Samples are assigned to so many parts of a histogram in turn, to estimate the sampling error; chosen by hand."""
 
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
 
-# Up to this count a histogram fits into uint16, half the memory: a part of a calibration's samples gives less.
+# Up to this count bins fit into uint16, half the memory. A part of a calibration's samples has fewer values.
 _MOST_NARROW = int(np.iinfo(np.uint16).max)
 
 
@@ -167,7 +167,7 @@ _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
 
 
 def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
-    """Returns the ends of the interval outside which a function is saturated."""
+    """Returns the interval outside which a nonlinearity is saturated; infinite ends for None and unknown ones."""
     return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
 
 
@@ -250,7 +250,7 @@ def _snap(value: float) -> float:
 def percentile_range(
     exact: TensorRange, histogram: Histogram, percent: float, reader: Nonlinearity | None = None
 ) -> TensorRange:
-    """Returns the range that holds `percent` of the values; half of the others is clipped at each end.
+    """Returns the range that holds `percent` of the values; half of the others are clipped at each end.
 
     Values where `reader` is saturated, such as those of HardSwish below -3, are clipped too.
     """
@@ -272,7 +272,7 @@ def _clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRa
 
 
 def tail_error(percent: float, values: int) -> float:
-    """Returns the error, with 95 % confidence, of the clipped share at an end of a percentile range.
+    """Returns the half-width of the 95 % interval of the share that a percentile range clips at an end.
 
     This is the bound of the normal approximation for `values` values drawn at random; values picked one from each of
     equal parts of a tensor are never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
@@ -326,7 +326,7 @@ METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average")
 PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
 
 AUTO_METHODS = ("minmax", "mse", *PERCENTS)
-"""The range methods that are compared with each other.
+"""The range methods that "auto" compares with each other.
 
 None of them is the best on every network of tools/bench/quantize_zoo.py.
 """
@@ -371,7 +371,7 @@ def share_ranges(
 
 
 def shared_tensors(graph: Graph, ops: Collection[str], floats: Collection[str] = ()) -> frozenset[str]:
-    """Returns the tensors with the range of a group; a tensor that shares another's scale is named by that one."""
+    """Returns the tensors that share a range, each as the tensor from which it takes its scale (`_find_source`)."""
     return frozenset(_join(graph, ops, floats))
 
 

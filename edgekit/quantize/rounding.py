@@ -218,7 +218,9 @@ def _gather(
     layers: Sequence[Layer],
     samples: Sequence[Tensors],
 ) -> dict[str, Array]:
-    """Returns patches [P, groups, inputs] of each layer's input; `names` maps input tensors to their names in `proto`.
+    """Returns patches [P, groups, inputs] of each layer's input, computed by `proto`, the float graph or its QDQ form.
+
+    `names` maps the layers' input tensors to their names in `proto`.
 
     Layers whose input size is unknown are omitted; without samples, all are.
     """
@@ -263,10 +265,10 @@ def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> 
 def _round_for_inputs(
     graph: Graph, layer: Layer, place: QdqLayer, true: Array, seen: Array, size: int
 ) -> dict[str, Array]:
-    """Returns integers, scale [channels] and bias [channels] of a layer.
+    """Returns integers, scale [channels] and bias [channels] of a layer, as Qronos rounds it (`round_in_order`).
 
-    `true` and `seen` are patches [P, groups, inputs] of its input: in the float graph, and behind the layers rounded so
-    far. `size` inputs make a block of the moment.
+    `true` and `seen` are patches [P, groups, inputs] of its input: X in the float graph, and Y behind the layers
+    rounded so far. `size` is the number of inputs in a block of the second moment.
     """
     weight, bias, matrix, floor = _read_layer(graph, layer, place)
     matrix, true_mean, mean = matrix.astype(np.float64), true.mean(axis=0), seen.mean(axis=0)

@@ -124,7 +124,7 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
         """The number of samples after which the second is found to be worse, 0 if it never is."""
         one, two = draw(0.0), draw(farther)
         looks = ([Likeness([part], each[::stride]) for each in (one, two)] for stride in (16, 8, 4, 2, 1))
-        return next((first.moves().shape[1] for first, second in looks if first.is_clearly_better_than(second)), 0)
+        return next((first.distances().shape[1] for first, second in looks if first.is_clearly_better_than(second)), 0)
 
     # In one direction it is half of 5 %.
     assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04

@@ -1,10 +1,11 @@
 """The mean AP that a detector loses, estimated without labels from the detections of the float and the quantized model.
 
-A detection of the float model is taken to show an object with the probability that its score says, and its box to miss
-the object's box by as much as boxes of detectors usually do. Truths are drawn so, and for each truth both models get
-their AP over IoU 0.50 to 0.95, as COCO computes it (T.-Y. Lin et al., 2014). Where quantizing moves a box, the movement
-adds to the miss as one side of a right triangle to the other: a box that overlaps the float one by 0.97, which itself
-misses the object by 0.2, loses next to nothing, though its AP against the float boxes falls by much more.
+Ground truths are drawn at random from the float model's detections: each shows an object with a probability that
+follows from its score, and its box differs from the object's by a random error of the size that is usual for detectors.
+Against each ground truth both models get their AP over IoU 0.50 to 0.95, as COCO computes it (T.-Y. Lin et al., 2014).
+The shift of a box by quantization is independent of that error, so their squares add up. Example: a quantized box with
+an IoU of 0.97 with the float box, whose own error is 0.2, loses next to nothing, though its AP against the float boxes
+falls by much more.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ _LESS, _MORE = 0.4, 0.85
 
 
 class _Detections(msgspec.Struct, frozen=True, kw_only=True):
-    """Detections of an image, the surest first: their rows, corners, scores and classes."""
+    """Detections of an image, by falling score: their rows, corners, scores and classes."""
 
     rows: Array
     boxes: Array
@@ -55,9 +56,10 @@ class _Detections(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Detections of one model in the order in which AP reads them: by class, the surest first.
+    """Detections of one model in the order in which AP reads them: by class, then by falling score.
 
-    `places` are their rows in the table of records, `starts` where the class of each begins, `ranks` its number.
+    `places` are their rows in the table of records. For each detection `starts` is the position at which its class
+    begins, and `ranks` the number of its class, from 1 on.
     """
 
     places: Array
@@ -66,13 +68,17 @@ class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detector(Protocol):
-    """How outputs become detections; where it `keeps_places` a row is the same place of the image in both models."""
+    """Decodes the outputs of a detector.
+
+    `keeps_places` is True if row N stands for the same place of the image in both models, as in a raw head, and False
+    for a list that is sorted by score.
+    """
 
     keeps_places: ClassVar[bool]
 
     @property
     def suppresses(self) -> bool:
-        """True if only the surest of boxes that overlap is a detection."""
+        """True if non-maximum suppression is still to be applied to the boxes."""
         ...
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
@@ -81,10 +87,10 @@ class Detector(Protocol):
 
 
 def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Array:
-    """Returns what may be an object in a sample, float64 [objects, 5].
+    """Returns a row for each possible object of a sample, float64 [objects, 5].
 
-    The columns are its class, the probability by the float model that it is one, its scores by the float and by the
-    quantized model (0 where a model does not show it), and one less the overlap of the two boxes.
+    The columns are its class, the float model's probability that it is an object, its scores in the float and in the
+    quantized model (0 where a model does not detect it), and 1 - IoU of the boxes of the two models.
     """
     boxes, chances = head.decode(expected)
     others, theirs = head.decode(found)
@@ -94,7 +100,8 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
     taken = np.zeros(len(mine.rows), np.bool_)
     records = np.stack([mine.classes, mine.scores, mine.scores, np.zeros_like(mine.scores), np.zeros_like(mine.scores)])
     records, more = records.T.copy(), list[list[float]]()
-    # Another place may show the object now, with a float box that is as good: what counts is how far that moved.
+    # The row with an object's highest score may be another one now. Its float box is as good as that of the old row, so
+    # its shift is measured against its own float box.
     moved = 1 - overlap_pairs(boxes[got.rows], got.boxes) if head.keeps_places else np.zeros(len(got.rows))
     for index, score in enumerate(got.scores):
         row, kind = int(got.rows[index]), int(got.classes[index])
@@ -103,21 +110,22 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
         best = int(free.argmax()) if free.size else 0
         if free.size and free[best] >= _SAME_OBJECT:
             taken[best] = True
-            # A CenterNet learns no box beside a centre: a peak one place on is held against the box of the old peak.
+            # A CenterNet has meaningful boxes at peaks only, so a peak that moved is compared with the old peak's box.
             records[best, 3:] = score, apart if head.suppresses else 1 - overlaps[index, best]
             continue
-        # A second box on an object is wrong. Elsewhere an object is as likely as the float model's score at that row.
+        # A second box on an object is a false detection. Elsewhere the float model's score at that row is the
+        # probability of an object.
         is_wrong = not head.keeps_places or overlaps[index].max(initial=0) >= _SAME_OBJECT
         more.append([kind, 0.0 if is_wrong else float(chances[row, kind]), 0.0, float(score), apart])
     return np.concatenate([records, np.array(more).reshape(-1, 5)])
 
 
 def detection_distances(records: Sequence[Array], *, centred: bool = False) -> Array:
-    """Returns how far the detections of each sample moved, as a share of how many there are.
+    """Returns how far each sample's detections moved, relative to the mean number of objects, float64 [samples].
 
-    Whether a row shows an object is a decision of the float model's score, compared by the Hellinger distance; its box
-    counts by what it no longer overlaps. Both count as far as the row is likely to show an object by either model: most
-    of a head's rows have low scores, which move far and decide nothing.
+    A row moves by the Hellinger distance of its two scores plus 1 - IoU of its two boxes. It is weighted by the
+    probability of an object according to the higher score: most rows of a head have low scores, which change much but
+    decide nothing.
     """
     table = np.concatenate([*records, np.zeros((0, 5))])
     scores, others = np.clip(table[:, 2], 0, 1), np.clip(table[:, 3], 0, 1)
@@ -129,7 +137,7 @@ def detection_distances(records: Sequence[Array], *, centred: bool = False) -> A
 
 
 def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:
-    """Returns the drop of mean AP over truths that are drawn from records, with images drawn anew each time.
+    """Returns the drop of mean AP over ground truths that are drawn from records; images are resampled for each draw.
 
     `centred` says that scores are heights of peaks on a map (`Head.peaks`).
     """
@@ -142,7 +150,7 @@ def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:
     for draw in range(_DRAWS):
         counts = rng.multinomial(len(records), np.full(len(records), 1 / len(records)))
         weights = counts[images] * (rng.random(len(table)) < likely)
-        # The quantized box lies apart along the first of the four errors.
+        # The shift of the quantized box adds to the first of the four error components.
         along, others = rng.normal(0, _MISS, len(table)), _MISS**2 * rng.chisquare(3, len(table))
         miss, moved = (np.sqrt((along + by) ** 2 + others) for by in (0.0, table[:, 4]))
         for side, (ranking, error) in enumerate(zip(rankings, (miss, moved), strict=True)):
@@ -154,12 +162,12 @@ def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:
 
 
 def _likelihood(chances: Array, *, centred: bool) -> Array:
-    """Returns how likely detections are right.
+    """Returns the probability that each detection is correct, from its score.
 
-    A map of centres lies above zero everywhere, and a model that is little sure comes nowhere near one: what counts is
-    how far a peak rises from the median peak to the highest. For a small CenterNet whose highest peak was 0.45, peaks
-    of 0.34, 0.25, 0.18 and 0.12 were right in 25, 12, 4.6 and 1.1 % of cases; this function returns 24, 12, 4.9 and
-    1.5 % (measured once, the program is gone).
+    A map of centres (`centred`) is above zero everywhere, and the highest peak of an uncertain model is far below one.
+    So a peak's height is measured between the median and the highest peak. For a small CenterNet whose highest peak was
+    0.45, peaks of 0.34, 0.25, 0.18 and 0.12 were right in 25, 12, 4.6 and 1.1 % of cases; this function returns 24, 12,
+    4.9 and 1.5 % (measured once, the program is gone).
     """
     if not centred or not len(chances):
         return np.asarray(chances**CERTAINTY)
@@ -169,7 +177,7 @@ def _likelihood(chances: Array, *, centred: bool) -> Array:
 
 
 def _suppress(boxes: Array, chances: Array, overlap: float) -> _Detections:
-    """Returns the detections that non-maximum suppression leaves, where boxes of a class overlap by so much."""
+    """Returns the detections left by non-maximum suppression within each class; `overlap` is the IoU threshold."""
     rows, classes = np.nonzero(chances >= _LEAST_SCORE)
     scores = chances[rows, classes]
     order = np.argsort(-scores, kind="stable")[:_MOST_CANDIDATES]
@@ -193,9 +201,9 @@ def _rank(table: Array, column: int) -> _Ranking:
 
 
 def _mean_ap(ranking: _Ranking, classes: Array, counts: Array, weights: Array, error: Array) -> float:
-    """Returns the mean over classes that occur and over thresholds of the area under precision against recall.
+    """Returns the area under the precision-recall curve, averaged over the classes with objects and the IoU thresholds.
 
-    `counts` says how often each record counts, `weights` the same where it is an object and 0 elsewhere.
+    `counts` says how often each record's image was drawn, `weights` the same for objects and 0 for other records.
     """
     kinds = classes.astype(np.int64)
     objects = np.bincount(kinds, weights, minlength=int(kinds.max(initial=0)) + 1)

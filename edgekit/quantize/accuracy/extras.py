@@ -1,6 +1,6 @@
-"""What a detector tells of an object beside its box: how far its masks, its points and other numbers are lost.
+"""The loss in a detector's other predictions for an object: masks, keypoints, and numbers such as an angle.
 
-Each row counts by how likely it shows an object (`CERTAINTY`), and the same row is compared in both models.
+The same row is compared in both models, weighted by the probability that it shows an object (`CERTAINTY`).
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from edgekit.quantize.accuracy.detections import CERTAINTY, Detector
 from edgekit.quantize.accuracy.heads import ExtraColumns, find_sides
 from edgekit.quantize.accuracy.loss import Loss, bootstrap, discount_loss, record_values
 
-# What every row counts, so that images without objects have a mean too.
+# The least weight of a row, so that images without objects have a mean too.
 _TINY = 1e-12
-# Masks and points of so many rows are compared, the surest: a choice, for the time. Rows of lower scores show nothing.
+# Masks and keypoints are compared for so many rows with the highest scores: a choice, to save time. Rows with scores
+# below the second number show nothing.
 _MOST_ROWS, _LEAST_SCORE = 32, 0.1
 # Object keypoint similarity, exp(-d^2 / (2 area k^2)), with the mean of COCO's 17 constants k (M. R. Ronchi and P.
 # Perona, "Benchmarking and error diagnosis in multi-instance pose estimation", 2017).
@@ -23,7 +24,7 @@ _POINT_SPREAD = 0.13
 
 
 def record_extra(head: Detector, extra: ExtraColumns, expected: Tensors, found: Tensors) -> Array:
-    """Returns the record of a sample; for masks and points the weight of all rows, and how much of it is lost."""
+    """Returns a sample's record: as `record_values`, or for masks and keypoints [weight of all rows, lost part]."""
     boxes, chances = head.decode(expected)
     surest = chances.max(axis=1)
     if extra.kind == "values":
@@ -37,7 +38,7 @@ def record_extra(head: Detector, extra: ExtraColumns, expected: Tensors, found: 
 
 
 def _lose_masks(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
-    """Returns one less the overlap (IoU) of the two masks of each row, within the box of the float model."""
+    """Returns 1 - IoU of the two masks of each row, within the box of the float model."""
     masks = [_draw_masks(extra, rows, boxes, outputs) for outputs in (expected, found)]
     both, either = (masks[0] & masks[1]).sum(axis=(1, 2)), (masks[0] | masks[1]).sum(axis=(1, 2))
     return np.where(either > 0, 1 - both / np.maximum(either, 1), 0.0)
@@ -56,7 +57,7 @@ def _draw_masks(extra: ExtraColumns, rows: Array, boxes: Array, outputs: Tensors
 
 
 def _lose_points(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
-    """Returns one less the similarity of the points (OKS) of each row, over those that the float model sees."""
+    """Returns 1 - OKS of the keypoints of each row, weighted by the visibility that the float model predicts."""
     one, two = (extra.read(each, rows).reshape(len(rows), -1, extra.numbers) for each in (expected, found))
     squares = ((one[..., :2] - two[..., :2]) ** 2).sum(axis=-1)
     area = np.maximum((boxes[:, 2:] - boxes[:, :2]).prod(axis=1), _TINY)
@@ -66,7 +67,7 @@ def _lose_points(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tenso
 
 
 def judge_extra(records: Sequence[Array]) -> Loss:
-    """Returns the share of masks or points that is lost: half of it is expected (`discount_loss`), all is possible."""
+    """Returns the loss of masks or keypoints: the estimate is `discount_loss` of the lost share, 0 its lower bound."""
     table = np.stack(records)
 
     def score(sums: Array) -> Array:
@@ -76,6 +77,6 @@ def judge_extra(records: Sequence[Array]) -> Loss:
 
 
 def extra_distances(records: Sequence[Array]) -> Array:
-    """Returns how much of the masks or points of each sample is lost, as a share of how many there are."""
+    """Returns the lost part of each sample's masks or keypoints, relative to the mean weight of a sample."""
     table = np.stack(records)
     return np.asarray(table[:, 1] / max(float(table[:, 0].mean()), _TINY))

@@ -1,6 +1,6 @@
-"""Finds which outputs of a detector hold boxes and scores, by layout and by values.
+"""Finds which outputs of a detector hold boxes and scores, by their shapes and values.
 
-A graph that suppresses and ranks boxes itself has a list of detections as output instead of a raw head; such lists are
+A graph that applies non-maximum suppression itself outputs a list of detections instead of a raw head; such lists are
 found here too.
 """
 
@@ -37,7 +37,7 @@ _MOST_OUTPUTS = 20
 _MOST_ROWS, _LEAST_CELL = 1 << 17, 4
 _BOX = 4
 _BOX_WIDTHS = (_BOX, *(_BOX * bins for bins in BINS))
-# Where all scores are lower nothing is detected; detectors for COCO reach 0.3 and more.
+# If the highest score is lower, nothing is detected; detectors for COCO reach 0.3 and more.
 _LEAST_SCORE = 0.1
 # At most this share of rows has a high score: most of an image is background.
 _MOST_HIGH = 0.3
@@ -48,12 +48,12 @@ _MOST_HIGH = 0.3
 # _FAINT: correct readings rise by 0.32 of it or more, wrong ones by 0.22 (measured once, the program is gone).
 _LEAST_AGREEMENT, _LEAST_GAIN, _FAINT = 0.2, 0.3, 0.15
 _LEAST_SEEN = 8
-# With objects in fewer samples, boxes do not lie all over the image, and say little of what a detector loses: a choice.
+# With objects in fewer samples, the boxes are too few to judge a detector by: a choice.
 _LEAST_SHOWN = 4
-# One shuffle of some dozens of boxes tells overlaps to 0.03, so there are several: a choice, for the time.
+# The mean IoU of one shuffle of some dozens of boxes varies by 0.03, so the mean of several is taken: a choice.
 _SHUFFLES = 8
-# A CenterNet learns boxes only at centres, so the boxes of neighbouring cells overlap less. In exchange, correctly read
-# shifts leave their cell by at most _BEYOND_CELL. Both are fitted on one small CenterNet, whose IoU exceeded that of
+# A CenterNet learns boxes only at centres, so the boxes of neighbouring cells overlap less. But correctly read offsets
+# leave their cell by at most _BEYOND_CELL. Both are fitted on one small CenterNet, whose IoU exceeded that of
 # shuffled boxes by 0.15 (measured once, the program is gone).
 _LEAST_CENTRED, _BEYOND_CELL = 0.1, 0.25
 # The background of a softmax has the highest score in at least this share of places.
@@ -62,16 +62,16 @@ _BACKGROUND = 0.6
 # less than 0.5, even for a detector that hardly distinguishes its classes. The bound lies between.
 _CLASS_SHARE = 0.65
 _MOST_COMPARED = 60
-# Decoded boxes come before those of a grid, and corners, which may also be read as middle and size, before all.
+# Readings as decoded boxes are preferred to those relative to a grid, and corners are preferred to centre and size.
 _PREFERRED = {"corners": 2, "middle and size": 1}
-# At least this share of shifts lies within its cell, and of points within a box of twice the size of theirs.
+# At least this share of offsets lies within its cell, and of keypoints within twice the size of their box.
 _MOSTLY = 0.95
 # Probabilities in float32 leave the range from 0 to 1 by less.
 _TOLERANCE = 1e-3
 
 
 _Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
-"""The columns of boxes, side by side; and those of the objectness, if there is one, and of the scores."""
+"""The columns of boxes; and those of the objectness, if there is one, and of the scores."""
 
 
 class _HighScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
                 peaks = sides[0][1:] if code in CENTRED else None
                 coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
                 near, mixed = _agreement(coded, outputs, sure, image)
-                # An objectness beside scores is told by them; the boxes agree without it as well.
+                # A reading with objectness is preferred: the overlap of boxes is about the same without it.
                 rank = (_PREFERRED.get(code, 0), head.objectness is not None, round(near, 2))
                 if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
                     best, reached = coded, rank
@@ -107,7 +107,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
 
 
 def _find_extras(head: Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[ExtraColumns]:
-    """Yields what else is told of the rows of boxes: other outputs, and columns behind those that are read."""
+    """Yields other predictions for the rows of boxes: other outputs, and columns after those that are read."""
     boxes, stops = head.boxes[0], dict[tuple[str, ...], int]()
     for each in (*head.boxes, head.scores, *filter(None, [head.objectness])):
         stops[each.outputs] = max(each.stop * each.anchors, stops.get(each.outputs, 0))
@@ -127,13 +127,13 @@ def _find_extras(head: Head, outputs: Sequence[Tensors], image: tuple[int, int])
 
 
 def _find_prototypes(outputs: Tensors, count: int) -> str:
-    """Returns the output with so many maps, "" if there is none."""
+    """Returns the output [1, count, height, width] with so many prototype masks, "" if there is none."""
     maps = {name: each for name, each in outputs.items() if each.ndim == 4 and each.dtype.kind == "f"}
     return next((name for name, each in maps.items() if count > 1 and each.shape[:2] == (1, count)), "")
 
 
 def _count_numbers(head: Head, rest: Columns, outputs: Sequence[Tensors]) -> int:
-    """Returns how many numbers each point of an object has, 0 where columns are no points: those lie near their box."""
+    """Returns how many numbers each keypoint has, 0 if the columns are no keypoints, which lie near their box."""
     sure = _find_high_scores(head, outputs)
     if not sure:
         return 0
@@ -160,10 +160,10 @@ def may_be_head(outputs: Tensors) -> bool:
 def find_silent(
     outputs: Sequence[Tensors], image: tuple[int, int], *, least_shown: int = _LEAST_SHOWN
 ) -> frozenset[str]:
-    """Returns the outputs of a detector that detects too little in all samples for its head to be judged.
+    """Returns the boxes and scores of a detector that detects objects in fewer than `least_shown` samples, else none.
 
-    Its boxes are decoded, and beside them are probabilities, nearly all of which are low. Objects in `least_shown`
-    samples are enough.
+    Such a head cannot be judged by its detections. It is recognized by decoded boxes next to probabilities, nearly all
+    of which are low.
     """
     for (boxes, *others), scores in _pair_columns(outputs[0]):
         if others or boxes.count != _BOX or len(outputs[0][boxes.outputs[0]].shape) > 3:
@@ -191,13 +191,13 @@ def find_image(inputs: Tensors) -> tuple[int, int] | None:
 
 
 def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
-    """Yields where boxes may lie, and where the objectness, if there is one, and the scores."""
+    """Yields the columns that may hold boxes, with those that may hold their objectness and scores."""
     if sum(value.dtype.kind == "f" and value.ndim > 1 for value in outputs.values()) > _MOST_OUTPUTS:
         return
     for group in _join_levels(outputs):
         rank, is_one_level = outputs[group[0].outputs[0]].ndim, len(group[0].outputs) == 1
-        # A graph that joins boxes and scores of a table joins its levels too; maps of a level have them side by side.
-        # Scores alone resemble boxes, because neighbouring rows show the same object.
+        # Boxes and scores may be columns of one output: of a table with all levels, or of one map for each level if
+        # there are no other maps. Scores alone would look like boxes: neighbouring rows show the same object.
         for table in group if (is_one_level if rank < 4 else len(group) == 1) else ():
             for anchors in (1, 3) if rank == 4 else (1,):
                 columns = msgspec.structs.replace(table, stop=table.count // anchors, anchors=anchors)
@@ -210,10 +210,11 @@ def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
 
 
 def _join_levels(outputs: Tensors) -> Iterator[list[Columns]]:
-    """Yields what tells something of the same rows, such as boxes and scores.
+    """Yields groups of columns for the same rows, such as boxes and scores.
 
-    Each is one output, or one for each level, such as cls_8, cls_16 and cls_32 beside box_8, box_16 and box_32: outputs
-    with as many columns and other numbers of rows are levels, if there are as many for each number of rows.
+    Columns are one output, or one for each level. Example: cls_8, cls_16, cls_32 and box_8, box_16, box_32 make a group
+    of two. Outputs with equal numbers of columns and different numbers of rows are levels, if there are equally many
+    outputs for each number of rows.
     """
     for rank, axis in ((3, -1), (3, -2), (4, -3), (4, -1), (5, -1), (2, -1)):
         counts: dict[int, dict[tuple[int, ...], list[str]]] = {}
@@ -232,9 +233,10 @@ def _join_levels(outputs: Tensors) -> Iterator[list[Columns]]:
 
 
 def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tuple[Columns, ...], Sequence[Columns]]]:
-    """Yields what may code boxes, and what may be scores beside it; of a map also shifts and sizes, two columns each.
+    """Yields the columns of a group that may be boxes, and those that may be scores for them.
 
-    Boxes are alone in their columns, or before other numbers, such as points of a face, of which there is one score.
+    Boxes are all columns of an output, or the first four before other numbers, such as keypoints of a face; then there
+    is a single score. With `is_map` they may also be two outputs of two columns, centre offsets and sizes.
     """
     for each in group:
         others = [other for other in group if other is not each]
@@ -248,7 +250,7 @@ def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tup
 
 
 def _split_table(table: Columns, outputs: Tensors) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
-    """Yields the usual orders of columns: boxes first or last, with or without an objectness."""
+    """Yields (boxes, scores) and (boxes, objectness and scores) for the usual orders of columns in one table."""
     count = table.count
 
     def part(start: int, stop: int) -> Columns:
@@ -266,10 +268,10 @@ def _split_table(table: Columns, outputs: Tensors) -> Iterator[tuple[Columns, tu
 
 
 def _count_scores(rest: Columns, outputs: Tensors) -> int:
-    """Returns how many of the columns behind boxes may be scores; those behind them tell of masks, points or angles.
+    """Returns how many of the columns after boxes may be scores; the rest are mask coefficients, keypoints or angles.
 
-    If the first is a probability, scores end at the first column that is none. Masks have as many coefficients as
-    another output has maps.
+    If the first is a probability, scores end before the first column that is none. There are as many mask coefficients
+    as another output has prototype masks.
     """
     values = rest.view(outputs)
     shares = (values.min(axis=0) >= -_TOLERANCE) & (values.max(axis=0) <= 1 + _TOLERANCE)
@@ -280,7 +282,7 @@ def _count_scores(rest: Columns, outputs: Tensors) -> int:
 
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
-    """Returns anchors, height and width of each level, nothing where outputs are no maps."""
+    """Returns (anchors, height, width) of each level, () if the outputs are no maps."""
     shapes = [outputs[name].shape for name in columns.outputs]
     rank = len(shapes[0])
     at = slice(1, 3) if rank == 4 and columns.axis == -1 else slice(2, 4)
@@ -303,9 +305,9 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
         # A sigmoid is monotonic, so it may follow the maximum.
         best = np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64)
         both = there * squash_scores(best, squash)
-        # Where an object is, one class scores high too; beside the column of a class no other would.
+        # Where the objectness is high, one class scores high too; if the column is a class itself, no other does.
         is_told = both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12)
-        # Both are probabilities, or both come before a sigmoid; other numbers, such as points of a face, do neither.
+        # Objectness and scores are both probabilities, or both logits.
         if is_told and squash == whether:
             yield Head(
                 boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, squash_objectness=whether, code=""
@@ -326,7 +328,7 @@ def _are_shares(low: float, high: float) -> bool:
 
 
 def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScores, ...]:
-    """Returns the rows of each sample with a high score, nothing where they are too many, or none is high."""
+    """Returns the rows of each sample with a high score, () if there are too many or too few of them."""
     best = np.stack([head.read_surest(row) for row in outputs])
     least = float(best.max()) / 2
     if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_HIGH or np.sum(best >= least) < _LEAST_SEEN:
@@ -341,10 +343,10 @@ def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScor
 def _agreement(
     head: Head, outputs: Sequence[Tensors], sure: Sequence[_HighScores], image: tuple[int, int]
 ) -> tuple[float, float]:
-    """Returns how much rows with high scores overlap, and how much with shuffled numbers; 0 where they are no boxes.
+    """Returns the mean IoU of boxes with high scores, and the same with shuffled numbers; (0, 0) if they are no boxes.
 
-    Neighbouring places alone make boxes overlap, so for comparison each row gets the numbers of another one: several
-    times where the first time does not settle it.
+    Boxes of neighbouring cells overlap anyway, so for comparison each row gets the numbers of another one. If the first
+    shuffle does not show that the reading is wrong, _SHUFFLES are made.
     """
     values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
     every = np.concatenate(values)
@@ -363,7 +365,7 @@ def _agreement(
 
 
 def _overlap_shuffled(head: Head, values: Array, sure: Sequence[_HighScores]) -> float:
-    """Returns how much rows with high scores overlap if `values`, for the rows of all samples, code their boxes."""
+    """Returns the mean IoU of boxes with high scores if their numbers were `values`, those of all samples in a row."""
     swapped = np.split(values, np.cumsum([len(one.rows) for one in sure])[:-1])
     boxes = [decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
     return float(
@@ -372,14 +374,14 @@ def _overlap_shuffled(head: Head, values: Array, sure: Sequence[_HighScores]) ->
 
 
 def _least_agreement(head: Head, mixed: float) -> float:
-    """Returns by how much more rows must overlap than with shuffled boxes."""
+    """Returns by how much the mean IoU must exceed that of shuffled boxes, `mixed`."""
     if head.peaks is not None:
         return _LEAST_CENTRED
     return min(_LEAST_AGREEMENT, max(_FAINT, _LEAST_GAIN * (1 - mixed)))
 
 
 def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
-    """Returns for each box how much it overlaps the box of its class that it overlaps most."""
+    """Returns, for each box, its highest IoU with another box of its class."""
     overlaps = overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
     np.fill_diagonal(overlaps, 0)
     return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
@@ -392,7 +394,7 @@ _LEAST_LISTED_SCORE, _MOST_CLASSES = 0.1, 2000
 
 
 class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
-    """How outputs that list detections are read."""
+    """Decodes outputs that list detections."""
 
     columns: ListColumns
 
@@ -428,7 +430,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
         return boxes, chances
 
     def read_others(self, outputs: Tensors) -> Array:
-        """Returns the columns of no box, score or class, such as the number of the image in its batch."""
+        """Returns the columns that hold no box, score or class, such as the index of the image in its batch."""
         columns = self.columns
         used = {(each.output, each.index) for each in (columns.score, columns.kind) if each is not None}
         used |= {(columns.boxes.output, columns.boxes.index + side) for side in range(_BOX)}

@@ -1,6 +1,6 @@
-"""How the raw head of a detector is decoded: where boxes and scores lie in the outputs, and how boxes are coded.
+"""Decodes the raw head of a detector: which columns hold boxes and scores, and how box coordinates are encoded.
 
-The codes of the usual heads, and the grids of places that they are relative to.
+A code is such an encoding, for example YOLOX's. Boxes are relative to the cells of grids, one grid per level (stride).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.ranges import sigmoid, softmax
 
 BINS = (8, 16, 17, 32)
-"""How many bins the distance to a side may have: it is their mean, weighted by a softmax (X. Li, arXiv:2006.04388)."""
+"""Usual numbers of bins of a distance to a side, which is their softmax-weighted mean (X. Li, arXiv:2006.04388)."""
 _STRIDES = ((8, 16, 32), (8, 16), (16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128), (4, 8, 16, 32), (8,), (16,), (32,))
 _MOST_ANCHORS = 9
 # BlazeFace has two anchors at each place of its first level and six at those of its second: (stride, anchors).
@@ -27,7 +27,10 @@ _LARGEST_POWER = 10.0
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """One level of places, `anchors` at each of height x width; rows go by anchors first or by places first."""
+    """A level with `anchors` boxes in each of height x width cells.
+
+    With `anchors_first` rows are ordered [anchors, height, width], else [height, width, anchors].
+    """
 
     anchors: int
     height: int
@@ -36,14 +39,17 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """The levels of a head, in the order of its rows, and height and width of the image."""
+    """The levels of a head, in the order of its rows; `image` is height and width in pixels."""
 
     levels: tuple[Level, ...]
     image: tuple[int, int]
 
 
 class _Places(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of each row: column and line, size of a cell in pixels, size of the anchor, all float64 [rows, 2]."""
+    """The cell of each row: its column and line, its size and that of its anchor in pixels, all float64 [rows, 2].
+
+    `image` is width and height in pixels.
+    """
 
     corner: Array
     cell: Array
@@ -61,7 +67,7 @@ def lay_grids(
 
     `sides` are anchors, height and width of each level where the layout tells them; else the number of rows does.
     """
-    # A graph that decodes its boxes joins them to a table. Numbers of a map, such as heat, may look like boxes.
+    # A graph that decodes its boxes joins them to a table. Those of a map may be a heat map that looks like boxes.
     if columns == (4,) and not sides:
         yield from ((code, None) for code in sorted(EXPLICIT))
     levels = tuple(
@@ -149,7 +155,7 @@ def _decode_yolov5(values: Array, at: _Places) -> Array:
 
 
 def _decode_shares(values: Array, at: _Places) -> Array:
-    """The head of dog-qiuqiu/FastestDet: within a cell by a tanh, the size as a share of the image."""
+    """The head of dog-qiuqiu/FastestDet: the centre relative to the cell by a tanh, the size relative to the image."""
     return _corners((np.tanh(values[:, :2]) + at.corner) * at.cell, sigmoid(values[:, 2:]) * at.image)
 
 
@@ -160,7 +166,7 @@ def _decode_distances(values: Array, at: _Places, *, in_pixels: bool = False) ->
 
 
 def _decode_offsets(values: Array, at: _Places) -> Array:
-    """Middle and size in pixels, from the middle of the cell (V. Bazarevsky et al., "BlazeFace", arXiv:1907.05047)."""
+    """Centre and size in pixels, from the centre of the cell (V. Bazarevsky et al., "BlazeFace", arXiv:1907.05047)."""
     return _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:])
 
 
@@ -197,7 +203,7 @@ CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
 _ANCHORED = frozenset({"yolov3", "yolov5"})
 _BINNED = ("binned distances",)
 CENTRED = ("centres", "centres and pixels")
-"""Codes of heads whose scores are a map with a peak at the middle of each object."""
+"""Codes of heads whose scores are a heat map with a peak at the centre of each object."""
 _CODES_BY_COLUMNS: Mapping[tuple[int, ...], tuple[str, ...]] = {
     (4,): tuple(code for code in CODES if code not in {*_BINNED, *CENTRED}),
     (2, 2): CENTRED,
@@ -205,16 +211,17 @@ _CODES_BY_COLUMNS: Mapping[tuple[int, ...], tuple[str, ...]] = {
 """The codes for so many columns of each output; other numbers of columns are bins."""
 
 
-# Boxes differ from other numbers: at least so many have their corners in order, their middles spread over so much of
-# the image, and half of them are larger than 2 of 640 pixels either way. Boxes in shares of an image reach to 2 at
-# most.
+# Bounds by which boxes are told from other numbers: the least share whose corners are in order, the least spread of
+# centres as a share of the image, the least median area (2 x 2 of 640 x 640 pixels), and the largest coordinate of
+# boxes that are given as shares of the image.
 _MOSTLY, _LEAST_SPREAD, _SPECK, _MOST_SHARE = 0.95, 0.2, 1e-5, 2.0
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns of a table, which is one output or several levels one below the other.
+    """Columns of a table, which is one output, or several outputs (one per level) one below the other.
 
-    `axis` is that of the columns, counted from the end; it holds the columns of `anchors` tables one after the other.
+    `axis` is that of the columns, counted from the end. With several `anchors` it holds the columns of the first, then
+    those of the second, and so on. The columns are those from `start` to `stop`.
     """
 
     outputs: tuple[str, ...]
@@ -246,12 +253,12 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExtraColumns(Columns, frozen=True, kw_only=True):
-    """What a detector tells of an object beside its box and its class.
+    """Columns with other predictions for an object than its box, class and score.
 
     Attributes:
         kind: "masks" are coefficients of the channels of the output `prototypes` (D. Bolya et al., "YOLACT",
-            arXiv:1904.02689), "points" are places in the image, and "values" anything else.
-        numbers: how many numbers a point has: x and y, and mostly whether it is seen.
+            arXiv:1904.02689), "points" are keypoints in the image, and "values" anything else.
+        numbers: how many numbers a keypoint has: x and y, and mostly a visibility.
         prototypes: the output whose channels are combined to masks.
         image: height and width of the image.
     """
@@ -266,17 +273,17 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Where the boxes, the scores and the objectness of a detector lie, and how they are coded.
 
     Attributes:
-        boxes: the columns that code boxes, side by side.
+        boxes: the columns that encode boxes.
         scores: the columns of the classes.
-        code: how boxes are coded (`CODES`, `EXPLICIT`).
-        grid: the places that boxes are relative to, None for boxes that the graph has decoded.
-        objectness: the column of the score that there is any object, if there is one.
-        squash: what makes probabilities of scores: "", "sigmoid" or "softmax".
-        squash_objectness: the same of the objectness.
-        background: the column of scores that stands for no object.
+        code: how boxes are encoded (a key of `CODES` or `EXPLICIT`).
+        grid: the grids that boxes are relative to, None for boxes that the graph has decoded.
+        objectness: the column of the objectness, None if there is none.
+        squash: the function that makes probabilities of scores: "" (none), "sigmoid" or "softmax".
+        squash_objectness: the same for the objectness.
+        background: the index of the background class among the scores, None if there is none.
         peaks: the sides of a map of scores of which only those that are higher than their neighbours are detections,
             and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
-        extras: columns of the same rows that are neither, such as points of a face: they count where an object is.
+        extras: other columns of the same rows, such as keypoints: they count only where an object is.
     """
 
     boxes: tuple[Columns, ...]
@@ -294,7 +301,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suppresses(self) -> bool:
-        """True if of boxes that overlap only the surest is a detection."""
+        """True if non-maximum suppression is still to be applied to the boxes."""
         return self.peaks is None
 
     @property
@@ -364,7 +371,7 @@ def overlap_boxes(one: Array, two: Array) -> Array:
 
 
 def overlap_pairs(one: Array, two: Array) -> Array:
-    """Returns intersection over union of boxes [..., 4], given by their corners, that stand at the same place."""
+    """Returns intersection over union of the boxes at equal positions of two arrays [..., 4] of corners."""
 
     def share(first: Array, second: Array) -> Array:
         # By side: a product over an axis of two numbers takes ten times as long.
@@ -379,12 +386,12 @@ def overlap_pairs(one: Array, two: Array) -> Array:
 
 
 def find_sides(boxes: Array, image: tuple[int, int]) -> Array:
-    """Returns width and height of the image in the units of corners that the graph decodes: pixels, or shares of it."""
+    """Returns width and height of the image in the units of decoded corners: pixels, or 1 for shares of the image."""
     return np.array([1, 1] if np.abs(boxes).max(initial=0) <= _MOST_SHARE else image[::-1], np.float64)
 
 
 def are_boxes(boxes: Array, image: tuple[int, int], *, explicit: bool) -> bool:
-    """Returns True if corners are those of boxes in several places of the image, neither specks nor all of it."""
+    """Returns True if corners are plausible boxes: spread over the image, neither tiny nor as large as all of it."""
     if not np.isfinite(boxes).all():
         return False
     sides = find_sides(boxes, image) if explicit else np.array(image[::-1], np.float64)

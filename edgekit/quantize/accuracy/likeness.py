@@ -1,4 +1,4 @@
-"""How alike the outputs of two models are: what is kept of each sample, and what all samples say together."""
+"""Compares the outputs of two models: the record of each sample, and the loss that the records of all samples show."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_powers, ratio
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
 EXTRA_VALUES, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU)", "similarity of points (OKS)"
-"""The measures of what a detector tells of each object besides."""
-# The bound of a test that is looked at five times, each time over twice as many samples, in standard errors: with it,
-# all looks together find a difference where there is none in 5 % of cases. For steps of equal size it is 2.413 (S. J.
-# Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for these it was computed
-# with a million draws.
+"""The measures of a detector's other predictions for each object."""
+# The critical value of a group sequential test with five looks, each over twice as many samples as the one before, in
+# standard errors: with it, all looks together find a difference where there is none in 5 % of cases. For steps of equal
+# size it is 2.413 (S. J. Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for
+# these it was computed with a million draws.
 _LOOKS_Z = 2.486
-# Losses that differ by less, a hundredth of a point, are chance.
+# The least loss of a part in `compare`, a hundredth of a point: smaller estimates are chance.
 _LEAST_LOSS = 1e-4
 _TINY = 1e-12
 
@@ -40,8 +40,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An output that is judged, or the outputs of a detector's head together, with their shapes by name.
 
-    `record` gives what is kept of a sample, `judge` the loss that all records show, and `distances` how far each sample
-    moved; `measure` and `source` are those of the `Prediction`.
+    `record` takes the outputs of both models for a sample and returns what is stored of them, `judge` returns the loss
+    that all records show, `distances` how far each sample moved. `measure` and `source` are those of the `Prediction`.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -53,7 +53,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Returns the detections of a detector as a part, and what it tells besides, such as points of each face."""
+    """Returns a detector's boxes and classes as one part, and each of its other predictions, such as keypoints."""
     detections = Part(
         shapes={name: shapes[name] for name in sorted(head.outputs)},
         measure=AP,
@@ -99,7 +99,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
 
 
 class Compared(NamedTuple):
-    """What is kept of a sample: the powers of each output and of its noise, and what is recorded of each part.
+    """The comparison of a sample: the powers of each output and of its noise, and the record of each part.
 
     The record is None if an output has another shape, or if values that are not finite make the part `broken`.
     """
@@ -115,7 +115,7 @@ class Compared(NamedTuple):
 
 
 def compare_sample(parts: Sequence[Part], pair: Pair) -> Compared:
-    """Returns what is kept of a sample."""
+    """Returns the comparison of a sample."""
     records, broken = list[Array | None](), set[int]()
     for place, part in enumerate(parts):
         found = {name: pair.found[name] for name in part.shapes if name in pair.found}
@@ -129,7 +129,7 @@ def compare_sample(parts: Sequence[Part], pair: Pair) -> Compared:
 
 
 def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
-    """Returns the powers of float outputs and of their differences; an output of another shape is all noise."""
+    """Returns [signal, noise] powers of each float output; the noise of one with another shape is infinite."""
     powers = dict[str, Array]()
     for name, value in expected.items():
         if value.dtype.kind != "f":
@@ -143,7 +143,7 @@ def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
 
 
 class Likeness:
-    """What compared samples say together; likenesses of two models are compared over the same samples."""
+    """The comparisons of all samples of one quantized model with the float model."""
 
     def __init__(self, parts: Sequence[Part], samples: Sequence[Compared]) -> None:
         self._parts, self._samples = parts, samples
@@ -158,11 +158,12 @@ class Likeness:
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
 
     def is_clearly_better_than(self, other: "Likeness") -> bool:
-        """Returns True if another model clearly loses more: a test that is made for `FloatReference.look`.
+        """Returns True if this model loses significantly less than another, over the same samples.
 
-        That is so if the changed decisions do not say otherwise, and all samples show it, by more than chance, by how
-        far they move: decisions change in proportion to that. For few samples the bound is Student's at the same level,
-        to the second order (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5).
+        Two conditions hold then. A paired t-test over the samples shows that the other's outputs moved farther
+        (decisions change in proportion to that), at the level of a group sequential test (`FloatReference.look`). And
+        the loss estimated from changed decisions is not smaller for the other. The quantile of Student's t is computed
+        from the normal one (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5, to second order).
         """
         count = len(self._samples)
         if not (self.is_whole and other.is_whole and count > 1):
@@ -174,24 +175,24 @@ class Likeness:
         return float(farther.mean()) > bound * error and lost <= others
 
     def compare(self, other: "Likeness") -> Array:
-        """Returns by how much farther the outputs of each sample moved than in another model, as accuracy that is lost.
+        """Returns how much more accuracy this model loses than another in each sample, as a share, float64 [samples].
 
-        Parts move in units of their own, such as the distance of decisions or the noise of values. The loss of a part
-        is about proportional to how far it moves, so the price of its unit is what both models lose in it for each unit
-        that they move it. What estimates do not resolve (_LEAST_LOSS) is taken to be lost too.
+        Each part has a distance in a unit of its own, such as Hellinger's or noise power. Losses are about proportional
+        to distances, so the factor from distance to loss is the loss of both models in the part over the distance of
+        both. A loss counts as at least _LEAST_LOSS.
         """
-        ones, others = (each.moves() for each in (self, other))
+        ones, others = (each.distances() for each in (self, other))
         lost = np.sum([[max(loss.estimate, _LEAST_LOSS) for _, loss in each.judge()] for each in (self, other)], axis=0)
         prices = lost / np.maximum((ones + others).mean(axis=1), _TINY)
         return np.asarray(prices @ (ones - others))
 
-    def moves(self) -> Array:
+    def distances(self) -> Array:
         """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
         return np.stack([part.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
 
     def judge(self) -> list[tuple[Part, Loss]]:
         """Returns each part with its loss; only a broken one if there is one, and none if records are missing."""
-        # Of an output that is not finite all is lost, whatever its finite samples say.
+        # An output with NaN or infinity is lost entirely, whatever its other samples show.
         broken = {place for each in self._samples for place in each.broken}
         if broken:
             return [(self._parts[min(broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0))]

@@ -1,15 +1,15 @@
-"""How much accuracy each kind of output loses where a quantized model's differs, with an interval of 95 %.
+"""Estimates how much accuracy each kind of output loses by quantization, without labels, with a 95 % interval.
 
-Each kind has a `Measure`: what is recorded of a sample, and what all records together say. No labels are needed: the
-float model's outputs, and how sure it is of them, stand for the truth.
+Each kind has a `Measure`: a function that records the two models' outputs for a sample, and one that estimates the loss
+from all records. The float model's outputs and its confidence stand for the truth.
 
-Beside the decisions that changed, a record shows how far each sample's decisions moved (`Measure.distances`), in the
-metric of `edgekit.quantize.objective`: by Hellinger's distance between the probabilities p and q of two models, the
-root of 1 - sum sqrt(p_k q_k). Few decisions change, and whether one does depends on chance; but all of them move, so
-the mean of the distances tells two plans apart with fewer samples. Margins of decisions have about the same density on
-both sides of the border, so the share of decisions that an error e turns is proportional to |e| at the border. So is
-the distance: with logits that move by e, its square is about an eighth of the variance of e under p, which vanishes
-where one class is sure. (The mean of the squares would mostly show the few samples with the largest errors.)
+A record shows the decisions that changed, and how far each sample's decisions moved (`Measure.distances`): the
+Hellinger distance between the probabilities p and q of the two models, the root of 1 - sum sqrt(p_k q_k). Few decisions
+change, and whether one does depends on chance; but all of them move, so the mean distance distinguishes two plans with
+fewer samples. Both are proportional to the error e of the logits. The share of changed decisions is, because margins
+have about the same density on both sides of a decision boundary. The distance is, because its square is about an eighth
+of the variance of e under p, which vanishes where one class is certain. (The mean of the squares would mostly show the
+few samples with the largest errors.)
 """
 
 import math
@@ -28,13 +28,13 @@ from edgekit.quantize.ranges import softmax
 # outweighs the others in a mean.
 _WORST_DB, _BEST_DB = -20.0, 80.0
 GOOD_DB = 30.0
-"""From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits, and outputs of unknown kinds
-meet any goal: a choice."""
+"""From this signal-to-noise ratio on, where the error is 3 % of the signal, no more tensors get more than 8 bits, and
+outputs of unknown kinds meet any goal: a choice."""
 DEFAULT_MAX_DROP = 0.005
-"""The drop that the default mode accepts: half a point, or 0.18 dB of 36 dB."""
+"""The drop that is accepted if the user gives no --max-drop: half a point, or 0.18 dB of 36 dB."""
 
 
-# So many values, 512 kB, stay in the processor's cache: a choice.
+# The values of a block: as float64 they take 512 kB, which stays in the processor's cache. A choice.
 _BLOCK = 1 << 16
 
 
@@ -63,14 +63,14 @@ def measure_powers(expected: Array, found: Array) -> Array:
 
 
 def join_ratios(ratios: Sequence[float]) -> float:
-    """Returns one ratio in dB for several: that of their mean noise, in which the worst counts most."""
+    """Returns the ratio in dB of the mean of the noises of several ratios; the worst counts most."""
     return float(-10 * np.log10(np.mean(10 ** (-np.asarray(ratios) / 10))))
 
 
 def discount_loss(share: float) -> float:
-    """Returns the loss to expect of a figure where the float model's own outputs, taken for the truth, lose `share`.
+    """Returns the expected loss of a metric against the true labels, from its loss `share` against the float outputs.
 
-    Half of a small loss counts, and all of a total loss: an output that moves a little from that of the float model
+    That is half of a small loss, and all of a total loss: an output that moves a little from that of the float model
     moves towards the truth as often as away from it. Over 46 plans of six detectors a computed loss of 0.10 was a true
     loss of 0.06; for 0.25, 0.44 and 0.65 the true losses were 0.2, 0.32 and 0.6 (measured once, the program is gone).
     """
@@ -86,14 +86,14 @@ Fitted on three networks that enlarge images three times, with 180 images (docs/
 
 # Draws of a bootstrap: a choice, for the time.
 _RESAMPLES = 200
-# Jeffreys' prior for a share adds half a changed answer; its cost is taken as half of the largest possible cost.
+# Jeffreys' prior for a proportion adds half a changed decision; its cost is taken as half of the largest possible cost.
 _PRIOR_CHANGES, _PRIOR_COST = 0.5, 0.5
-# The standard deviation of the mean cost of a changed answer: the first where few answers change, the second where all
-# do. It is not zero, because a network may be overconfident in just those answers that quantization changes. Fitted on
+# The standard deviation of the mean cost of a changed decision: the first if few decisions change, the second if all
+# do. It is not zero, as a network may be overconfident in just those decisions that quantization changes. Fitted on
 # an overconfident and an underconfident classifier, and on a MobileNetV2 that quantization had ruined (measured once,
 # the program is gone). docs/reference/measured.md ("How far the estimates miss") says how often intervals hold.
 _FEW_COST_DEVIATION, _ALL_COST_DEVIATION = 0.2, 0.1
-# The cost of a changed label if the confidence is unknown: half way between 0 and 1.
+# The expected cost of a changed label if the confidence is unknown: half way between 0 and 1.
 _UNKNOWN_COST = 0.5
 # A class with a smaller share of the pixels is left out of the mean IoU, in which it would add mostly chance.
 _RARE_CLASS = 1e-3
@@ -157,10 +157,10 @@ def _last_distances(records: Sequence[Array]) -> Array:
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns what a change of the first class costs on average, and 1 if there is a change, else 0.
+    """Returns [expected cost of a changed decision, 1 if it changed else 0, Hellinger distance].
 
     The old class is right with the float model's probability p: then 1 is lost. The new class is right with the float
-    model's probability q: then 1 is gained. So the mean cost is p - q.
+    model's probability q: then 1 is gained. So the expected cost is p - q.
     """
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
     chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
@@ -192,14 +192,14 @@ def spell_answer(steps: Array, blank: int) -> list[int]:
 
 
 def _judge_sequences(records: Sequence[Array]) -> Loss:
-    """Judges whole answers as classes: one is right if every step is, and a letter one step later is no change."""
+    """Judges whole answers as classes. With a blank of CTC, answers that spell the same are the same."""
     blank, table = find_blank(record[0].astype(np.int64) for record in records), list[Array]()
     for before, after, old, new, _ in records:
         if blank is None:
             changed = not np.array_equal(before, after)
         else:
             changed = spell_answer(before, blank) != spell_answer(after, blank)
-        # Steps are taken to be independent, so a long answer is the less sure.
+        # Steps are taken to be independent: the probability of an answer is the product of those of its steps.
         lost = float(old.prod()) - float(new.prod()) if changed else 0.0
         table.append(np.array([lost, float(changed)]))
     return _judge_classes(table)
@@ -219,8 +219,9 @@ def _judge_classes(records: Sequence[Array]) -> Loss:
 def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
     """Returns sums over places for each class, float64 [8, classes]; the float model's probabilities are the truth.
 
-    The rows are the expected intersection and union before, the same after, how many places the class had, how many of
-    these it keeps, the variance of the truth at places that changed from or to it, and how far its places moved.
+    The rows are the expected intersection and union of the float model, the same of the quantized one, the places that
+    the float model gives to the class, those of them that the quantized model gives to it too, the variance of the
+    truth at places that changed from or to it, and the sum of the Hellinger distances of its places.
     """
     chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
     classes, places = chances.shape
@@ -247,8 +248,7 @@ def _judge_map(records: Sequence[Array]) -> Loss:
         lost = sums[..., 0, :] / sums[..., 1, :] - sums[..., 2, :] / sums[..., 3, :]
         return np.asarray(lost.mean(axis=-1))
 
-    # The truth at places that changed is drawn as well. One place more or less moves an overlap I / U by 1 / U or by
-    # I / U^2.
+    # The truth at changed places is random too. One place more or less moves an overlap I / U by 1 / U or by I / U^2.
     overlaps, unions = total[0, counted] / total[1, counted], total[1, counted]
     variance = _SAME_TRUTH * (total[6, counted] * ((1 + overlaps) / unions) ** 2).sum() / len(unions) ** 2
     estimate = float(score(total))
@@ -268,7 +268,7 @@ def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
 
 
 def _judge_labels(records: Sequence[Array]) -> Loss:
-    """Returns half of the share of labels that changed: how sure the float model was of them is not known."""
+    """Returns half of the share of labels that changed, since the float model's confidence in them is unknown."""
     table = np.stack(records)
     changed = float(table[:, 0].sum() / table[:, 1].sum())
     _, most = bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
@@ -282,13 +282,13 @@ def _label_distances(records: Sequence[Array]) -> Array:
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
-    """Returns the mean squares of the difference and of the detail, and the values below and above which 1 % lies."""
+    """Returns [mean square of the difference, mean square of the detail, 1 % quantile, 99 % quantile] of an image."""
     one, two = expected.astype(np.float64), found.astype(np.float64)
     return np.array([((one - two) ** 2).mean(), _detail(one), *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
 
 
 def _detail(images: Array) -> float:
-    """Returns the mean square of what is finer than four pixels: images less their means over 4 x 4, enlarged again.
+    """Returns the mean square of the detail finer than four pixels: images minus their 4 x 4 means, enlarged linearly.
 
     Photographs have about equal power in each octave (D. J. Field, 1987), and the error of a network that enlarges them
     is about the power of the finest octave that it shows. The PSNR of three networks against the truth was as this
@@ -308,10 +308,11 @@ def _enlarging(count: int) -> Array:
 
 
 def _judge_image(records: Sequence[Array]) -> Loss:
-    """Returns the share of the PSNR against the truth that is lost; an image with little detail is nearer to it.
+    """Returns the share of the PSNR against the true image that is lost.
 
-    Squared errors add up: from t dB between the float image and the truth, and q dB between the two images, a PSNR of
-    t - 10 log10(1 + t' / q') is left, with t' and q' as ratios of powers.
+    The float model's own PSNR t is estimated from its detail: the less detail, the higher (`_detail`). Squared errors
+    add up: with a PSNR q between the two models' images, t - 10 log10(1 + t' / q') is left, with t' and q' as ratios of
+    powers.
     """
     table = np.stack(records)
     peak = max(float(table[:, 3].max() - table[:, 2].min()), 1e-12)
@@ -330,9 +331,10 @@ def _image_distances(records: Sequence[Array]) -> Array:
 
 
 def record_values(expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0) -> Array:
-    """Returns for each channel sums of its values, of their squares and of squared differences, and their number.
+    """Returns, for each channel, weighted sums over its places, float64 [4, channels].
 
-    `weights` says how much each place counts.
+    They are those of the values, of their squares, of the squared differences between the models, and of the weights
+    themselves; `weights` is one number or one for each place.
     """
     numbers = (np.atleast_1d(value.astype(np.float64)) for value in (expected, found))
     one, error = (np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1) for value in numbers)
@@ -343,19 +345,19 @@ def record_values(expected: Array, found: Array, reading: Reading, weights: Arra
 
 
 def _judge_values(records: Sequence[Array]) -> Loss:
-    """Returns the share of the variance that is lost: what R2 falls by where the values predict a number.
+    """Returns the share of the variance that is lost, by which R2 falls where the values predict a number.
 
-    Channels count by their standard deviation, between two ways to count that are as right where it is not known what
-    they mean: all alike, if each is a number of its own, or by their variance, if they are parts of one. The interval
-    reaches down to the latter, in which small channels hardly count, such as most of the cell state of an LSTM. Those a
-    hundred times smaller than the largest, such as scores beside boxes in pixels, are a second group, and the group
-    that loses more counts. What is the same number everywhere has no variance, and is held against zero.
+    The mean over channels is weighted by their standard deviation, a compromise, since it is unknown what channels
+    mean: equal weights would be right if each is a quantity of its own, weights by variance if all are parts of one.
+    The interval reaches down to the latter, in which small channels hardly count, such as most of the cell state of an
+    LSTM. Channels a hundred times smaller than the largest, such as scores next to boxes in pixels, form a second
+    group, and the group that loses more is reported. A constant output has no variance; its power is used instead.
 
-    A table of many values at many places, such as a raw detection head, is decided by later, and `discount_loss` counts
-    half of a small loss: over 26 good and bad plans of two detectors mean AP fell by 0 to 0.42 points for each point of
-    R2, unless more than half of R2 was lost.
+    From a table of many values at many places, such as a raw detection head, the app makes decisions, so
+    `discount_loss` is applied: over 26 good and bad plans of two detectors mean AP fell by 0 to 0.42 points for each
+    point of R2, unless more than half of R2 was lost.
 
-    The interval includes that noise may by chance cancel errors of the float model, or add to them (_CHANCE).
+    The interval allows for noise that by chance cancels errors of the float model, or adds to them (_CHANCE).
     """
     table = np.stack(records)
     total = table.sum(axis=0)
@@ -363,7 +365,7 @@ def _judge_values(records: Sequence[Array]) -> Loss:
         table[:, 0] = total[0] = 0.0
     deviation = np.sqrt(_variance(total))
     share = deviation / max(float(deviation.max()), 1e-30)
-    # A vector has one value a channel: an embedding, whose small channels count for little.
+    # A vector has one value per channel, as an embedding has: its small channels need no group of their own.
     is_vector = total[3].max() <= len(table)
     small = (share < _SMALL_CHANNEL) & (share >= _SMALL_CHANNEL**2)
     groups = [share >= 0] if is_vector else [share >= _SMALL_CHANNEL, small]
@@ -399,11 +401,11 @@ def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
 
 
 def _judge_vectors(records: Sequence[Array]) -> Loss:
-    """Returns the share of samples whose nearest neighbour among the others is another one (one less recall@1).
+    """Returns the share of samples whose nearest neighbour among the others changed (1 - recall@1).
 
-    Nearness is the cosine. A neighbour that is as near in the float model, such as the copy of a sample, counts as the
-    same. The interval is Wilson's, of a share that was counted: of vectors drawn around 8 or 50 middles, or around
-    none, it holds the true share in 93.5 to 98.5 % of draws (tests/quantize/test_quantize_retrieval.py).
+    The similarity is the cosine. A new neighbour that is as similar in the float model, such as a copy of the old one,
+    counts as the same. The interval is Wilson's, of a counted proportion. It holds the true share in 93.5 to 98.5 % of
+    draws of vectors in 8 or 50 clusters, or in none (tests/quantize/test_quantize_retrieval.py).
     """
     vectors, others = np.stack(records, axis=1)
     cosines, theirs = _compare_all(vectors), _compare_all(others)
@@ -414,10 +416,10 @@ def _judge_vectors(records: Sequence[Array]) -> Loss:
 
 
 def _vector_distances(records: Sequence[Array]) -> Array:
-    """Returns how far each sample's choice of its nearest neighbour moved.
+    """Returns how far each sample's choice of its nearest neighbour moved, float64 [samples].
 
-    The choice is a decision between the other samples, and cosines are its logits. They have no scale of their own: it
-    is the median margin between the first and the second neighbour, so half of the decisions are near their border.
+    The choice is a decision between the other samples, with their cosines as logits, divided by the median margin
+    between the first and the second neighbour. So half of the decisions are close to their boundary.
     """
     both = [_compare_all(vectors) for vectors in np.stack(records, axis=1)]
     if len(records) < 3:
@@ -428,7 +430,7 @@ def _vector_distances(records: Sequence[Array]) -> Array:
 
 
 def _compare_all(vectors: Array) -> Array:
-    """Returns the cosine of each pair of vectors, float64 [samples, samples], minus infinity of one with itself."""
+    """Returns the cosine of each pair of vectors, float64 [samples, samples], with minus infinity on the diagonal."""
     directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     cosines = directions @ directions.T
     np.fill_diagonal(cosines, -np.inf)
@@ -468,14 +470,15 @@ def _interval_of_costs(costs: Array, total: int) -> tuple[float, float]:
 
 
 def _cost_deviation(rate: float) -> float:
-    """Returns by how much the mean cost of a change may be off, one standard deviation, where a share changes."""
+    """Returns the standard deviation of the mean cost of a changed decision, if this share of all decisions changes."""
     return _FEW_COST_DEVIATION + (_ALL_COST_DEVIATION - _FEW_COST_DEVIATION) * math.sqrt(rate)
 
 
 def reach_without_labels(measure: str, estimate: float, changed: float) -> float:
-    """Returns half of the width that an interval keeps however many samples there are, because labels are missing.
+    """Returns the half-width of an interval with infinitely many samples: the uncertainty because labels are missing.
 
-    `changed` is the share of decisions that changed; the true cost of a change is known only with labels.
+    `measure` is the name of a `Measure`, `changed` the share of decisions that changed, whose true cost only labels
+    could show.
     """
     if measure in {MEASURES["classes"].name, MEASURES["sequence"].name}:
         return Z95 * changed * _cost_deviation(changed)
@@ -485,7 +488,7 @@ def reach_without_labels(measure: str, estimate: float, changed: float) -> float
 
 
 def bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:
-    """Returns the interval of a score of sums over samples: percentiles of a bootstrap (B. Efron, 1979), seeded."""
+    """Returns the 95 % interval of a score of sums over samples: percentiles of a seeded bootstrap (B. Efron, 1979)."""
     count = len(table)
     weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
     low, high = np.percentile(score(np.tensordot(weights.astype(np.float64), table, axes=1)), [2.5, 97.5])

@@ -15,10 +15,10 @@ from edgekit.quantize.ranges import sigmoid, softmax
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 KIND_SAMPLES = 16
-"""The number of samples that show what outputs are for, in planning and everywhere else: a choice. A few may all show
-no object, or only scores that are positive."""
+"""From so many samples the kinds of outputs are guessed: a choice. Fewer may all show no object, or only positive
+scores."""
 RAW = "raw"
-"""The `squash` of scores whose sigmoid the app computes."""
+"""The `squash` of scores to which the app applies the sigmoid."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
 # The shortest side of an image output: a choice.
@@ -27,20 +27,22 @@ WHITES = (1.0, 255.0)
 """The value of white: of floats, and of bytes."""
 # The bounds of the brightest pixel of a few images, relative to white; sharpening overshoots white. Choices.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
-# An axis with more entries holds places, not classes, unless they add up to one or a layer's weights make them.
+# An axis with more entries holds places, not classes, unless it sums to one or is the output axis of a layer.
 _MOST_CLASSES = 8192
 # A sequence has at most so many steps; more are boxes or pixels: a choice.
 _MOST_STEPS = 512
-# So many entries along the last of three axes, or fewer, are corners of boxes.
+# A last axis of at most so many entries holds box coordinates, not classes.
 _BOX = 4
 # The next bounds tell raw scores from other numbers where the graph has no Softmax, Sigmoid or ArgMax. All are chosen
 # by hand: each was added for a network that was misread, and together they read the outputs of the zoo and of models
-# from packages correctly. The first is the mean of the largest probability of a map, were its values logits; that of
-# features is less.
+# from packages correctly. The first is the least mean of the highest probability, computed as if a map's values were
+# logits; feature maps have less.
 _LEAST_CONFIDENCE = 0.6
-# The mean magnitude of the largest channel of a map over that of the smallest: that of boxes in pixels is more.
+# The largest ratio of the mean magnitudes of two classes of a map (boxes in pixels have a larger one), and the number
+# of classes above which outliers are left out.
 _MOST_UNEVEN, _THOUSANDS = 30.0, 2000
-# An embedding has as many numbers or more, a choice, and the sum of their squares is one to within the second number.
+# An embedding has at least so many numbers, a choice, and is of unit length if the sum of its squares is 1 to within
+# the second number.
 _LEAST_EMBEDDING, _UNIT = 8, 1e-3
 # Landmarks are as many numbers or more.
 _LEAST_LANDMARKS = 8
@@ -53,11 +55,10 @@ _MANY_CLASSES = 100
 def read_output_kinds(
     graph: Graph, outputs: Sequence[Tensors], stated: Mapping[str, StatedOutput]
 ) -> dict[str, Reading]:
-    """Returns how each output that can be judged is read, from the float model's outputs for a few samples.
+    """Returns the kind and the axes of each output that can be judged, from the float model's outputs for some samples.
 
-    If the user stated no kind, it is guessed. Numbers that decide nothing are values, such as those of an embedding,
-    whose largest entry says little. Raw scores of a map are recognized by the confidence that they show, and by classes
-    whose scores have about the same size.
+    If the user stated no kind, it is guessed. Numbers that decide nothing, such as those of an embedding, are values.
+    Logits of a map are recognized because their softmax is confident and all classes have scores of similar size.
     """
     raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     found: dict[str, Reading] = {}
@@ -78,7 +79,7 @@ def read_output_kinds(
 
 
 def _read_squashed(graph: Graph, found: Mapping[str, Reading]) -> Iterator[tuple[str, Reading]]:
-    """Yields how outputs are read that another output is the Softmax or Sigmoid of: they decide what that one does."""
+    """Yields the readings of logits whose Softmax or Sigmoid is an output too: both make the same decisions."""
     for name, reading in found.items():
         node = graph.producers.get(name)
         if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found:
@@ -90,9 +91,8 @@ def _read_squashed(graph: Graph, found: Mapping[str, Reading]) -> Iterator[tuple
 def read_probabilities(value: Array, reading: Reading, like: Array | None = None) -> Array:
     """Returns the probability of each class at each place, float64 [classes, places].
 
-    `like` is the float model's output: where it holds probabilities, those in `value` are scaled to add up to one,
-    which rounded ones do not do by themselves. Entries of a map of Sigmoids do not compete: each is a place of its own,
-    with the classes no and yes.
+    `like` is the float model's output: if it holds probabilities, `value` is normalized, since rounded probabilities do
+    not add up to one exactly. In a map of Sigmoids each entry is a place of its own, with the two classes no and yes.
     """
     rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
     if reading.squash in {"Sigmoid", RAW}:
@@ -160,7 +160,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
 def _guess_reading(
     graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool, is_score: bool
 ) -> Iterator[Reading]:
-    """Yields how an output is read, nothing where its numbers tell no kind.
+    """Yields the reading of an output, nothing if its kind cannot be guessed.
 
     `is_raw_score` says that it has one number for each row of another output, such as a score for each of many boxes:
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
@@ -174,9 +174,10 @@ def _guess_reading(
 
 
 def _stands_beside_decisions(graph: Graph, name: str, outputs: Tensors) -> bool:
-    """Returns True for a few raw numbers beside an output that the graph makes probabilities of other numbers.
+    """Returns True for a few raw numbers if another output is a Softmax or Sigmoid of other numbers.
 
-    A network that applies a Softmax to its scores leaves raw what is none, such as the box and the points of a face.
+    A network that applies a Softmax to its scores would have applied it to these too, if they were scores: they are the
+    box or the keypoints of a face, for example.
     """
     if not ranks_classes(outputs[name]) or outputs[name].size >= _MANY_CLASSES or _find_squash(graph, name):
         return False
@@ -185,11 +186,10 @@ def _stands_beside_decisions(graph: Graph, name: str, outputs: Tensors) -> bool:
 
 
 def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
-    """Returns True where an output makes one decision at each of some steps.
+    """Returns True for an output with one decision at each of at most 512 steps, and no other output with such rows.
 
-    No other output then has a row for each step, as it would for boxes. There are three axes, [steps, 1, classes] or
-    [1, classes, steps] of PyTorch's CTC heads and [1, steps, classes] of most others, or four where a height of one is
-    left, [1, classes, 1, steps].
+    Shapes are [steps, 1, classes] or [1, classes, steps] of PyTorch's CTC heads, [1, steps, classes] of most others,
+    and [1, classes, 1, steps] if an image's height of one is left.
     """
     shape = outputs[name].shape
     steps = outputs[name].size // shape[axis]
@@ -200,17 +200,17 @@ def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
 
 
 def _read_steps(graph: Graph, name: str, reading: Reading) -> Reading:
-    """Returns how steps are read that may be decisions: they are next words if they rank the input's vocabulary."""
+    """Returns a reading as steps: certain if there is a class for each word of the graph's vocabulary, else a guess."""
     if graph.dims(name)[reading.other_axis] in find_vocabulary_sizes(graph):
         return Reading(kind="sequence", axis=reading.other_axis)
     return msgspec.structs.replace(reading, other="sequence")
 
 
 def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
-    """Returns how numbers are read that are not known to decide anything, with what else they may be.
+    """Returns the reading of numbers that are not known to decide anything, with a second guess (`Reading.other`).
 
-    A linear layer may make raw scores of classes, such as next words, of which the network is not sure. A vector made
-    by weights may be an embedding.
+    The output of a linear layer may be logits of an uncertain network, such as a language model's. A vector from a
+    layer may be an embedding.
     """
     first, origins = values[0], find_origins(graph, name)
     if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
@@ -237,14 +237,14 @@ def _are_unit(values: Sequence[Array]) -> bool:
 
 
 def _are_pixels(values: Sequence[Array]) -> bool:
-    """Returns True if values reach from black to about white, in floats, in bytes or behind a Tanh; depths do not."""
+    """Returns True if values span black to about white, as floats in [0, 1] or [-1, 1], or as bytes; depths do not."""
     low, high = (float(end([end(value) for value in values])) for end in (np.min, np.max))
     whites = [white for white in WHITES if white * _LEAST_WHITE <= high <= white * _MOST_WHITE]
     return any(low >= -white * (_MOST_WHITE - 1) or (white == 1 and low >= -_MOST_WHITE) for white in whites)
 
 
 def _find_channels(value: Array) -> int:
-    """Returns the shortest axis behind the first that has more than one entry."""
+    """Returns the shortest axis with more than one entry, except axis 0."""
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
     return min(sizes, default=(True, 1, 0))[2]
 
@@ -262,8 +262,8 @@ def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]
 def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Iterator[Reading]:
     """Yields readings as classes or a map of classes, the likeliest first, if there are any.
 
-    Each class has weights of its own, so an axis of places holds no classes; and only a Softmax or a Sigmoid stands
-    behind the layer that makes the scores. A layer without a bias may instead project a vector.
+    Each class has its own weights, so an axis of places holds no classes, and only a Softmax or a Sigmoid follows the
+    layer that makes the scores. The output of a layer without a bias may also be an embedding.
     """
     first, origins = values[0], find_origins(graph, name)
     places = {axis for axis, origin in enumerate(origins) if origin == "places" and first.shape[axis] > 1}
@@ -274,7 +274,7 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         return
     is_gain = first.shape in map(graph.static_shape, graph.inputs)
     if ranks_classes(first) and kept and is_gain:
-        # A gain for each number of the input, such as a denoiser's mask.
+        # A factor for each number of the input, such as a denoiser's mask.
         yield Reading(kind="values", axis=_find_channels(first))
         return
     if kept and (first.shape[1:] == (1,) or (first.ndim >= 3 and 1 in first.shape[1:] and not ranks_classes(first))):
@@ -286,7 +286,7 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
         readout = "unknown" if is_chance else find_readout(graph, name)
         is_ranking = is_chance or not (readout == "shaped" or _is_one_shape(values) or _is_rating(values))
-        # The largest probability is more than chance on average; of few classes, a little more.
+        # The mean of the highest probability is above chance: twice as high, or 1.15 times for up to four classes.
         is_sure = is_ranking and _confidence(values, reading) * first.size > (1.15 if first.size <= 4 else 2.0)
         if is_sure and reading.axis not in places:
             is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING
@@ -314,8 +314,8 @@ def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Re
         axes = _map_axes(first.shape)
     elif first.ndim == 3 and first.shape[2] > _BOX:
         axes = (2, 1) if first.shape[1] > _BOX else (2,)
-    # Classes may lie on either axis, and confidence tells on which. The second axis counts only where the first may
-    # hold classes too: else the columns of a table, such as boxes in pixels, would be taken for steps.
+    # The class axis is the one along which the softmax is more confident. The second axis is considered only if the
+    # first may hold classes too: else the columns of a table, such as boxes in pixels, would be taken for steps.
     even = tuple(axis for axis in axes if _is_even(values, axis, is_made=axis in made))
     readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
@@ -325,9 +325,10 @@ def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Re
 
 
 def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes of a map with four that may hold the classes, the likeliest first: beside a square the third.
+    """Returns which axes of a 4-D map may hold the classes, the likeliest first.
 
-    Where a height of one is left, either classes or steps may be the longer axis.
+    If two of the last three sizes are equal, they are height and width, and the third is the classes. If the height is
+    1, classes and steps cannot be told apart by size.
     """
     if shape[1] != shape[2] == shape[3] or shape[1] == shape[2] != shape[3]:
         return (1,) if shape[2] == shape[3] else (3,)
@@ -336,11 +337,12 @@ def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
-    """Returns True if the entries of an axis may be classes: made by weights or not too many, and of similar size."""
+    """Returns True if an axis may hold classes: it is a layer's output axis or short, and of evenly large scores."""
     size = values[0].shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
     is_likely = size > 1 and (is_made or size <= _MOST_CLASSES)
-    # Of thousands of letters some hardly ever occur, and CTC's blank in nearly every step: both are left out.
+    # Among thousands of letters some hardly ever occur, and CTC's blank occurs in nearly every step: the smallest and
+    # the largest 1 % are left out.
     low, high = np.quantile(means, (0.01, 0.99) if size > _THOUSANDS else (0, 1))
     return is_likely and float(high) <= _MOST_UNEVEN * float(low)
 
@@ -381,7 +383,10 @@ def _find_squash(graph: Graph, name: str) -> str:
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
-    """Returns what squashes an output, "" for nothing, and the tensors that only move values before it."""
+    """Returns the Softmax, Sigmoid or ArgMax before an output ("" for none), and the tensors from its input on back.
+
+    Between these tensors, the operator and the output values are only moved.
+    """
     squash, moved = "", set[str]()
     while name in graph.producers:
         node = graph.producers[name]

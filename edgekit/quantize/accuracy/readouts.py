@@ -1,7 +1,7 @@
 """What the graph shows of an output: which of its axes a layer with weights makes, and which operators follow it.
 
-Each class has weights of its own, so the axis of classes is the output axis of a linear layer. An axis that comes from
-the input, such as the frames of a sound or pixels, holds places. Behind a normalization or a Tanh there are no scores.
+Each class has its own weights, so the class axis is the output axis of a linear layer. An axis that comes from the
+input, such as audio frames or pixels, holds places. The output of a normalization or a Tanh holds no class scores.
 """
 
 from collections.abc import Sequence
@@ -59,12 +59,12 @@ def find_readout(graph: Graph, name: str) -> Readout:
 
 
 def find_origins(graph: Graph, name: str) -> tuple[Origin, ...]:
-    """Returns for each axis of a tensor whether weights or the places of an input make its entries."""
+    """Returns the origin of each axis: "weights" for the output axis of a layer, "places" for an axis of its input."""
     return _trace(graph, name, _MOST_NODES)
 
 
 def find_vocabulary_sizes(graph: Graph) -> frozenset[int]:
-    """Returns the numbers of rows of tables that a Gather takes rows from, such as embeddings of words."""
+    """Returns the sizes of the graph's vocabularies: the numbers of rows of the tables that a Gather reads."""
     tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
     return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)
 
@@ -98,7 +98,7 @@ def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
 
 
 def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis: int) -> Origin:
-    """Returns what makes an axis, counted from the end, of a tensor that two sides make: weights if either side has."""
+    """Returns the origin of an axis, counted from the end, of an elementwise result: "weights" if one side has that."""
     found: set[Origin] = {origins[axis] for dims, origins in sides if -axis <= len(dims) and dims[axis] != 1}
     if len(found) < 2:
         return found.pop() if found else "places"
@@ -135,7 +135,7 @@ def _match(
         if left % size:
             return None
         left = left // size if is_moved else 1
-        # An axis that was removed leaves its origin to none behind it.
+        # The origin of a removed axis passes to no other axis.
         if not joined or (is_moved and len(set(joined)) > 1):
             joined.append("places")
         found.append(joined[-1])
