@@ -24,16 +24,16 @@ from edgekit.progress import Progress, say_nothing
 class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one subject on one device, in milliseconds per run.
 
-    `provider` is the target's, or the CPU provider if the target's took no node; `provider_nodes` counts the nodes of
-    each. `interval_ms` is the 95 % confidence interval of the median. A run takes `batch` samples, `concurrency` runs
-    are made at once, and `throughput_per_s` counts samples. With a `queue`, such as "200/s, 5 ms", times are those from
-    a request to its answer: requests arrive at 200/s, and a batch of at most `batch` requests starts when the oldest
-    has waited 5 ms, or with "full" only when the batch is full. `load_ms` and `first_ms` are the cold start: the time
-    to make the session, and its first run. `warmup` runs were left out before the times were steady. `model_bytes` is
-    the size of all loaded files. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter matter
-    only if nodes ran in `parallel`. `energy_mj` is the energy per sample in millijoules of all processor packages,
-    including other programs, if the system reports it. `warnings` say why the figures are less reliable than they look.
-    The figures are 0 if `failure` says that the device failed.
+    `provider` is the target's, or the CPU provider if the target's took no node; `provider_nodes` counts the nodes by
+    provider. `interval_ms` is the 95 % confidence interval of the median. A run takes `batch` samples, `concurrency`
+    runs are made at once, and `throughput_per_s` counts samples. With a `queue`, such as "200/s, 5 ms", times are those
+    from a request to its answer: requests arrive at 200/s, and a batch of at most `batch` requests starts when the
+    oldest has waited 5 ms, or with "full" only when the batch is full. `load_ms` and `first_ms` are the cold start: the
+    time to create the session, and that of its first run. The first `warmup` runs were left out. `model_bytes` is the
+    size of all loaded files. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter matter only if
+    nodes ran in `parallel`. `energy_mj` is the energy per sample in millijoules of all processor packages, including
+    other programs, if the system reports it. `warnings` say why the figures are less reliable than they look. If the
+    device failed, `failure` says how, and the figures are 0.
     """
 
     device: str
@@ -96,7 +96,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # With fewer runs, the 99th percentile lies between the two slowest ones.
-_ENOUGH_FOR_P99 = 100
+_MIN_RUNS_FOR_P99 = 100
 
 
 def bench_on(
@@ -108,9 +108,9 @@ def bench_on(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of a bundle or a model on devices, for each combination of openings and efforts in turn.
+    """Returns the times of a bundle or a model on devices, for each combination of an opening and an effort.
 
-    With `against`, it compares the two instead, both with the first opening and the first effort.
+    With `against`, the two are compared instead, with the first opening and the first effort.
 
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
@@ -130,30 +130,32 @@ def bench_subjects(
     against: Subject | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of subjects on each device, or with `against` a comparison of that one with the first.
+    """Returns the times of subjects on each device, or with `against` how that one compares with the first subject.
 
     Devices on this machine run one at a time, others concurrently. If a device fails, the report says so.
     """
     present, skipped = find_present(devices)
-    tell = progress or say_nothing
+    report_progress = progress or say_nothing
     report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:
-        ways = [(subject, effort) for subject in subjects for effort in efforts]
+        trials = [(subject, effort) for subject in subjects for effort in efforts]
         found = run_each(
             present,
-            lambda device: [_bench_device(subject, effort, tell, device) for subject, effort in ways],
+            lambda device: [_bench_device(subject, effort, report_progress, device) for subject, effort in trials],
             timed=True,
         )
         return msgspec.structs.replace(report, runs=tuple(run for runs in found for run in runs))
-    compared = run_each(present, lambda device: compare_on(subjects[0], against, device, efforts[0], tell), timed=True)
+    compared = run_each(
+        present, lambda device: compare_on(subjects[0], against, device, efforts[0], report_progress), timed=True
+    )
     return msgspec.structs.replace(report, against=against.name, comparisons=compared)
 
 
 def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: Device) -> BenchRun:
     progress(f"time {subject.name} on {device.name}" + (f", {subject.batch} at a time" if subject.batch > 1 else ""))
-    queue, told = effort.queue, ""
+    queue, queue_text = effort.queue, ""
     if queue is not None:
-        told = f"{queue.rate_per_s:g}/s, {'full' if queue.wait_ms is None else f'{queue.wait_ms:g} ms'}"
+        queue_text = f"{queue.rate_per_s:g}/s, {'full' if queue.wait_ms is None else f'{queue.wait_ms:g} ms'}"
     run = BenchRun(
         device=device.name,
         evidence=device.evidence,
@@ -162,7 +164,7 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
         batch=subject.batch if queue is None else queue.most,
         concurrency=effort.concurrency,
         io_binding=effort.io_binding,
-        queue=told,
+        queue=queue_text,
     )
     try:
         job = effort.apply(subject.job_for(device))
@@ -229,9 +231,9 @@ def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Ite
             yield describe_drift(drift)
         yield from describe_change(block.run.before, block.run.after)
     low, high = run.interval_ms
-    known = (high - low) / 2 / run.median_ms if run.median_ms > 0 else 0.0
-    if known > PRECISION:
-        yield f"the median is known to {known:.0%} only: give it more time (--seconds) or a quieter device"
-    if run.iterations < _ENOUGH_FOR_P99:
+    half_width = (high - low) / 2 / run.median_ms if run.median_ms > 0 else 0.0
+    if half_width > PRECISION:
+        yield f"the median is known to {half_width:.0%} only: give it more time (--seconds) or a quieter device"
+    if run.iterations < _MIN_RUNS_FOR_P99:
         yield f"p99 of {run.iterations} runs is little more than the slowest of them"
     yield from blocks[-1].run.notes

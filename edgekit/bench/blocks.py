@@ -18,32 +18,32 @@ from edgekit.progress import Progress
 
 PRECISION = 0.02
 """The wanted half width of the median's confidence interval, as a share of the median."""
-# Limits, because a noisy device would require more and more runs.
-MOST_RUNS = 2000
+# A noisy device would require more and more runs.
+MAX_RUNS = 2000
 FIRST_RUNS = 50
 
 # The device checks its time budget after each slice of runs; a message per run would disturb the measurement.
 _SLICE_MS = 200.0
 # The first runs of a session fill its arena and raise the CPU's clock. This is the longest warm-up; its actual end is
 # found from the times.
-_WARM_MS = 300.0
-_MOST_WARMUP = 50
+_MAX_WARMUP_MS = 300.0
+_MAX_WARMUP_RUNS = 50
 # A coarse clock may return 0 for a short run, and the guess is a divisor.
-_FAST_MS = 1e-3
+_MIN_GUESS_MS = 1e-3
 _WITH_QUEUE = "--on host, arm64, or ssh:HOST where a python3 has onnxruntime"
 # Devices, by address or kind, that do not run models in the runner in Python.
 _WITHOUT_QUEUE = frozenset({"adb", "android", "arm64:native", "emulated", "host:native", "ios-sim"})
-_FEWEST_REQUESTS = 50
+_MIN_REQUESTS = 50
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """How much to run.
+    """How many runs to make, and with which session settings.
 
-    `runs` is the number of runs; with None, runs go on until the median is known to PRECISION, or `seconds` per device
-    are over. `threads` is the number of intra-op threads, 0 for that of the tuned bundle, or else ONNX Runtime's
-    default; `inter_threads` likewise is that of inter-op threads, which run nodes concurrently if execution is
-    `parallel` (None: as the bundle was tuned). `concurrency` runs are made at once in one session. With `io_binding`,
-    inputs are bound, and outputs are written into the buffers of the preceding run.
+    With `runs` of None, runs go on until the median is known to PRECISION, or `seconds` per device are over. `threads`
+    is the number of intra-op threads; 0 keeps that of the tuned bundle, or else ONNX Runtime's default. `inter_threads`
+    is likewise that of inter-op threads, which run nodes concurrently if execution is `parallel` (None keeps the
+    bundle's setting). `concurrency` runs are made at once in one session. With `io_binding`, inputs are bound, and
+    outputs are written into the buffers of the preceding run.
     """
 
     runs: int | None = None
@@ -70,8 +70,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """The times of steady runs in one session, after the warm-up, in milliseconds; `first_ms` is that of the first run.
 
-    `pace_ms` is the typical time from one finished run to the next: less than a run takes if several are made at once.
-    `outputs` are those of the sample.
+    `pace_ms` is the typical time from the end of one run to the end of the next: less than a run takes if several are
+    made at once. `outputs` are those of the first run.
     """
 
     latency_ms: tuple[float, ...]
@@ -93,11 +93,11 @@ def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
     # The first block is a pilot, whose spread gives the sample size for the wanted half width, as in Stein's two-stage
     # procedure (Ann. Math. Stat. 16, 1945).
     first = run_block(device, job, effort.runs or min(FIRST_RUNS, fitting), effort.seconds, guess_ms)
-    left = effort.seconds - sum(first.latency_ms) / 1e3
-    wanted = min(count_needed(first.latency_ms, PRECISION), MOST_RUNS, fitting) - len(first.latency_ms)
-    if effort.runs is not None or wanted <= 0 or left <= 0:
+    seconds_left = effort.seconds - sum(first.latency_ms) / 1e3
+    wanted = min(count_needed(first.latency_ms, PRECISION), MAX_RUNS, fitting) - len(first.latency_ms)
+    if effort.runs is not None or wanted <= 0 or seconds_left <= 0:
         return (first,)
-    return first, run_block(device, job, wanted, left, guess_ms)
+    return first, run_block(device, job, wanted, seconds_left, guess_ms)
 
 
 def guess_time(device: Device, job: Job, effort: Effort) -> float:
@@ -107,11 +107,11 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
         DeviceError: the device is not there, or failed.
     """
     run, _ = _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds)
-    return max(_FAST_MS, median(run.latency_ms[job.concurrency :]))
+    return max(_MIN_GUESS_MS, median(run.latency_ms[job.concurrency :]))
 
 
 def count_fitting(seconds: float, guess_ms: float) -> int:
-    """Returns how many runs fit into a time, at least LEAST_SAMPLES."""
+    """Returns how many runs of `guess_ms` fit into `seconds`, at least LEAST_SAMPLES."""
     return max(LEAST_SAMPLES, int(seconds * 1e3 / guess_ms))
 
 
@@ -120,6 +120,7 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
 
     Raises:
         DeviceError: the device cannot serve a queue, is not there, or failed.
+        UsageError: the model has no dynamic first axis, so that requests cannot be stacked.
     """
     if _WITHOUT_QUEUE & {address_of(device), kind_of(device)}:
         words = f"'{device.name}' serves no queue: only the runner in Python does; {_WITH_QUEUE}"
@@ -127,7 +128,7 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
     if not queue.rows:
         words = "--queue means nothing here: no input has a dynamic first axis"
         raise UsageError(words, hint="export the model with a free batch")
-    count = effort.runs or max(_FEWEST_REQUESTS, min(MOST_RUNS, int(queue.rate_per_s * effort.seconds)))
+    count = effort.runs or max(_MIN_REQUESTS, min(MAX_RUNS, int(queue.rate_per_s * effort.seconds)))
     asked = msgspec.structs.replace(job, queue=queue, concurrency=1, io_binding=False)
     run, outputs = _run(device, asked, slices=1, repeat=count, seconds=effort.seconds)
     # The queue is empty at first, so the first requests are not typical.
@@ -143,20 +144,20 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
 
 
 def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: float) -> Block:
-    """Returns the times of `runs` runs, or of fewer if the time is over before, which is checked after each slice.
+    """Returns the times of `runs` runs, or of fewer if `seconds` are over before, which is checked after each slice.
 
     Raises:
         DeviceError: the device is not there, or failed.
     """
-    most = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
-    repeat = max(1, min(runs + most, int(_SLICE_MS / guess_ms)))
+    max_warmup = min(_MAX_WARMUP_RUNS, max(1, math.ceil(_MAX_WARMUP_MS / guess_ms)))
+    repeat = max(1, min(runs + max_warmup, int(_SLICE_MS / guess_ms)))
     if job.concurrency > 1:
         # Starting threads must not be measured: slices are long in comparison, and the first one only warms up.
         repeat = job.concurrency * max(1, int(_SLICE_MS / guess_ms))
-    slices = math.ceil((runs + most) / repeat) + (job.concurrency > 1)
+    slices = math.ceil((runs + max_warmup) / repeat) + (job.concurrency > 1)
     run, outputs = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
     # A device slower than estimated made fewer runs: at most half of them are warm-up.
-    warmup = find_steady(run.latency_ms, min(most, len(run.latency_ms) // 2))
+    warmup = find_steady(run.latency_ms, min(max_warmup, len(run.latency_ms) // 2))
     times = run.latency_ms[warmup : warmup + runs]
     steady = run.elapsed_ms[1:]
     pace_ms = median(steady) / repeat if steady else median(times)
@@ -164,10 +165,10 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
 
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:
-    """Returns a run, and the outputs of its first slice, which are the same in every slice."""
+    """Returns a run of slices with the job's first sample, and the outputs of the first slice."""
     # The same sample over and over, so that only the device varies, not the data.
-    only = list(job.samples)[:1]
-    samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(only * slices))
+    sample = list(job.samples)[:1]
+    samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(sample * slices))
     sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
     with work_folder() as work:
         run = device.run_job(sliced, work)
@@ -181,8 +182,7 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
 
 # Comparison of two subjects on one device, in interleaved rounds, so that slow changes affect both alike.
 
-# This gives seven degrees of freedom, and a Student quantile of 2.36, against 12.7 for two rounds and 1.96 for
-# infinitely many.
+# Student's quantile for seven degrees of freedom is 2.36, against 12.7 for two rounds and 1.96 for infinitely many.
 ROUNDS = 8
 
 

@@ -1,4 +1,4 @@
-"""Stores benchmarks in a SQLite file, and tells what became slower since."""
+"""A history of reports in a SQLite file, and which times of a benchmark are longer than the last recorded ones."""
 
 import contextlib
 import sqlite3
@@ -52,10 +52,10 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
 
 
 class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
-    """A table of a history, whose rows become values of one `kind`.
+    """A table of a history; its rows are read as structs of the type `kind`.
 
-    They have a number `id`, the UTC `time` of recording, `columns` by which they are found, with their SQL types, and a
-    `report`. `noun` is the word for a row in messages.
+    A row has a number `id`, the UTC `time` of recording, `columns` (with their SQL types) by which it is found, and a
+    `report` as JSON. `noun` is the word for a row in messages.
     """
 
     name: str
@@ -121,10 +121,13 @@ _BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"},
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
-    """A run compared with the same run of an earlier benchmark; `apart` if the intervals do not overlap."""
+    """A run compared with that of an earlier benchmark on the same device, with the same settings.
+
+    `apart` is True if the confidence intervals do not overlap.
+    """
 
     device: str
-    way: str
+    settings: str
     before_ms: float
     now_ms: float
     apart: bool
@@ -157,13 +160,13 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
 
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
     """Compares each run with the earlier one on the same device with the same settings; failed runs are left out."""
-    earlier = {_name_way(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
+    earlier = {_run_key(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
     for run in now.runs:
-        if (other := earlier.get(_name_way(run))) is None or run.failure is not None:
+        if (other := earlier.get(_run_key(run))) is None or run.failure is not None:
             continue
         apart = run.interval_ms[0] > other.interval_ms[1] or run.interval_ms[1] < other.interval_ms[0]
-        device, way = _name_way(run)
-        yield Slowdown(device=device, way=way, before_ms=other.median_ms, now_ms=run.median_ms, apart=apart)
+        device, settings = _run_key(run)
+        yield Slowdown(device=device, settings=settings, before_ms=other.median_ms, now_ms=run.median_ms, apart=apart)
 
 
 def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
@@ -194,17 +197,18 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
 
 
 def _describe(one: Slowdown, source: str) -> str:
-    sure = "" if one.apart else "; the intervals overlap"
-    way = f" ({one.way})" if one.way else ""
-    return f"{one.device}{way}: {one.now_ms:.3g} ms, {one.ratio:.2f} times the {one.before_ms:.3g} ms of {source}{sure}"
+    overlap = "" if one.apart else "; the intervals overlap"
+    with_settings = f" ({one.settings})" if one.settings else ""
+    figures = f"{one.now_ms:.3g} ms, {one.ratio:.2f} times the {one.before_ms:.3g} ms of {source}"
+    return f"{one.device}{with_settings}: {figures}{overlap}"
 
 
-def _name_way(run: BenchRun) -> tuple[str, str]:
+def _run_key(run: BenchRun) -> tuple[str, str]:
     parts = {"batch": run.batch, "at once": run.concurrency, "threads": run.threads, "IO binding": int(run.io_binding)}
     usual = {"batch": 1, "at once": 1, "threads": 0, "IO binding": 0}
-    told = [f"{name} {value}" for name, value in parts.items() if value != usual[name]]
+    changed = [f"{name} {value}" for name, value in parts.items() if value != usual[name]]
     queue = f"queue {run.queue}" if run.queue else ""
-    return run.device, ", ".join(filter(None, [*told, run.execution, queue]))
+    return run.device, ", ".join(filter(None, [*changed, run.execution, queue]))
 
 
 def _name_machine() -> str:

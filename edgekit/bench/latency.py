@@ -10,8 +10,7 @@ import numpy.typing as npt
 from edgekit.data.wilson import Z95
 from edgekit.devices.device import DeviceState
 
-# edgekit's own thresholds, only for a warning: the temperatures at which phones and boards lower the clock differ from
-# maker to maker.
+# Thresholds of warnings, chosen by edgekit: the temperatures at which devices lower their clock differ.
 MAX_WARMING_C = 5.0
 MAX_CLOCK_CHANGE = 0.1
 
@@ -56,15 +55,15 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 Series = npt.NDArray[np.float64]
 
 MAX_DRIFT = 0.05
-"""A change over the series by more than this share of the median is a drift, unless it may be due to chance."""
+"""A change over the series by more than this share of the median is a drift, if it is statistically significant."""
 
 _DRIFT_Z = 3.0
-_DRIFT_LEAST = 12
+_MIN_DRIFT_RUNS = 12
 # 200 points have 19,900 pairs; the 2,000 runs that a block may have would have two million.
-_DRIFT_POINTS = 200
-_FAST = 1e-9
-_BATCH = 5
-_LEAST_MS, _CLOCKS = 0.0005, 1.05
+_MAX_DRIFT_POINTS = 200
+_MIN_MEDIAN_MS = 1e-9
+_MSER_BATCH = 5
+_MIN_TIME_MS, _CLOCK_TOLERANCE = 0.0005, 1.05
 
 # Student's t for 95 %, two-sided, for 1, 2, ... degrees of freedom. A table avoids scipy as a dependency for one
 # function; for more degrees, the first term of the Cornish-Fisher expansion is used.
@@ -78,8 +77,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds per sample on the device.
 
     `interval` is the 95 % confidence interval of the median. `drift` is the change of the time from the first run to
-    the last as a share of the median (negative: it fell), None if there is none, or if there are too few runs to tell
-    it from chance.
+    the last as a share of the median (negative: it fell), None if it is not significant (see `find_drift`).
     """
 
     median: float
@@ -99,7 +97,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """Which of the two is faster, or that the rounds cannot tell."""
+        """Which of the two is faster, or that the interval includes 1."""
         low, high = self.interval
         if low > 1:
             return "A is faster"
@@ -144,10 +142,10 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     1945) exceeds three standard deviations. Long series are reduced to the medians of equal sections.
     """
     series = np.asarray(latency_ms, dtype=np.float64)
-    if len(series) > _DRIFT_POINTS:
-        series = np.array([np.median(part) for part in np.array_split(series, _DRIFT_POINTS)])
+    if len(series) > _MAX_DRIFT_POINTS:
+        series = np.array([np.median(part) for part in np.array_split(series, _MAX_DRIFT_POINTS)])
     count, median = len(series), float(np.median(series)) if len(series) else 0.0
-    if count < _DRIFT_LEAST or median <= _FAST:
+    if count < _MIN_DRIFT_RUNS or median <= _MIN_MEDIAN_MS:
         return None
     first, second = np.triu_indices(count, 1)
     differences = series[second] - series[first]
@@ -158,21 +156,23 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     return None if is_chance or abs(drift) <= MAX_DRIFT else drift
 
 
-def find_steady(latency_ms: Sequence[float], most: int) -> int:
-    """Returns how many of the first runs are warm-up, at most `most`; the runs after them are steady.
+def find_steady(latency_ms: Sequence[float], max_warmup: int) -> int:
+    """Returns how many of the first runs are warm-up, at most `max_warmup`; the runs after them are steady.
 
     This is MSER-5 (K. P. White, Simulation 69, 1997), in batches of five: the cut that minimizes the variance of the
     remaining batches, divided by their number. Each batch is represented by its median, so that a single pause of the
     system does not count as warm-up. The first run is always cut: it fills the arena, and kernels are initialized
     lazily in it.
     """
-    count = len(latency_ms) // _BATCH
-    batches = np.median(np.reshape(np.asarray(latency_ms[: count * _BATCH], dtype=np.float64), (count, _BATCH)), axis=1)
-    cuts = range(min(most // _BATCH, count // 2) + 1)
+    count = len(latency_ms) // _MSER_BATCH
+    batches = np.median(
+        np.reshape(np.asarray(latency_ms[: count * _MSER_BATCH], dtype=np.float64), (count, _MSER_BATCH)), axis=1
+    )
+    cuts = range(min(max_warmup // _MSER_BATCH, count // 2) + 1)
     if not count:
-        return min(1, most)
+        return min(1, max_warmup)
     errors = [float(np.var(batches[cut:])) / (count - cut) for cut in cuts]
-    return min(most, max(1, int(np.argmin(errors)) * _BATCH))
+    return min(max_warmup, max(1, int(np.argmin(errors)) * _MSER_BATCH))
 
 
 def find_impossible_time(times_ms: Sequence[float]) -> str | None:
@@ -189,11 +189,11 @@ def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | No
     """
     if not latency_ms:
         return None
-    if min(latency_ms) < _LEAST_MS:
+    if min(latency_ms) < _MIN_TIME_MS:
         return f"its times are left out: {min(latency_ms):g} ms is less than any session takes"
-    whole = sum(latency_ms)
-    if whole > _CLOCKS * elapsed_ms:
-        return f"its times are left out: it reports {whole:g} ms together, and answered after {elapsed_ms:g} ms"
+    total_ms = sum(latency_ms)
+    if total_ms > _CLOCK_TOLERANCE * elapsed_ms:
+        return f"its times are left out: it reports {total_ms:g} ms together, and answered after {elapsed_ms:g} ms"
     return None
 
 

@@ -44,7 +44,7 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | None) -> Samples:
-    """Returns the first sample, or a batch stacked along dynamic first axes; if there are too few samples, they repeat.
+    """Returns the first sample, or `batch` samples stacked along dynamic first axes; too few samples are repeated.
 
     Inputs without such an axis keep the value of the first sample.
     """
@@ -58,7 +58,7 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
 
 
 def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
-    """Returns the inputs whose first axis is dynamic: those with a row for each sample of a batch."""
+    """Returns the names of inputs whose first axis is dynamic: they have one row for each sample of a batch."""
 
     def is_free(dim: int | str | None) -> bool:
         # A dimension given by a formula follows from other dimensions: it is no independent batch size.
@@ -105,8 +105,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
     """Opens a bundle or a model, with a sample for it.
 
-    Without the name of a target, a model is opened with the device's default target, or in the CPU provider without
-    options. A bundle has its own target; its files are copied into `work`, and their digests checked.
+    Without the name of a target, a model is opened with the device's default target. A bundle has its own target; its
+    files are copied into `work`, and their digests checked.
 
     Raises:
         UsageError: a bundle was given together with a target or dims, a dimension does not exist or is the batch that
@@ -130,16 +130,16 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
     bundle = open_bundle(path)
     # Digests are checked while a copy is made, so that exactly what the manifest covers is timed, even if the folder
     # changes later.
-    private = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
-    chosen = read_target(private)
+    copy = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
+    chosen = read_target(copy)
     inputs = bundle.golden.inputs
-    given = read_inputs(private.golden) if opening.data is None else load_samples(opening.data, inputs)
-    sample = stack_samples(given, inputs, opening.batch)
+    samples = read_inputs(copy.golden) if opening.data is None else load_samples(opening.data, inputs)
+    sample = stack_samples(samples, inputs, opening.batch)
 
     def job_for(device: Device) -> Job:
-        plan, tuned = plan_run(private, device, 1), find_tuned(private.manifest, device) if opening.tuned else None
+        plan, tuned = plan_run(copy, device, 1), find_tuned(copy.manifest, device) if opening.tuned else None
         form = opening.form or (tuned.form if tuned else "") or plan.form
-        job = make_job(private, msgspec.structs.replace(plan, form=form), sample)
+        job = make_job(copy, msgspec.structs.replace(plan, form=form), sample)
         return job if tuned is None else set_job(job, tuned)
 
     return Subject(
@@ -167,12 +167,14 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     sample = stack_samples(_read_samples(path, inputs, wanted, opening), inputs, opening.batch)
     if not all(spec.is_tensor for spec in outputs):
         # Devices return maps and sequences, such as ZipMap's, as the tensors that one run gives.
-        given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
+        outputs_of_run = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
         known = {spec.name: spec for spec in outputs}
-        dtypes = {name: "string" if value.dtype == object else str(value.dtype) for name, value in given.items()}
+        dtypes = {
+            name: "string" if value.dtype == object else str(value.dtype) for name, value in outputs_of_run.items()
+        }
         outputs = tuple(
             known.get(name) or TensorSpec(name=name, dtype=dtypes[name], shape=(None,) * value.ndim)
-            for name, value in given.items()
+            for name, value in outputs_of_run.items()
         )
 
     def target_for(name: str) -> Target:

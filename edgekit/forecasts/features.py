@@ -1,7 +1,7 @@
-"""What a forecast is drawn from: the work of a graph by kind, and the bytes that a compiler plans to move.
+"""The features of a forecast: the work of a graph by kind, and the bytes that QNN's compiler plans to move.
 
-The work is that of an NPU that computes in blocks of channels, from shapes alone. QNN's compiler plans the bytes on a
-PC. Nothing runs on a device.
+The work is computed from shapes alone, for an NPU that computes in blocks of 32 channels. The compiler runs on a PC;
+nothing runs on a device.
 """
 
 import re
@@ -28,8 +28,8 @@ BLOCK = 32
 """Channels of a tile."""
 # Vector memory (VTCM) of the flagships since the 8 Gen 1; a larger value goes to DRAM and back.
 _VTCM_BYTES = 8 << 20
-# A Reshape of fewer elements counts as free.
-_SMALL = 1 << 12
+# A Reshape of at most this many elements counts as free.
+_MAX_FREE_RESHAPE = 1 << 12
 
 # Free operators: the compiler folds them into their neighbours, or computes them once.
 _FREE = frozenset(
@@ -74,16 +74,16 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_graph(model: onnx.ModelProto) -> Graph:
-    """Joins nodes of a prepared model that are one operator of an NPU (Gelu, HardSwish, RMS norm), returns the graph.
+    """Joins nodes that an NPU runs as one operator (Gelu, HardSwish, RMS norm), and returns the model's graph.
 
-    The model is changed in place.
+    The prepared `model` is changed in place.
     """
     apply_rewrites(model, {*FIXES, join_hard_swish.id})
     return infer_graph(model)
 
 
 def measure_work(graph: Graph) -> Work:
-    """Returns the work of a graph; that of a quantized graph is counted as if it were float."""
+    """Returns the work of a graph. Q and DQ nodes are free, so a quantized graph has the work of the float one."""
     kinds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
     macs = recurrent = 0
     for node in graph.nodes:
@@ -92,10 +92,10 @@ def measure_work(graph: Graph) -> Work:
         if _is_free(graph, node):
             continue
         recurrent += node.op_type in _RECURRENT
-        made = sum(_blocks(graph, name) for name in node.output if name)
+        written = sum(_padded_elements(graph, name) for name in node.output if name)
         kinds["nodes"] += 1
-        kinds["spill"] += made if 2 * made > _VTCM_BYTES else 0
-        kind, amount = _weigh(graph, node, count, made)
+        kinds["spill"] += written if 2 * written > _VTCM_BYTES else 0
+        kind, amount = _classify_work(graph, node, count, written)
         kinds[kind] += amount
     kinds["weights"] = sum(prod(tensor.dims) for tensor in graph.constants.values() if len(tensor.dims) > 1)
     kinds["outside"] = sum(graph.value(name).elements for name in (*graph.fed, *sorted(graph.outputs)))
@@ -107,8 +107,8 @@ def _is_free(graph: Graph, node: Node) -> bool:
         return True
     if node.op_type == "Reshape":
         before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])
-        # One that changes the innermost axis is not free: blocks of channels have to be rewritten.
-        return not before or not after.sizes or before[-1] == after.sizes[-1] or after.elements <= _SMALL
+        # A Reshape that changes the innermost axis is not free: blocks of channels have to be rewritten.
+        return not before or not after.sizes or before[-1] == after.sizes[-1] or after.elements <= _MAX_FREE_RESHAPE
     if node.op_type in _FUSED:
         maker = graph.producers.get(_source(graph, node.input[0]))
         return maker is not None and maker.op_type in _PRODUCTS
@@ -116,7 +116,7 @@ def _is_free(graph: Graph, node: Node) -> bool:
 
 
 def _source(graph: Graph, name: str) -> str:
-    """Returns the value before any Q and DQ nodes."""
+    """Follows QuantizeLinear and DequantizeLinear nodes back to the value that the first of them reads."""
     maker = graph.producers.get(name)
     while maker is not None and maker.op_type in {"QuantizeLinear", "DequantizeLinear"}:
         name = maker.input[0]
@@ -124,39 +124,42 @@ def _source(graph: Graph, name: str) -> str:
     return name
 
 
-def _weigh(graph: Graph, node: Node, macs: int, made: float) -> tuple[Kind, float]:
-    """Returns the kind and the amount of a node's work; `made` is the number of elements that it writes."""
+def _classify_work(graph: Graph, node: Node, macs: int, written: float) -> tuple[Kind, float]:
+    """Returns the kind and the amount of a node's work; `written` is the number of elements that it writes."""
     if not macs:
         if node.op_type in _CURVES or node.op_type.startswith("Reduce") or "Pool" in node.op_type:
-            return "curve", max(made, _blocks(graph, node.input[0]))
-        return ("move" if node.op_type in _MOVES else "vector"), made
+            return "curve", max(written, _padded_elements(graph, node.input[0]))
+        return ("move" if node.op_type in _MOVES else "vector"), written
     weight = _source(graph, node.input[1]) if node.has_input(1) else ""
     sizes = [size or 1 for size in graph.value(weight).sizes or ()]
     if node.op_type in _CONVS and len(sizes) >= 3:
         group = max(1, node.integer("group", 1))
-        turned = node.op_type == "ConvTranspose"
-        inside, outside = (sizes[0] // group, sizes[1]) if turned else (sizes[1], sizes[0] // group)
+        transposed = node.op_type == "ConvTranspose"
+        in_channels, out_channels = (sizes[0] // group, sizes[1]) if transposed else (sizes[1], sizes[0] // group)
         # Depthwise (one input channel for each group): the vector unit computes it.
-        if inside == 1 and group > 1:
-            return "vector", macs * _padding(group * outside)
-        return "matrix", macs * _padding(inside) * _padding(outside)
+        if in_channels == 1 and group > 1:
+            return "vector", macs * _padding_factor(group * out_channels)
+        return "matrix", macs * _padding_factor(in_channels) * _padding_factor(out_channels)
     shape = [size or 1 for size in graph.value(node.output[0]).sizes or ()] or [1]
-    padded = macs * _padding(shape[-1]) * _padding(macs / prod(shape))
+    padded = macs * _padding_factor(shape[-1]) * _padding_factor(macs / prod(shape))
     computed = weight not in graph.constants and node.op_type not in _RECURRENT
     return ("attention" if computed else "matrix"), padded
 
 
-def _blocks(graph: Graph, name: str) -> float:
-    """Returns the elements of a value in blocks of channels, which are the second or the last axis."""
+def _padded_elements(graph: Graph, name: str) -> float:
+    """Returns the number of elements of a value with its channels padded to whole blocks.
+
+    Channels are the second axis or the last, whichever needs less padding.
+    """
     value = graph.value(name)
     sizes = [size or 1 for size in value.sizes or ()]
     if len(sizes) < 3:
         return value.elements
-    return value.elements * min(_padding(sizes[-1]), _padding(sizes[1]))
+    return value.elements * min(_padding_factor(sizes[-1]), _padding_factor(sizes[1]))
 
 
-def _padding(channels: float) -> float:
-    """Returns the factor by which work grows if channels are rounded up to whole blocks."""
+def _padding_factor(channels: float) -> float:
+    """Returns the factor by which work grows if channels are rounded up to whole blocks: 64 / 33 for 33."""
     return -(-channels // BLOCK) * BLOCK / channels if channels > 0 else 1.0
 
 
@@ -166,7 +169,7 @@ def list_amounts(kinds: Mapping[Kind, float]) -> list[float]:
 
 
 SOC = "69"
-"""The chip that plans are made for: that of the Galaxy S25, the reference of the other devices' factors."""
+"""QNN's SoC number of the chip that plans are compiled for: that of the Galaxy S25, the fit's reference device."""
 _NAMES = ("dram_read", "dram_write", "vtcm_read", "vtcm_write", "is_dma")
 _MOVE = re.compile(r'\{"opid"\s*:\s*0x([0-9a-f]+)' + "".join(rf'\s*,\s*"{name}"\s*:\s*(\d+)' for name in _NAMES))
 

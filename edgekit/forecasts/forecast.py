@@ -1,4 +1,4 @@
-"""Forecasts of a network for devices and precisions, corrected by known times, and what follows from them."""
+"""Forecasts of a network's time for devices and precisions, corrected by times that were measured."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
 
 BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
-_NEAREST = 3
-# Over families left out of the fit, the worst error was a factor of 88 (YOLOv9 in w8a8): beyond 100, a given time is
-# that of another network.
-_FARTHEST_OFF = 100.0
+_NEIGHBOURS_SHOWN = 3
+# The worst error of a forecast, over families that were left out of the fit, was a factor of 88 (YOLOv9 in w8a8). If a
+# given time differs by more than 100, it is probably that of another network.
+_MAX_ERROR_FACTOR = 100.0
 _NO_FLOAT = "its NPU computes no floats"
 
 
@@ -86,9 +86,10 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
 class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A forecast of a model for devices: weaker evidence than any run.
 
-    `distance` is that of the nearest measured network, by precision; `faster` the share of measured pairs in which a
-    precision was faster than another; `unlike` holds the precisions in which no measured network is near. `traffic`
-    holds the bytes that QNN's compiler plans to move in float, if it was run. `ground` names the source of the figures.
+    `distance` is the distance to the nearest measured network, by precision. `faster[p][q]` is the share of measured
+    networks that were faster in precision p than in q. `unlike` holds the precisions in which no measured network is
+    near. `traffic` holds the bytes that QNN's compiler plans to move in float, if it was run. `ground` names the source
+    of the figures.
     """
 
     model: str
@@ -110,12 +111,12 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether `max_ms` is kept: a forecast passes only if the whole interval is below it."""
+        """Whether `max_ms` is kept: a device passes only if the whole interval of some precision is below it."""
         return "fail" if self.too_slow else "not proven" if self.unproven else "pass"
 
     @property
     def too_slow(self) -> tuple[str, ...]:
-        """The devices with a forecast on which no precision is forecast to keep `max_ms`."""
+        """The devices whose fastest forecast exceeds `max_ms`; none if no limit is set."""
         limit = self.max_ms
         if limit is None:
             return ()
@@ -127,20 +128,20 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """If a limit is set: the devices that have no forecast, or whose interval includes the limit."""
+        """The devices that have no forecast, or whose interval includes `max_ms`; none if no limit is set."""
         limit = self.max_ms
         if limit is None:
             return ()
-        sure = {row.device for row in self.rows if row.high_ms is not None and row.high_ms <= limit}
-        every = dict.fromkeys(row.device for row in self.rows)
-        return tuple(device for device in every if device not in sure and device not in self.too_slow)
+        proven = {row.device for row in self.rows if row.high_ms is not None and row.high_ms <= limit}
+        devices = dict.fromkeys(row.device for row in self.rows)
+        return tuple(device for device in devices if device not in proven and device not in self.too_slow)
 
 
 def read_precisions(text: str) -> tuple[Bits, ...]:
     """Returns the precisions of a comma-separated list; int8 and int16 are other names of w8a8 and w8a16.
 
     Raises:
-        UsageError: there is no such precision, or none was measured.
+        UsageError: a precision does not exist, or the list is empty.
     """
     names: dict[str, Bits] = {**{word: word for word in BITS}, "fp16": "float", "int8": "w8a8", "int16": "w8a16"}
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -153,7 +154,7 @@ def read_precisions(text: str) -> tuple[Bits, ...]:
 
 
 def choose_phones() -> tuple[Phone, ...]:
-    """Returns one measured device for each chip that was measured in some precision, by name."""
+    """Returns one measured device, a phone if possible, for each chip that was measured; sorted by name."""
     fitted, _ = model.load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
     found: dict[int, Phone] = {}
@@ -171,9 +172,9 @@ def forecast_work(
     placings: Mapping[str, Placing],
     traffic: Traffic | None,
 ) -> tuple[tuple[DeviceForecast, ...], dict[Bits, float]]:
-    """Returns the forecasts for devices, and the distance of the nearest measured network, by precision.
+    """Returns the forecasts for devices, and by precision the distance to the nearest measured network.
 
-    `placings` holds the predicted placement for each device, `traffic` what QNN's compiler plans in float.
+    `placings` holds the predicted placement by device, `traffic` what QNN's compiler plans for the float network.
 
     Raises:
         UsageError: a known time cannot be of this network.
@@ -184,8 +185,8 @@ def forecast_work(
         estimate = _Estimate(work, precision, known, traffic)
         distances[precision] = estimate.distance
         rows += [estimate.forecast(phone, placings.get(phone.name)) for phone in phones]
-    # The precisions of a device follow each other.
-    order = {phone.name: at for at, phone in enumerate(phones)}
+    # Rows of one device are adjacent.
+    order = {phone.name: index for index, phone in enumerate(phones)}
     return tuple(sorted(rows, key=lambda row: order[row.device])), distances
 
 
@@ -193,13 +194,15 @@ def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceFore
     """Returns the forecast for the CPU of a machine on which another network took `ms`, in float.
 
     Raises:
-        UsageError: the other network does nothing that takes time.
+        UsageError: the other network has no work that takes time.
     """
     fitted = model.load_cpu_fit()
-    took, own = (fitted.sum(list_amounts(each.kinds)) for each in (other, work))
-    if not took > 0:
+    other_work, own_work = (fitted.sum(list_amounts(each.kinds)) for each in (other, work))
+    if not other_work > 0:
         raise UsageError(f"{machine}: that model does no work to scale by", hint="give one that multiplies")
-    middle, low, high = (_round(ms * own / took * math.exp(value)) for value in (0.0, fitted.low, fitted.high))
+    middle, low, high = (
+        _round(ms * own_work / other_work * math.exp(value)) for value in (0.0, fitted.low, fitted.high)
+    )
     return DeviceForecast(
         device=machine, chipset="CPU", soc_model=None, htp=None, precision="float", basis="scaled",
         ms=middle, low_ms=low, high_ms=high, note=f"scaled by the work from {ms:g} ms of another model there",
@@ -220,46 +223,46 @@ class _Estimate:
         self.fitted: Fitted = self.model.precisions[precision]
         split = {name: self.fitted.split(list_amounts(known.kinds)) for name, known in networks.items()}
         own = self.fitted.split(list_amounts(work.kinds))
-        far = {name: model.measure_distance(own, other) for name, other in split.items()}
-        # The distance of each known network, the nearest first.
-        self.ranked = dict(sorted(far.items(), key=lambda pair: pair[1]))
+        distances = {name: model.measure_distance(own, other) for name, other in split.items()}
+        # The distance to each measured network, the nearest first.
+        self.ranked = dict(sorted(distances.items(), key=lambda pair: pair[1]))
         self.distance = next(iter(self.ranked.values()))
         self.log_ms = math.log(float(own.sum()))
         self.compiled = self.fitted.compiled if traffic is not None else None
         if self.compiled is not None and traffic is not None:
-            # The errors of graph and plan are different, so that the mean of both errs less than either.
+            # The errors of the forecasts from graph and from plan differ, so their mean has less error than either.
             self.log_ms = (self.log_ms + math.log(self.compiled.sum(model.list_planned(work.kinds, traffic)))) / 2
             # Only networks with a plan were used in the fit.
-            self.distance = next(far for name, far in self.ranked.items() if "float" in networks[name].traffic)
-        self.moved, self.left = self._calibrate()
+            self.distance = next(value for name, value in self.ranked.items() if "float" in networks[name].traffic)
+        self.known_log_ms, self.known_error = self._calibrate()
 
     def _calibrate(self) -> tuple[float | None, float]:
-        """Returns log ms on the reference device according to known times, and the remaining uncertainty."""
-        found: list[tuple[float, float]] = []
+        """Returns log ms on the reference device according to known times (None without any), and its uncertainty."""
+        estimates: list[tuple[float, float]] = []
         for time in self.known:
-            own = self.model.precisions[time.precision]
-            if (device := find_measured(time.device, own)) is None:
+            fit = self.model.precisions[time.precision]
+            if (device := find_measured(time.device, fit)) is None:
                 raise UsageError(
                     f"no network was measured on '{time.device}' in {time.precision}",
-                    hint=f"a time on one of these moves the forecast: {', '.join(sorted(own.devices)[:6])}, ...",
+                    hint=f"a time on one of these moves the forecast: {', '.join(sorted(fit.devices)[:6])}, ...",
                 )
-            effect = math.log(time.ms) - own.devices[device]
-            guess = own.sum(list_amounts(self.work.kinds))
-            if abs(effect - math.log(guess)) > math.log(_FARTHEST_OFF):
-                forecast = guess * math.exp(own.devices[device])
+            device_free_log_ms = math.log(time.ms) - fit.devices[device]
+            guess = fit.sum(list_amounts(self.work.kinds))
+            if abs(device_free_log_ms - math.log(guess)) > math.log(_MAX_ERROR_FACTOR):
+                forecast = guess * math.exp(fit.devices[device])
                 raise UsageError(
                     f"{time.ms:g} ms on {time.device} cannot be of this network: {forecast:.3g} ms are forecast, and no"
-                    f" network is further off than {_FARTHEST_OFF:g} times",
+                    f" network is further off than {_MAX_ERROR_FACTOR:g} times",
                     hint="give the time of one inference, with its unit: 1.9ms",
                 )
             shift, spread = (0.0, 0.0) if time.precision == self.precision else self.fitted.over[time.precision]
-            found.append((effect + shift, spread))
-        if not found:
+            estimates.append((device_free_log_ms + shift, spread))
+        if not estimates:
             return None, 0.0
-        # Times in the same precision only, if there are any: between precisions the uncertainty is larger.
-        least = min(spread for _, spread in found)
-        best = [effect for effect, spread in found if spread == least]
-        return float(np.mean(best)), least
+        # Only the times with the least uncertainty count: those in the same precision, if there are any.
+        smallest = min(spread for _, spread in estimates)
+        closest = [device_free_log_ms for device_free_log_ms, spread in estimates if spread == smallest]
+        return float(np.mean(closest)), smallest
 
     def forecast(self, phone: Phone, placing: Placing | None) -> DeviceForecast:
         """Returns the forecast for a device."""
@@ -268,8 +271,10 @@ class _Estimate:
             precision=self.precision, placing=placing,
         )  # fmt: skip
         if (device := find_measured(phone.name, self.fitted)) is None:
-            lacks = self.precision == "float" and not phone.fp16
-            return msgspec.structs.replace(row, note=_NO_FLOAT if lacks else "no network was measured on its chip so")
+            no_float_unit = self.precision == "float" and not phone.fp16
+            return msgspec.structs.replace(
+                row, note=_NO_FLOAT if no_float_unit else "no network was measured on its chip in this precision"
+            )
         own = next((t for t in self.known if t.device == phone.name and t.precision == self.precision), None)
         if own is not None:
             # The spread between runs of that phone is not known.
@@ -277,12 +282,12 @@ class _Estimate:
         else:
             row = self._add_time(row, device, placing)
         table = model.load_table()
-        near = (
+        neighbours = (
             Neighbour(network=name, distance=round(distance, 3), ms=measured[device].ms)
             for name, distance in self.ranked.items()
             if device in (measured := table.find_rows(table.find_key(name), self.precision))
         )
-        row = msgspec.structs.replace(row, nearest=tuple(islice(near, _NEAREST)))
+        row = msgspec.structs.replace(row, nearest=tuple(islice(neighbours, _NEIGHBOURS_SHOWN)))
         if (fit := self.model.memory[self.precision].get(device)) is None:
             return row
         mb = max(1.0, fit.sum([*(self.work.kinds.get(kind, 0.0) for kind in model.MEMORY_KINDS), 1.0]))
@@ -291,21 +296,21 @@ class _Estimate:
 
     def _add_time(self, row: DeviceForecast, device: str, placing: Placing | None) -> DeviceForecast:
         fitted = self.fitted
-        middle = (self.log_ms if self.moved is None else self.moved) + fitted.devices[device]
-        if self.moved is None:
+        middle = (self.log_ms if self.known_log_ms is None else self.known_log_ms) + fitted.devices[device]
+        if self.known_log_ms is None:
             ends = self.compiled or fitted
             low, high = ends.low * (1 + self.distance), ends.high * (1 + self.distance)
         else:
             # The uncertainties between devices and between precisions add up as independent errors.
-            high = math.hypot(fitted.spread[device], self.left)
+            high = math.hypot(fitted.spread[device], self.known_error)
             low = -high
-        left = 0 if placing is None else placing.left
-        cpu = next((each for each in reversed(self.model.cpu_layers) if left >= each.least), None)
-        if cpu is not None and self.moved is None:
+        on_cpu = 0 if placing is None else placing.left
+        cpu = next((each for each in reversed(self.model.cpu_layers) if on_cpu >= each.least), None)
+        if cpu is not None and self.known_log_ms is None:
             middle, low, high = (
                 middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
             )  # fmt: skip
-        basis = "recalibrated" if self.moved is not None else "networks" if self.compiled is None else "compiled"
+        basis = "recalibrated" if self.known_log_ms is not None else "networks" if self.compiled is None else "compiled"
         ms, low_ms, high_ms = (_round(math.exp(value)) for value in (middle, middle + low, middle + high))
         note = f"{placing.left} of {placing.nodes} nodes on the CPU" if cpu is not None and placing is not None else ""
         return msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)

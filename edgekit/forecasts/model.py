@@ -1,8 +1,8 @@
-"""The measured table, and the model that is fitted to it.
+"""The table of measured times, and the model that is fitted to it.
 
-The table holds networks with their times on devices: figures of the package qai-hub-models (BSD-3-Clause);
-`tools/forecast/make_table.py` makes the file. The model is a sum over kinds of work, a factor for the device, and an
-interval from left-out families.
+The table holds the times of networks on devices, from the package qai-hub-models (BSD-3-Clause);
+`tools/forecast/make_table.py` writes it. The model is a sum over kinds of work times a factor for the device, with an
+interval from cross-validation: each family of networks is left out of the fit once.
 
     log ms(network, device) = log sum_k c_k * work_k(network) + d(device)
 
@@ -93,7 +93,10 @@ Bits = Literal["float", "w8a8", "w8a16"]
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum over amounts of work, with the quantiles 0.1 and 0.9 of log(measured / forecast) over left-out families."""
+    """A weighted sum of amounts of work.
+
+    `low` and `high` are the quantiles 0.1 and 0.9 of log(measured / forecast) over families left out of the fit.
+    """
 
     coefficients: tuple[float, ...]
     low: float
@@ -109,15 +112,15 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fitted(Fit, frozen=True, kw_only=True):
-    """The fit for a precision: milliseconds for each amount of `list_amounts`, on the reference device.
+    """The fit for a precision: milliseconds on the reference device for each amount of `list_amounts`.
 
-    `devices` holds the logarithm of each device's factor. `low` and `high` are divided by 1 + distance; `farthest` is
-    the largest distance of a left-out family. `faster` is the share of measured pairs, more than a tenth apart, in
-    which this precision was faster than another. `spread` is by device the uncertainty (quantile 0.8) that remains if
-    the time on another device is known. `over` is that between precisions: the median of log(time in this one / time in
-    the other), and the quantile 0.8 around it. `compiled` is the fit to the compiler's plans of the float networks, for
-    each amount of `list_planned`; its `low` and `high` apply to the mean of the logarithms of that forecast and the one
-    from the graph. It is None if plans do not improve the forecast.
+    `devices` holds the logarithm of each device's factor. `low` and `high` are stored divided by 1 + distance;
+    `farthest` is the largest distance of a left-out family. `faster` is the share of networks, of those whose times
+    differ by more than a tenth, that were faster in this precision than in another. `spread` is, by device, the
+    uncertainty (quantile 0.8) if the time on another device is known. `over` compares precisions: the median of
+    log(time in this one / time in the other), and the quantile 0.8 around it. `compiled` is the fit to the compiler's
+    plans of the float networks, for each amount of `list_planned`; its `low` and `high` apply to the mean of the
+    logarithms of that forecast and of the forecast from the graph. It is None if plans do not improve the forecast.
     """
 
     devices: dict[str, float]
@@ -142,7 +145,10 @@ class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a run takes longer with at least `least` layers on the CPU: log factors, quantiles 0.1, 0.5 and 0.9."""
+    """How much longer a run takes if at least `least` layers run on the CPU.
+
+    `low`, `middle` and `high` are the quantiles 0.1, 0.5 and 0.9 of the logarithm of the factor.
+    """
 
     least: int
     low: float
@@ -151,9 +157,9 @@ class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a forecast needs: the fit for each precision, and that of peak memory by precision and device.
+    """All that a forecast needs: the fit of times by precision, and that of peak memory by precision and device.
 
-    Memory is in MB, for each of `MEMORY_KINDS` and for every session.
+    The coefficients of `memory` are MB for each of `MEMORY_KINDS`, and a constant.
     """
 
     reference: str
@@ -179,9 +185,9 @@ def read_networks(path: Path) -> dict[str, KnownNetwork]:
 
 @functools.lru_cache(maxsize=1)
 def load_cpu_fit() -> Fit:
-    """Returns the fit to times of networks on the CPU of a PC, by kind of work: only ratios of its sums are used.
+    """Returns the fit to times of networks on the CPU of a PC: only ratios of its sums are used.
 
-    Its `low` and `high` hold if one network of another family, on the same machine, gives the scale.
+    Its `low` and `high` hold if the time of a network of another family, on the same machine, gives the scale.
     """
     return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=Fit)
 
@@ -189,8 +195,9 @@ def load_cpu_fit() -> Fit:
 def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
     """Returns the amounts of work that determine the time of a network with a compiler's plan.
 
-    Products are taken from the graph. The matrix unit computes a depthwise convolution as a dense one of 32 channels by
-    32. Inputs and outputs stay, because the plan does not tell what ONNX Runtime does with them.
+    The matrix products are counted in the graph; a depthwise convolution counts as a dense one of 32 channels by 32,
+    as the matrix unit computes it. Inputs and outputs are counted because the plan does not say what ONNX Runtime does
+    with them.
     """
     products = kinds["matrix"] + BLOCK * kinds["vector"]
     return [float(traffic.dram), float(traffic.vector), products, kinds["nodes"], kinds["outside"], 1.0]
@@ -199,7 +206,7 @@ def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
 def measure_distance(one: Array, other: Array) -> float:
     """Returns how different two networks are, from their milliseconds by kind.
 
-    It is half the sum of the differences of their shares (0 to 1), plus the orders of magnitude between their times.
+    It is half the sum of the absolute differences of their shares (0 to 1), plus |log10| of the ratio of their times.
     """
     shares = float(np.abs(one / one.sum() - other / other.sum()).sum()) / 2
     return shares + abs(math.log10(float(one.sum()) / float(other.sum())))

@@ -19,8 +19,8 @@ from edgekit.verify.report import VerifyReport, read_known
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 Measure = Literal["sqnr_db", "top1_agreement", "cosine", "accuracy"]
-# The report lists differences of these one by one elsewhere.
-_OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
+# Keys of the manifest that have a list of differences of their own in `Delta`.
+_LISTED_APART = frozenset({"files", "placement", "model_size_bytes"})
 _MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
 
 
@@ -33,7 +33,7 @@ class FileChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FactChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A value that differs between the two sides, by its path; None on the side without it."""
+    """A value that differs between the two sides, None on the side without it; `key` is its path: `target.name`."""
 
     key: str
     old: Any
@@ -41,7 +41,7 @@ class FactChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that only one side's provider takes; None on the side without the node."""
+    """A node that the provider takes on one side only; None on the side without the node."""
 
     name: str
     op: str
@@ -91,7 +91,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_same(self) -> bool:
-        """True if both sides are equal to the byte."""
+        """True if nothing but the accuracy differs."""
         return not (self.files or self.facts or self.placement or self.nodes or self.layers)
 
 
@@ -138,7 +138,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     first, second = old[1].manifest, new[1].manifest
     files = sorted(_list_changes(first.files, second.files))
     tables = [to_builtins(manifest) for manifest in (first, second)]
-    plain = [{key: value for key, value in table.items() if key not in _OWN_SECTION} for table in tables]
+    facts = [{key: value for key, value in table.items() if key not in _LISTED_APART} for table in tables]
     layers = [measure_layers(model) if (model := find_shown_model(bundle)) else () for _, bundle in (old, new)]
     return Delta(
         old=old[0],
@@ -155,7 +155,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
             )
             for name, before, after in files
         ),
-        facts=tuple(_compare_facts(plain[0], plain[1])),
+        facts=tuple(_compare_facts(facts[0], facts[1])),
         placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),
         nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
         layers=tuple(_compare_layers(*layers)),

@@ -73,8 +73,8 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     fixed_axes: tuple[str, ...] = ()
 
 
-# The argument that keeps an axis open, by the name of the exporter as the file states it; `{axes}` is a dict.
-_OPENED = {
+# The exporter's argument that keeps an axis dynamic, by a part of the file's producer name; `{axes}` is a dict.
+_DYNAMIC_AXES_ARGUMENTS = {
     "pytorch": "torch.onnx.export(..., dynamic_axes={axes}), or dynamic_shapes={axes} with dynamo=True",
     "tf2onnx": "a tf.TensorSpec in input_signature with None in these places: {axes}",
     "skl2onnx": "initial_types with None in these places: {axes}",
@@ -87,8 +87,9 @@ def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, .
     A first axis of size 1 is the single row of the exporter's example, if the input has further axes. The second axis
     of an integer input of rank 2 (tokens) has the length of that example. Phones want fixed sizes; servers do not.
     """
-    opened = next(
-        (how for name, how in _OPENED.items() if name in producer.lower()), "its exporter's dynamic axes, {axes}"
+    argument = next(
+        (how for name, how in _DYNAMIC_AXES_ARGUMENTS.items() if name in producer.lower()),
+        "its exporter's dynamic axes, {axes}",
     )
     lines: list[str] = []
     for spec in inputs:
@@ -98,7 +99,7 @@ def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, .
             axes[1] = "sequence"
         if axes:
             fixed = " and ".join(f"axis {axis} ({name}) at {shape[axis]}" for axis, name in axes.items())
-            how = opened.replace("{axes}", repr({spec.name: axes}))
+            how = argument.replace("{axes}", repr({spec.name: axes}))
             lines.append(f"input '{spec.name}' has {fixed}, fixed by the export: {how} leaves it open")
     return tuple(lines)
 
@@ -132,7 +133,7 @@ def inspect_model(
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
     graph = count_open(_read_sized(model, dims or {}, freeze or {}))
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
-    plain = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+    unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,
@@ -155,7 +156,7 @@ def inspect_model(
         is_quantized=bool(form := find_quantized_form(proto)),
         quantized=form,
         custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
-        runs=makes_session(model.path, plain) if custom_ops else None,
+        runs=makes_session(model.path, unoptimized) if custom_ops else None,
         has_control_flow=len(graphs) > 1,
         external_files=model.external_files,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
@@ -178,19 +179,19 @@ def _peak_activation_bytes(graph: Graph) -> int:
     last = {name: readers[-1].index for name, readers in graph.consumers.items()}
     # An output stays alive to the end, though no node reads it.
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
-    ending: dict[int, list[str]] = {}
+    last_read_by: dict[int, list[str]] = {}
     for name, index in last.items():
-        ending.setdefault(index, []).append(name)
-    alive, total, peak = dict[str, int](), 0, 0
+        last_read_by.setdefault(index, []).append(name)
+    live, total, peak = dict[str, int](), 0, 0
     for node in graph.nodes:
         names = [name for name in dict.fromkeys((*node.input, *node.output)) if name and name not in graph.constants]
-        born = {name: value_bytes(graph.value(name)) for name in names if name not in alive}
-        alive |= born
-        total += sum(born.values())
+        created = {name: value_bytes(graph.value(name)) for name in names if name not in live}
+        live |= created
+        total += sum(created.values())
         # Inputs and outputs of a node are alive together while it runs, so the peak is taken before anything is freed.
         peak = max(peak, total)
         unread = [name for name in names if name not in last]
-        total -= sum(alive.pop(name, 0) for name in (*ending.get(node.index, ()), *unread))
+        total -= sum(live.pop(name, 0) for name in (*last_read_by.get(node.index, ()), *unread))
     return peak
 
 

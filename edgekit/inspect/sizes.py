@@ -30,10 +30,10 @@ class FileSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with the weights that it is the first to compute with; nodes such as Transpose only pass weights on.
+    """A node, and the bytes of the weights that it is the first to compute with.
 
-    `macs` are the multiply-accumulates of one inference, None if the file has no shapes (ORT format). `sha256` covers
-    the weights.
+    A node that reads only constants, such as a weight's Transpose, passes them on to the next. `macs` are the
+    multiply-accumulates of one inference, None if the file has no shapes (ORT format). `sha256` covers the weights.
     """
 
     name: str
@@ -93,10 +93,10 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
             for tensor in (tensor for part in parts for tensor in records(part, "initializers")):
                 data = bytes(tensor.get("raw_data", b""))  # type: ignore[arg-type]
                 weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
-            return _assign([node for part in parts for node in read_nodes(part)], weights, None)
+            return _assign_weights([node for part in parts for node in read_nodes(part)], weights, None)
     model = load_model(path)
     graph, graphs = count_open(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
-    weights = {name: _weigh(tensor) for part in graphs for name, tensor in list_constants(part).items()}
+    weights = {name: _measure_weight(tensor) for part in graphs for name, tensor in list_constants(part).items()}
     nodes = [
         node
         for part in graphs
@@ -104,7 +104,7 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
         if read_constant(proto) is None
     ]
     # Identified by output: nodes need not have names.
-    return _assign(nodes, weights, {node.output[0]: count_macs(graph, node) for node in graph.nodes})
+    return _assign_weights(nodes, weights, {node.output[0]: count_macs(graph, node) for node in graph.nodes})
 
 
 def _report(subject: str, files: Sequence[FileSize], model: Path | None) -> SizeReport:
@@ -128,18 +128,18 @@ def find_shown_model(found: Bundle | MultiBundle) -> Path | None:
 
 
 def _model_files(path: Path) -> list[FileSize]:
-    beside = load_model(path).external_files if path.suffix == ".onnx" else ()
-    return [FileSize(name=name, size_bytes=(path.parent / name).stat().st_size) for name in (path.name, *beside)]
+    external = load_model(path).external_files if path.suffix == ".onnx" else ()
+    return [FileSize(name=name, size_bytes=(path.parent / name).stat().st_size) for name in (path.name, *external)]
 
 
-def _assign(
+def _assign_weights(
     nodes: Sequence[OrtNode], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
 ) -> tuple[LayerSize, ...]:
-    """Gives each weight to the first node that computes with it; a node that reads only constants passes it on."""
+    """Assigns each weight to the first node that computes with it."""
     # A DQ of a weight, a Transpose or a Cast reads only constants: its weights belong to the operator after it.
     constant, unassigned, layers = set(weights), {name: [weight] for name, weight in weights.items()}, list[LayerSize]()
     for node in nodes:
-        # Removed from the table, so that a weight which several nodes share counts once, for the first.
+        # Removed, so that a weight which several nodes share counts once.
         own = [weight for name in node.inputs for weight in unassigned.pop(name, ())]
         read = [name for name in node.inputs if name]
         if read and constant.issuperset(read):
@@ -159,7 +159,7 @@ def _assign(
     return tuple(layers)
 
 
-def _weigh(tensor: onnx.TensorProto) -> _Weight:
+def _measure_weight(tensor: onnx.TensorProto) -> _Weight:
     data = tensor.raw_data
     if not data:
         bare = onnx.TensorProto()

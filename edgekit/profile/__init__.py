@@ -1,1 +1,1 @@
-"""Where the time of a run goes: reads ONNX Runtime's profiler, and compares with what the machine reaches."""
+"""Where the time of a run goes: reads ONNX Runtime's profile, and compares it with the machine's peak rates."""

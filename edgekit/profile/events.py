@@ -1,4 +1,4 @@
-"""The file of ONNX Runtime's profiler: which kernels ran when, in which run, on which data.
+"""Reads the file of ONNX Runtime's profiler: which kernels ran when, in which run, on which tensors.
 
 The file is in Chrome's trace format, a list of events; its names and arguments are those of
 `onnxruntime/core/common/profiler.cc` and `core/framework/sequential_executor.cc`. It may come from a device, so nothing
@@ -21,9 +21,9 @@ from edgekit.errors import DeviceError
 KERNEL = "_kernel_time"
 
 _NODE, _SESSION, _RUN = "Node", "Session", "model_run"
-_MAKING = "session_initialization"
+_SESSION_CREATION = "session_initialization"
 
-# A day, as for times of devices.
+# At most a day, as for other times that devices report.
 _Microseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000_000)]
 _Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Shapes = list[dict[str, list[_Dim]]]
@@ -78,8 +78,8 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One execution of a kernel; times in microseconds, `self_us` without the kernels that ran inside it.
 
-    `inputs` and `outputs` are what it read and wrote, `bytes` their total size. `thread` is the thread that started it,
-    `depth` the number of kernels it ran inside of. `spread` is True if it gave work to the thread pool.
+    `bytes` is the total size of inputs, weights and outputs. `thread` is the thread that started it, `depth` the number
+    of kernels (If, Loop, Scan) inside which it ran. `spread` is True if it gave work to the thread pool.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiler's results: the runs in order, and the ms to create the session."""
+    """The profiler's results: the runs in order, and the milliseconds of ONNX Runtime's session initialization."""
 
     executions: tuple[Execution, ...]
     make_ms: float
@@ -133,19 +133,19 @@ def read_trace(path: Path) -> Trace:
     return decode_trace(read_profile(path, MAX_TRACE_BYTES, "the device gave no profile"))
 
 
-def read_profile(path: Path, most_bytes: int, hint: str) -> bytes:
+def read_profile(path: Path, max_bytes: int, hint: str) -> bytes:
     """Returns the bytes of a profiler's file, which may come from a device.
 
     Raises:
-        DeviceError: it cannot be read, with the given hint, or is larger.
+        DeviceError: it cannot be read (with the given hint), or is larger than `max_bytes`.
     """
     try:
         with open_regular(path) as stream:
-            data = stream.read(most_bytes + 1)
+            data = stream.read(max_bytes + 1)
     except OSError as error:
         raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint=hint) from error
-    if len(data) > most_bytes:
-        raise DeviceError(f"the profile is larger than {most_bytes} bytes", hint="profile fewer runs: --runs 5")
+    if len(data) > max_bytes:
+        raise DeviceError(f"the profile is larger than {max_bytes} bytes", hint="profile fewer runs: --runs 5")
     return data
 
 
@@ -161,7 +161,7 @@ def decode_trace(data: bytes) -> Trace:
         hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
         raise DeviceError(f"the profile is malformed: {error}", hint=hint) from error
     session = {event.name: event.dur / 1e3 for event in events if event.cat == _SESSION}
-    return Trace(executions=tuple(_list_executions(events)), make_ms=session.get(_MAKING, 0.0))
+    return Trace(executions=tuple(_list_executions(events)), make_ms=session.get(_SESSION_CREATION, 0.0))
 
 
 def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
@@ -170,16 +170,16 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     by_run: list[list[_Event]] = [[] for _ in runs]
     starts = [run.ts for run in runs]
     for event in sorted(kernels, key=attrgetter("ts")):
-        at = bisect_right(starts, event.ts) - 1
-        # Kernels outside all runs belong to none: constants are folded while the session is created.
-        if at >= 0 and event.ts <= runs[at].ts + runs[at].dur:
-            by_run[at].append(event)
-    for run, own in zip(runs, by_run, strict=True):
-        arenas = [_read_arena(event.args) for event in own if event.args.mem_in_use_peak]
+        index = bisect_right(starts, event.ts) - 1
+        # Kernels outside all runs are left out: they fold constants while the session is created.
+        if index >= 0 and event.ts <= runs[index].ts + runs[index].dur:
+            by_run[index].append(event)
+    for run, run_kernels in zip(runs, by_run, strict=True):
+        arenas = [_read_arena(event.args) for event in run_kernels if event.args.mem_in_use_peak]
         yield Execution(
             start_us=run.ts,
             duration_us=run.dur,
-            steps=tuple(sorted(_nest(own), key=attrgetter("start_us", "depth"))),
+            steps=tuple(sorted(_list_steps(run_kernels), key=attrgetter("start_us", "depth"))),
             arena_before=arenas[0][0] if arenas else None,
             arena=max((after for _, after in arenas), key=attrgetter("held_bytes", "peak_bytes"), default=None),
         )
@@ -201,19 +201,19 @@ def _read_count(text: str) -> int:
     return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else 0
 
 
-def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
-    """Yields the kernels with their own times: kernels of subgraphs run inside the kernel of their If, Loop or Scan."""
+def _list_steps(kernels: Sequence[_Event]) -> Iterator[Step]:
+    """Yields the kernels, each with its time less that of the kernels inside it (the subgraphs of If, Loop or Scan)."""
     # A parent ends after its children: of two that start together, the longer one comes first.
     ordered = sorted(kernels, key=lambda event: (event.tid, event.ts, -event.dur))
-    inside, depths, open_ = [0] * len(ordered), [0] * len(ordered), list[int]()
+    child_us, depths, open_ = [0] * len(ordered), [0] * len(ordered), list[int]()
     for index, event in enumerate(ordered):
-        while open_ and not _holds(ordered[open_[-1]], event):
+        while open_ and not _contains(ordered[open_[-1]], event):
             open_.pop()
         if open_:
-            inside[open_[-1]] += event.dur
+            child_us[open_[-1]] += event.dur
         depths[index] = len(open_)
         open_.append(index)
-    for event, within, depth in zip(ordered, inside, depths, strict=True):
+    for event, inner_us, depth in zip(ordered, child_us, depths, strict=True):
         arguments, threads = event.args, event.args.thread_scheduling_stats
         sizes = (arguments.activation_size, arguments.parameter_size, arguments.output_size)
         yield Step(
@@ -222,7 +222,7 @@ def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
             provider=printable(arguments.provider),
             start_us=event.ts,
             duration_us=event.dur,
-            self_us=max(0, event.dur - within),
+            self_us=max(0, event.dur - inner_us),
             thread=event.tid,
             depth=depth,
             inputs=_read_tensors(arguments.input_type_shape),
@@ -232,7 +232,7 @@ def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
         )
 
 
-def _holds(outer: _Event, event: _Event) -> bool:
+def _contains(outer: _Event, event: _Event) -> bool:
     end = outer.ts + outer.dur
     return outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end
 

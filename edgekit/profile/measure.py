@@ -39,11 +39,11 @@ from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, NodeTime, Np
 from edgekit.progress import Progress
 from edgekit.target import Target, load_target, target_names
 
-_WORTH = 0.01
+_MIN_SHARE = 0.01
 
 
 def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tuple[Cause, ...]:
-    """Returns changes to a model for nodes that take a hundredth of the time or more, those for the most time first.
+    """Returns changes to a model for nodes that take at least 1 % of the time, those for the most time first.
 
     These are the rewrites that help every provider, and the advice of `check` for a target with a provider of its own.
 
@@ -63,30 +63,30 @@ def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tupl
         target = msgspec.structs.replace(target, folder=load_target(target.name).folder)
     if target.provider != CPU_PROVIDER and target.folder != Path():
         advice = f"edgekit check {model.path.name} --target {target.name}"
-        for said in check_model(model, target).advice:
-            message = f"{said.message} ({said.subject}): elsewhere run"
-            found.append(_name_cause(nodes, said.nodes, rule=said.id, message=message, advice=advice))
-    whole = sum(node.self_ms for node in nodes)
-    worth = [cause for cause in found if cause.milliseconds >= _WORTH * whole]
-    return tuple(sorted(worth, key=lambda cause: -cause.milliseconds))
+        for item in check_model(model, target).advice:
+            message = f"{item.message} ({item.subject}): its nodes take"
+            found.append(_name_cause(nodes, item.nodes, rule=item.id, message=message, advice=advice))
+    total_ms = sum(node.self_ms for node in nodes)
+    significant = [cause for cause in found if cause.milliseconds >= _MIN_SHARE * total_ms]
+    return tuple(sorted(significant, key=lambda cause: -cause.milliseconds))
 
 
 def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:
-    """Returns a cause about the kernels of these nodes of the model; its message ends in their time."""
+    """Returns a cause about the kernels of these nodes of the model; their time is appended to `message`."""
     wanted = frozenset(names)
-    touched = [node for node in nodes if node.source in wanted]
-    milliseconds = sum(node.self_ms for node in touched)
+    concerned = [node for node in nodes if node.source in wanted]
+    milliseconds = sum(node.self_ms for node in concerned)
     return Cause(
         id=rule,
         message=f"{message} {milliseconds:.3g} ms",
         milliseconds=milliseconds,
         advice=advice,
-        nodes=tuple(node.name for node in touched),
+        nodes=tuple(node.name for node in concerned),
     )
 
 
-# Half a kilobyte for each node and run, for as many runs as a profile makes.
-_MOST_BYTES = 1 << 26
+# The file has half a kilobyte for each node and run.
+_MAX_NPU_BYTES = 1 << 26
 _EVENT = re.compile(r"(?P<name>.*?):?\s?OpId_(?P<number>\d{1,9}) \(cycles\)")
 
 Cycles = Mapping[str, int]
@@ -99,11 +99,11 @@ def read_npu(path: Path) -> tuple[Cycles, ...]:
     Raises:
         DeviceError: it cannot be read, or is no such file.
     """
-    data = read_profile(path, _MOST_BYTES, "--on host profiles the CPU")
+    data = read_profile(path, _MAX_NPU_BYTES, "--on host profiles the CPU")
     try:
         return tuple(_list_runs(data.decode()))
     except (UnicodeDecodeError, csv.Error, ValueError, KeyError) as error:
-        hint = "another onnxruntime-qnn may write another form: edgekit doctor"
+        hint = "this version of onnxruntime-qnn may write another format: edgekit doctor"
         raise DeviceError(f"QNN's profile is malformed: {printable(str(error))}", hint=hint) from error
 
 
@@ -124,42 +124,42 @@ def _list_runs(text: str) -> Iterator[Cycles]:
 
 
 def list_npu(runs: Sequence[Cycles], sources: Mapping[str, kernels.Source]) -> tuple[NpuTime, ...]:
-    """Returns the operations with their median cycles, the most expensive first; the first run is not counted."""
+    """Returns the operations with their median cycles, the most expensive first; the first run is left out."""
     steady = runs[1:] or runs
     names = dict.fromkeys(name for run in steady for name in run)
     found = {name: [run[name] for run in steady if name in run] for name in names}
-    middle = {name: median(cycles) for name, cycles in found.items()}
-    whole = sum(middle.values())
+    medians = {name: median(cycles) for name, cycles in found.items()}
+    total_cycles = sum(medians.values())
     times = (
         NpuTime(
             name=name,
             source=kernels.find_source(name, sources).node,
             cycles=cycles,
-            share=cycles / whole if whole else 0.0,
+            share=cycles / total_cycles if total_cycles else 0.0,
             spread=(max(found[name]) - min(found[name])) / cycles if cycles else 0.0,
         )
-        for name, cycles in middle.items()
+        for name, cycles in medians.items()
     )
     return tuple(sorted(times, key=lambda one: -one.cycles))
 
 
-# Two degrees of freedom: enough to show, in half a dozen sessions, that the profiler costs little.
+# Three rounds are six sessions: enough to show that the profiler costs little (Student's t with 2 degrees of freedom).
 ROUNDS = 3
 # ONNX Runtime's profiler stops at a million events (profiler.h), and writes about a kilobyte for each; a device may
 # send a quarter of a gigabyte.
-_MOST_EVENTS = 60_000
-# If the kernels make less than this share of the run, the report says so.
-_COVERED = 0.95
+_MAX_EVENTS = 60_000
+# If the kernels take less than this share of a run, the report warns.
+_MIN_COVERAGE = 0.95
 _SECONDS = 10.0
-_LONGEST_S = 3600.0
+_MAX_BUDGET_S = 3600.0
 
 
 class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run: `runs` in each round, else as many as fit into the time; with `threads` 0, ORT chooses.
 
-    No session starts after `seconds` (None: 10, or no limit if `runs` is given). If a session takes longer to start,
-    there are fewer rounds, but the first one always runs. Without `roofline` no probe is run; with `probe_again` one is
-    run even if the machine was measured before. With `raw` the profiler's own file is kept.
+    No session starts after `seconds` (None: 10, or no limit if `runs` is given), except the first one. Without
+    `roofline` the machine's peak rates are not measured; with `probe_again` they are measured even if they are in the
+    cache. With `raw` the profiler's own file is kept.
     """
 
     runs: int | None = None
@@ -176,9 +176,9 @@ class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs on a device: a first one, then pairs without and with the profiler, and one without an arena.
+    """The sessions on a device: a first one, then pairs without and with the profiler, and one without an arena.
 
-    There are as many pairs as the time allowed, perhaps none. The runs' files lie in the work folder of the profile.
+    There are as many pairs as the time allowed, perhaps none.
     """
 
     first: DeviceRun
@@ -187,14 +187,14 @@ class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def traced(self) -> tuple[DeviceRun, ...]:
-        """The runs with the profiler that count. Those of the first session are hardly ever steady."""
+        """The sessions with the profiler to evaluate: those of the pairs, or without any the first, less steady one."""
         return tuple(traced for _, traced in self.pairs) or (self.first,)
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile, the runs that it was computed from (for time lines and trace files), and the model's graph, if any.
+    """A profile, the runs that it was computed from (for time lines and trace files), and the model's graph.
 
-    `raw` is the last file of ONNX Runtime's profiler, unchanged, if it was to be kept.
+    `graph` is None for a file in ORT format. `raw` is the last file of ONNX Runtime's profiler, b"" if not asked for.
     """
 
     profile: DeviceProfile
@@ -204,7 +204,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def profile_subject(subject: Subject, device: Device, options: ProfileOptions, progress: Progress) -> Profiled:
-    """Returns where the time of a subject goes on a device; a failure of the device is reported in the profile."""
+    """Profiles a subject on a device; a failure of the device is reported in the profile."""
     progress(f"profile {subject.name} on {device.name}")
     empty = DeviceProfile(
         subject=subject.name,
@@ -218,9 +218,9 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
         end_s = time.monotonic() + options.limit_s
         with work_folder() as work:
             measured = _take_rounds(device, job, options, end_s, work)
-            roof, lack = _find_roof(device, options, end_s, progress) if options.roofline else (None, "")
+            roof, no_roof = _find_roof(device, options, end_s, progress) if options.roofline else (None, "")
             empty = msgspec.structs.replace(empty, provider=job.target.provider, roof=roof)
-            return _describe(empty, job, measured, lack, keep_raw=options.raw)
+            return _describe(empty, job, measured, no_roof, keep_raw=options.raw)
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
     except ValueError as error:
@@ -229,27 +229,31 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
 
 
 def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float, work: Path) -> _Rounds:
-    """Returns the runs that fit until `end_s` on the clock of `time.monotonic`."""
-    began = time.monotonic()
+    """Makes the runs that fit before `end_s` on the clock of `time.monotonic`.
+
+    Raises:
+        DeviceError: the device failed, or gave no profile.
+    """
+    start = time.monotonic()
     folders = (work / str(number) for number in itertools.count())
     first = _run(device, msgspec.structs.replace(job, trace=True), 3, next(folders), end_s)
     _read(first)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
-    # A session is started for each half of a round: the time that this takes besides its runs counts, too.
-    start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
+    # The time to start a session counts too: each round starts two.
+    start_s = max(0.0, time.monotonic() - start - sum(first.latency_ms) / 1e3)
     left_s = end_s - time.monotonic()
     count = int(max(0.0, min(ROUNDS, left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
     each_s = min(_SECONDS, left_s / max(1, 2 * count) - start_s)
-    events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
+    events = max(1, _MAX_EVENTS // max(1, len(first.placement)))
     runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
     pairs: list[tuple[DeviceRun, DeviceRun]] = []
     for number in range(count):
-        # The order alternates from round to round, so that neither half always finds the device rested.
-        halves = {
+        # The order alternates, so that neither kind of session always finds a rested (cooler) device.
+        runs_by_tracing = {
             traced: _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, next(folders))
             for traced in ((False, True) if number % 2 == 0 else (True, False))
         }
-        pairs.append((halves[False], halves[True]))
+        pairs.append((runs_by_tracing[False], runs_by_tracing[True]))
     without_arena = None
     if pairs and pairs[0][0].memory and end_s - time.monotonic() > start_s:
         without_arena = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, next(folders))
@@ -257,13 +261,13 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
 
 
 def _run(device: Device, job: Job, runs: int, folder: Path, end_s: float | None = None) -> DeviceRun:
-    """Runs one sample `runs` times; with an end fewer times if the time is over, but at least once."""
+    """Runs the job's sample `runs` times, or fewer times (at least once) if `end_s` is over before."""
     asked = msgspec.structs.replace(job, repeat=runs)
     if end_s is not None:
         (sample,) = list(job.samples)
-        again = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
-        budget_s = min(_LONGEST_S, max(0.0, end_s - time.monotonic()))
-        asked = msgspec.structs.replace(job, samples=again, least_samples=1, budget_s=budget_s)
+        samples = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
+        budget_s = min(_MAX_BUDGET_S, max(0.0, end_s - time.monotonic()))
+        asked = msgspec.structs.replace(job, samples=samples, least_samples=1, budget_s=budget_s)
     folder.mkdir()
     run = device.run_job(asked, folder)
     if run.failure is not None:
@@ -288,7 +292,7 @@ def _read(run: DeviceRun) -> Trace:
 
 
 def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: Progress) -> tuple[Roof | None, str]:
-    """Returns what a device reaches, or why that is unknown: a provider need not support the probe's kernels."""
+    """Returns a device's peak rates, or why they are unknown: a provider need not support the probe's kernels."""
 
     def run(job: Job, work: Path) -> DeviceRun:
         if time.monotonic() >= end_s:
@@ -299,33 +303,33 @@ def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: 
 
     with work_folder() as work:
         try:
-            return kernels.find_roof(device.name, options.threads, run, work, afresh=options.probe_again), ""
+            return kernels.find_roof(device.name, options.threads, run, work, probe_again=options.probe_again), ""
         except EdgekitError as error:
             return None, f"what {device.name} reaches is not known: {error.message}"
 
 
-def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, lack: str, *, keep_raw: bool) -> Profiled:
-    """Returns the profile of some runs; `lack` says why it is not known what the device reaches."""
+def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *, keep_raw: bool) -> Profiled:
+    """Returns the profile of some runs; `no_roof` says why the device's peak rates are unknown, if so."""
     traces, last = [_read(run) for run in measured.traced], measured.traced[-1]
-    kept = tuple(run for trace in traces for run in kernels.choose_runs(trace.executions))
+    counted = tuple(run for trace in traces for run in kernels.choose_runs(trace.executions))
     runs = (measured.first, *(traced for _, traced in measured.pairs))
     cycles = [one for run in runs if run.npu_trace for one in read_npu(run.npu_trace)]
     # For a file in ORT format there is only ONNX Runtime's own graph.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
     sources = {} if graph is None else kernels.list_sources(graph)
-    nodes = kernels.list_nodes(kept, sources)
+    nodes = kernels.list_nodes(counted, sources)
     if empty.roof is not None:
         nodes = kernels.add_roof_shares(nodes, empty.roof)
-    rounds = [(_take_median(plain), _take_median(traced)) for plain, traced in measured.pairs]
+    rounds = [(_take_median(untraced), _take_median(traced)) for untraced, traced in measured.pairs]
     found = msgspec.structs.replace(
         empty,
         versions=dict(sorted(last.versions.items())),
-        runs=len(kept),
-        run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
+        runs=len(counted),
+        run_ms=float(np.mean([run.duration_us for run in counted])) / 1e3,
         nodes_ms=sum(node.self_ms for node in nodes),
-        # If there was time only for runs with the profiler, their times have to do.
-        plain_ms=median([plain for plain, _ in rounds] or last.latency_ms),
+        # If there was no time for runs without the profiler, those with it are used.
+        plain_ms=median([untraced for untraced, _ in rounds] or last.latency_ms),
         overhead=compare_rounds(rounds) if len(rounds) > 1 else None,
         memory=_list_memory(measured, traces[-1]),
         load_ms=last.load_ms,
@@ -336,16 +340,18 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, lack: str, *, k
         npu=list_npu(cycles, sources),
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
-    warnings = (*_warn(found, len(rounds)), *last.notes, *filter(None, (lack,)))
+    warnings = (*_warn(found, len(rounds)), *last.notes, *filter(None, (no_roof,)))
     raw = last.trace.read_bytes() if keep_raw and last.trace is not None else b""
-    done = msgspec.structs.replace(found, warnings=warnings, advice=advice)
-    return Profiled(profile=done, executions=kept, graph=graph, raw=raw)
+    profile = msgspec.structs.replace(found, warnings=warnings, advice=advice)
+    return Profiled(profile=profile, executions=counted, graph=graph, raw=raw)
 
 
 def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
     """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
-    held = (measured.pairs[0][0] if measured.pairs else measured.first).memory
-    bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
+    with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
+    without_arena: Mapping[Phase, tuple[int, int]] = (
+        {} if measured.without_arena is None else measured.without_arena.memory
+    )
     runs = trace.executions
     traced = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
     arenas = {phase: arena for phase, arena in traced.items() if arena is not None}
@@ -354,12 +360,12 @@ def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
             phase=phase,
             resident_bytes=resident,
             peak_bytes=peak,
-            bare_bytes=bare[phase][0] if phase in bare else None,
-            bare_peak_bytes=bare[phase][1] if phase in bare else None,
+            bare_bytes=without_arena[phase][0] if phase in without_arena else None,
+            bare_peak_bytes=without_arena[phase][1] if phase in without_arena else None,
             arena_bytes=arenas[phase].held_bytes if phase in arenas else None,
             arena_peak_bytes=arenas[phase].peak_bytes if phase in arenas else None,
         )
-        for phase, (resident, peak) in sorted(held.items(), key=lambda item: get_args(Phase).index(item[0]))
+        for phase, (resident, peak) in sorted(with_arena.items(), key=lambda item: get_args(Phase).index(item[0]))
     )
 
 
@@ -379,7 +385,7 @@ def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:
             f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"
             " shares tell more than milliseconds here"
         )
-    elif found.covered + found.recording < _COVERED:
+    elif found.covered + found.recording < _MIN_COVERAGE:
         yield (
             f"kernels make {found.covered:.1%} of a run and the profiler's own writing {found.recording:.1%}: the rest"
             f" lies between them, {found.between_us:.1f} us for each, where ONNX Runtime hands over from one to the"

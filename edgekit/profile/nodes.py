@@ -1,6 +1,6 @@
-"""From runs to nodes: the work and the time of each kernel, compared with what the machine reaches.
+"""The work and the time of each kernel, compared with the peak rates of the machine (roofline).
 
-What a machine reaches is measured by a probe of four kernels, once for each machine; the user's cache keeps it.
+A probe of four kernels measures the peak rates, once for each machine; the user's cache keeps them.
 
 Multiply-accumulates are counted from the types and shapes that the profiler saw. The graph is not enough: ONNX Runtime
 fuses and rewrites nodes, and dynamic shapes are known only at run time.
@@ -62,10 +62,10 @@ def _gemm(step: Step) -> int:
     # A is [M, K] and B [K, N], each of them perhaps transposed: the product of their sizes is M K N K, and the result
     # has M N elements.
     matrices = [tensor for tensor in step.inputs if len(tensor.shape) == 2]
-    made = _elements(step.outputs[0])
-    if len(matrices) < 2 or made == 0:
+    written = _elements(step.outputs[0])
+    if len(matrices) < 2 or written == 0:
         return _matmul(step)
-    return made * isqrt(_elements(matrices[0]) * _elements(matrices[1]) // made)
+    return written * isqrt(_elements(matrices[0]) * _elements(matrices[1]) // written)
 
 
 def _attention(step: Step) -> int:
@@ -112,29 +112,29 @@ _KINDS: Mapping[str, Kind] = {
 # Suffixes that ONNX Runtime adds to the name of a node that it rewrites (nchwc_transformer.cc, nhwc_transformer.cc,
 # selectors_actions/helpers.cc).
 _SUFFIX = re.compile(r"(_nchwc|_nhwc|_token_\d+|/duplicated)$")
-# Shorter kernels mostly measure the call itself: chosen by hand, from an Add of one element.
-_SHORT_MS = 0.01
+# The time of shorter kernels is mostly that of the call itself: chosen by hand, from an Add of one element.
+_MIN_CALL_MS = 0.01
 # The size of a second-level cache of phones and PCs.
 _CACHED_BYTES = 1 << 20
-_FEW_RUNS = 8
+_MIN_FOR_QUARTILES = 8
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the model that kernels come from, and its multiply-accumulates by the shapes of the graph."""
+    """The node of the model that a kernel comes from, and its multiply-accumulates by the shapes of the graph."""
 
     node: str = ""
     macs: int = 0
 
 
 def choose_runs(executions: Sequence[Execution]) -> tuple[Execution, ...]:
-    """Returns the runs that count: the steady ones, and if these are many, the half of them with middle times.
+    """Returns the runs to evaluate: the steady ones, or if these are many, those between the quartiles of their times.
 
-    The means of all nodes over the same runs add up to the mean of the run; the middle half leaves out the runs that
-    the system disturbed.
+    Runs that the system disturbed are left out so. All nodes are averaged over the same runs, so that their means add
+    up to the mean of the run.
     """
     times = [run.duration_us / 1e3 for run in executions]
     steady = executions[find_steady(times, len(times) // 2) if len(times) > 1 else 0 :]
-    if len(steady) < _FEW_RUNS:
+    if len(steady) < _MIN_FOR_QUARTILES:
         return tuple(steady)
     low, high = np.percentile([run.duration_us for run in steady], [25, 75])
     return tuple(run for run in steady if low <= run.duration_us <= high)
@@ -146,7 +146,7 @@ def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -
     for run in executions:
         for step in run.steps:
             steps[step.name, step.op, step.depth].append(step)
-    whole = sum(step.self_us for calls in steps.values() for step in calls)
+    total_us = sum(step.self_us for calls in steps.values() for step in calls)
     runs, nodes = len(executions), list[NodeTime]()
     for calls in steps.values():
         first, self_us = calls[0], sum(step.self_us for step in calls)
@@ -164,7 +164,7 @@ def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -
             calls=len(calls) / runs,
             total_ms=sum(step.duration_us for step in calls) / runs / 1e3,
             self_ms=self_us / runs / 1e3,
-            share=self_us / whole if whole else 0.0,
+            share=self_us / total_us if total_us else 0.0,
             inputs=tuple(map(str, first.inputs)),
             outputs=tuple(map(str, first.outputs)),
             macs=macs // runs,
@@ -181,14 +181,14 @@ def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -
 
 
 def list_sources(graph: Graph) -> dict[str, Source]:
-    """Returns the names that kernel names are derived from, each with its node of the model.
+    """Returns the nodes of the model by their names and by the names of their outputs.
 
     A fused kernel has the name of a node, or of an output of the last fused node.
     """
-    made = {node.name: Source(node=node.name, macs=count_macs(graph, node)) for node in graph.nodes}
-    given = {name: made[node.name] for node in graph.nodes for name in node.output if name}
+    by_node = {node.name: Source(node=node.name, macs=count_macs(graph, node)) for node in graph.nodes}
+    by_output = {name: by_node[node.name] for node in graph.nodes for name in node.output if name}
     # The name of a node has priority over that of a tensor.
-    return given | made
+    return by_output | by_node
 
 
 def find_source(name: str, sources: Mapping[str, Source]) -> Source:
@@ -206,7 +206,7 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
     groups: dict[tuple[str, str], list[NodeTime]] = defaultdict(list)
     for node in nodes:
         groups[node.op, node.provider].append(node)
-    made = [
+    operators = [
         OperatorTime(
             op=op,
             provider=provider,
@@ -221,11 +221,11 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
         )
         for (op, provider), members in groups.items()
     ]
-    return tuple(sorted(made, key=lambda one: -one.self_ms))
+    return tuple(sorted(operators, key=lambda one: -one.self_ms))
 
 
 def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
-    """Returns the cost of conversions and copies by kind, the most expensive first."""
+    """Returns the cost of conversions and copies (kernels with a `kind`) by kind, the most expensive first."""
     kinds: dict[Kind, list[NodeTime]] = {}
     for node in nodes:
         if node.kind:
@@ -244,7 +244,7 @@ def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
 
 
 def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:
-    """Returns nodes with the share of the machine's peak that they reach: of compute or of memory, the larger.
+    """Returns nodes with the share of the machine's peak rate that they reach: of compute or of memory, the larger.
 
     Kernels of less than 1 MiB a call are compared with the bandwidth of a cache, if that was measured. S. Williams, A.
     Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).
@@ -253,14 +253,14 @@ def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ..
     for node in nodes:
         peak = roof.integer_gmacs if node.integers else roof.float_gmacs
         # A session reuses its memory: small data are still in a cache when they are read.
-        near = node.bytes < _CACHED_BYTES * node.calls
-        gbytes = max(roof.gbytes, roof.cache_gbytes) if near else roof.gbytes
+        fits_cache = node.bytes < _CACHED_BYTES * node.calls
+        gbytes = max(roof.gbytes, roof.cache_gbytes) if fits_cache else roof.gbytes
         share = max(node.gmacs_per_s / peak if peak > 0 else 0.0, node.gbytes_per_s / gbytes if gbytes > 0 else 0.0)
         # The arithmetic intensity decides what limits a kernel at best, not the speed that it reached.
-        needs_compute = node.macs / (peak * 1e6) if peak > 0 else 0.0
-        needs_memory = node.bytes / (gbytes * 1e6) if gbytes > 0 else 0.0
-        bound: Bound = "compute" if needs_compute > needs_memory else "memory"
-        if node.self_ms < _SHORT_MS * node.calls and share < 1.0:
+        compute_ms = node.macs / (peak * 1e6) if peak > 0 else 0.0
+        memory_ms = node.bytes / (gbytes * 1e6) if gbytes > 0 else 0.0
+        bound: Bound = "compute" if compute_ms > memory_ms else "memory"
+        if node.self_ms < _MIN_CALL_MS * node.calls and share < 1.0:
             bound = "calls"
         found.append(msgspec.structs.replace(node, roof_share=share, bound=bound))
     return tuple(found)
@@ -269,23 +269,23 @@ def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ..
 # A product of 512 x 512 is large enough for MLAS's best kernels and blocks, and takes 3 ms at 40 GMAC/s. 8 Mi floats
 # read and as many written are 64 MiB: more than the last-level cache of phones, boards and most PCs. 32 Ki floats are
 # 256 KiB in all, which a second-level cache holds.
-_SIDE, _FLOATS, _NEAR = 512, 8 << 20, 32 << 10
+_MATRIX_SIZE, _MEMORY_FLOATS, _CACHE_FLOATS = 512, 8 << 20, 32 << 10
 _PROBE_RUNS = 8
 _COPY, _CACHE, _FLOAT, _INTEGER = "edgekit_memory", "edgekit_cache", "edgekit_float", "edgekit_integer"
 
 # Of each kernel: its name and operator, its input, the size to which that is expanded, its other operand, its output.
-_KERNELS = (
+_PROBE_KERNELS = (
     (_FLOAT, "MatMul", "x", "square", "float_weight", "float_out", "float32"),
     (_INTEGER, "MatMulInteger", "u", "square", "integer_weight", "integer_out", "int32"),
-    (_COPY, "Add", "x", "long", "x", "memory_out", "float32"),
-    (_CACHE, "Add", "x", "near", "x", "cache_out", "float32"),
+    (_COPY, "Add", "x", "memory_size", "x", "memory_out", "float32"),
+    (_CACHE, "Add", "x", "cache_size", "x", "cache_out", "float32"),
 )
 
 Runs = Callable[[Job, Path], DeviceRun]
 
 
-def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool = False) -> Roof:
-    """Returns what a device reaches with so many threads, from an earlier measurement or from a probe that runs now.
+def find_roof(device: str, threads: int, run: Runs, work: Path, *, probe_again: bool = False) -> Roof:
+    """Returns a device's peak rates with so many threads, from the cache, else (or with `probe_again`) from a probe.
 
     `run` runs a job on the device. The best call of each kernel counts, as every disturbance makes a call slower.
 
@@ -293,20 +293,20 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool 
         DeviceError: the device failed, or its profile lacks a kernel.
     """
     key = msgspec.json.encode([device, threads, VERSION, sorted(describe_machine().items())])
-    kept = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
-    if not afresh:
+    cached = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
+    if not probe_again:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            known = msgspec.json.decode(kept.read_bytes(), type=Roof)
+            known = msgspec.json.decode(cached.read_bytes(), type=Roof)
             if min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
                 return known
-    roof = _measure(device, threads, run, work)
+    roof = _run_probe(device, threads, run, work)
     # Without a written cache, the next profile only has to run the probe again.
     with contextlib.suppress(OutputError):
-        write_file(kept, msgspec.json.encode(roof))
+        write_file(cached, msgspec.json.encode(roof))
     return roof
 
 
-def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
+def _run_probe(device: str, threads: int, run: Runs, work: Path) -> Roof:
     model = work / "probe.onnx"
     write_file(model, make_probe().SerializeToString())
     target = cpu_target()
@@ -315,7 +315,7 @@ def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
         model=model,
         target=target,
         precision=target.precision,
-        outputs=tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _KERNELS),
+        outputs=tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _PROBE_KERNELS),
         check=make_empty_check(target, "probe"),
         samples=list_samples([sample], "probe"),
         repeat=_PROBE_RUNS,
@@ -335,8 +335,8 @@ def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
     return Roof(
         float_gmacs=_rate(best, _FLOAT, count_work),
         integer_gmacs=_rate(best, _INTEGER, count_work),
-        gbytes=_rate(best, _COPY, lambda _: 2 * 4 * _FLOATS),
-        cache_gbytes=_rate(best, _CACHE, lambda _: 2 * 4 * _NEAR),
+        gbytes=_rate(best, _COPY, lambda _: 2 * 4 * _MEMORY_FLOATS),
+        cache_gbytes=_rate(best, _CACHE, lambda _: 2 * 4 * _CACHE_FLOATS),
     )
 
 
@@ -350,28 +350,28 @@ def make_probe() -> onnx.ModelProto:
     Its inputs are two numbers, expanded inside the model, so that nothing can be folded before it runs.
     """
     rng = np.random.default_rng(0)
-    shape = (_SIDE, _SIDE)
+    shape = (_MATRIX_SIZE, _MATRIX_SIZE)
     weights: dict[str, Array] = {
         "float_weight": rng.normal(size=shape).astype(np.float32),
         "integer_weight": rng.integers(-127, 128, shape).astype(np.int8),
         "square": np.array(shape, np.int64),
-        "long": np.array([_FLOATS], np.int64),
-        "near": np.array([_NEAR], np.int64),
+        "memory_size": np.array([_MEMORY_FLOATS], np.int64),
+        "cache_size": np.array([_CACHE_FLOATS], np.int64),
     }
     nodes: list[onnx.NodeProto] = []
-    for name, op, source, size, other, output, _ in _KERNELS:
-        wide, made = f"{name}_reads", f"{name}_gives"
-        nodes.append(helper.make_node("Expand", [source, size], [wide]))
-        nodes.append(helper.make_node(op, [wide, other], [made], name=name))
-        nodes.append(helper.make_node("ReduceMax", [made], [output], keepdims=0))
+    for name, op, source, size, other, output, _ in _PROBE_KERNELS:
+        expanded, result = f"{name}_reads", f"{name}_gives"
+        nodes.append(helper.make_node("Expand", [source, size], [expanded]))
+        nodes.append(helper.make_node(op, [expanded, other], [result], name=name))
+        nodes.append(helper.make_node("ReduceMax", [result], [output], keepdims=0))
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]),
         helper.make_tensor_value_info("u", TensorProto.UINT8, [1]),
     ]
     outputs = [
         helper.make_tensor_value_info(output, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [])
-        for *_, output, dtype in _KERNELS
+        for *_, output, dtype in _PROBE_KERNELS
     ]
-    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "probe", inputs, outputs, stored)
+    initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "probe", inputs, outputs, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)

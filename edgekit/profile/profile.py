@@ -1,4 +1,4 @@
-"""Profiles a subject on devices, and compares two profiles: why one session is slower than another of its model."""
+"""Profiles a subject on devices, and explains why one of two sessions of the same model is slower."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,13 +76,13 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> reports.ProfileC
     pairs: tuple[LayerPair, ...] = ()
     if a.graph is not None and b.graph is not None:
         pairs = pair_layers(first.nodes, a.graph, second.nodes, b.graph)
-    # On one device interleaved rounds decide; two devices have only the medians of their separate profiles.
+    # On one device the interleaved rounds decide; for two devices there are only the medians of their profiles.
     is_a_slower = ratio.value < 1 if ratio is not None else first.plain_ms > second.plain_ms
     is_known = ratio is None or ratio.verdict != "no difference can be told"
-    whole = [any(node.integers and node.macs for node in one.profile.nodes) for one in (a, b)]
-    if not is_known and whole[0] != whole[1]:
-        # Integers that bring no gain need an explanation too.
-        is_a_slower = whole[0]
+    has_integers = [any(node.integers and node.macs for node in one.profile.nodes) for one in (a, b)]
+    if not is_known and has_integers[0] != has_integers[1]:
+        # A quantized model that is not faster needs an explanation too.
+        is_a_slower = has_integers[0]
     slow, fast = (a, b) if is_a_slower else (b, a)
     causes = find_causes(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
     one_device = first.device == second.device
@@ -94,7 +94,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> reports.ProfileC
         ratio=ratio,
         slower=("a" if is_a_slower else "b") if is_known else "",
         pairs=pairs,
-        causes=causes if is_known or whole[0] != whole[1] else (),
+        causes=causes if is_known or has_integers[0] != has_integers[1] else (),
     )
 
 
@@ -104,10 +104,10 @@ Kernels = Sequence[NodeTime]
 
 
 def pair_layers(a: Kernels, graph_a: Graph, b: Kernels, graph_b: Graph) -> tuple[LayerPair, ...]:
-    """Returns the values that both sessions compute, in the order of computation, with the kernels that lead to each.
+    """Returns the values that both sessions compute, in graph order, with the time of the kernels that lead to each.
 
-    The graphs are those that the sessions were made from. A kernel counts for the first matched value after it. Fusion
-    ends at different values on the two sides, so values are grouped until both sides have a kernel for them.
+    The graphs are those that the sessions were made from. A kernel counts for the first matched value after it. Fused
+    kernels end at different values on the two sides, so values are merged until both sides have a kernel for them.
     """
     matched = match_tensors(graph_a, graph_b)
     ends_a = {name: item.tensor for item in matched for name in (item.tensor, item.in_a)}
@@ -153,10 +153,10 @@ def _assign_kernels(kernels: Kernels, graph: Graph, ends: Mapping[str, str]) -> 
     # The matched value that each node computes, or the first one after it.
     owners: dict[str, str] = {}
     for node in reversed(sort_nodes(graph)):
-        here = next((ends[name] for name in node.output if name in ends), None)
+        matched = next((ends[name] for name in node.output if name in ends), None)
         readers = (reader.name for name in node.output for reader in graph.consumers.get(name, ()))
-        owners[node.name] = here or next((owners[name] for name in readers if owners.get(name)), "")
-    spent: dict[str, list[NodeTime]] = {}
+        owners[node.name] = matched or next((owners[name] for name in readers if owners.get(name)), "")
+    by_value: dict[str, list[NodeTime]] = {}
     waiting: list[NodeTime] = []
     key = ""
     for kernel in kernels:
@@ -164,19 +164,19 @@ def _assign_kernels(kernels: Kernels, graph: Graph, ends: Mapping[str, str]) -> 
         # Nodes that ONNX Runtime inserted (a Reorder, a Transpose, a Q node) mostly serve the kernel that follows.
         if kernel.source in owners:
             key = owners[kernel.source]
-            spent.setdefault(key, []).extend(waiting)
+            by_value.setdefault(key, []).extend(waiting)
             waiting = []
-    spent.setdefault(key, []).extend(waiting)
-    return spent
+    by_value.setdefault(key, []).extend(waiting)
+    return by_value
 
 
-# Reasons below this share of a run are not reported; and integer multiplication that is not this many times faster than
-# float does not pay for the rounding. Both chosen by hand.
-_WORTH = 0.02
-_FASTER = 1.5
-_NAMED = 5
+# Causes below this share of a run are not reported. Integer multiplication must be this many times faster than float,
+# or Q and DQ nodes cost more than it saves. Both chosen by hand.
+_MIN_SHARE = 0.02
+_MIN_INTEGER_SPEEDUP = 1.5
+_MAX_NAMED = 5
 
-_WAYS: dict[reports.Kind, str] = {
+_REMEDIES: dict[reports.Kind, str] = {
     "quantize and dequantize": "quantize whole stretches: edgekit check MODEL --target NAME says what stays float",
     "casts": "keep one type from end to end: edgekit prepare MODEL --fix --out FILE drops casts that change nothing",
     "reorders": "ONNX Runtime reorders to blocks of channels around each Conv: fewer other operators between them",
@@ -203,23 +203,23 @@ def find_causes(
     """
     layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
     sides = SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
-    least = _WORTH * slow.run_ms
+    min_ms = _MIN_SHARE * slow.run_ms
     finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
-    found = [cause for finder in finders for cause in finder(sides) if cause.milliseconds >= least]
+    found = [cause for finder in finders for cause in finder(sides) if cause.milliseconds >= min_ms]
     return tuple(sorted(found, key=lambda cause: -cause.milliseconds))
 
 
 def _extra_work(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields conversions and copies that cost the slower session more; they are no part of the model's formulas."""
-    other = {one.kind: one.self_ms for one in sides.fast.unasked}
+    """Yields the conversions and copies of the slower session, with the time that they take more than in the faster."""
+    fast_by_kind = {one.kind: one.self_ms for one in sides.fast.unasked}
     for one in sides.slow.unasked:
-        before = other.get(one.kind, 0.0)
+        fast_ms = fast_by_kind.get(one.kind, 0.0)
         inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
         yield Cause(
             id=one.kind.replace(" ", "-"),
-            message=f"{one.kind} take {one.self_ms:.3g} ms in {one.nodes} kernels{inserted}, against {before:.3g} ms",
-            milliseconds=one.self_ms - before,
-            advice=_WAYS.get(one.kind, ""),
+            message=f"{one.kind} take {one.self_ms:.3g} ms in {one.nodes} kernels{inserted}, against {fast_ms:.3g} ms",
+            milliseconds=one.self_ms - fast_ms,
+            advice=_REMEDIES.get(one.kind, ""),
             nodes=_name(node for node in sides.slow.nodes if node.kind == one.kind),
         )
 
@@ -232,33 +232,35 @@ def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
     by_name = {node.name: node for node in graph.nodes}
     islands: list[NodeTime] = []
     for node in sides.slow.nodes:
-        own = by_name.get(node.source)
+        graph_node = by_name.get(node.source)
         is_float = bool(node.inputs) and node.inputs[0].startswith("float[") and not node.integers
-        if own is None or node.kind or not is_float:
+        if graph_node is None or node.kind or not is_float:
             continue
-        reads = any((maker := graph.producers.get(name)) and maker.op_type == DEQUANTIZE for name in own.input[:1])
-        gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
-        if reads and gives and all(op == QUANTIZE for op in gives):
+        follows_dq = any(
+            (maker := graph.producers.get(name)) and maker.op_type == DEQUANTIZE for name in graph_node.input[:1]
+        )
+        readers = [reader.op_type for name in graph_node.output for reader in graph.consumers.get(name, ())]
+        if follows_dq and readers and all(op == QUANTIZE for op in readers):
             islands.append(node)
-    whole = sum(node.self_ms for node in islands)
+    total_ms = sum(node.self_ms for node in islands)
     if not islands:
         return
     ops = ", ".join(f"{sum(node.op == op for node in islands)} {op}" for op in dict.fromkeys(n.op for n in islands))
     yield Cause(
         id="float-islands",
-        message=f"{ops} compute in float between DequantizeLinear and QuantizeLinear: {whole:.3g} ms",
-        milliseconds=whole,
+        message=f"{ops} compute in float between DequantizeLinear and QuantizeLinear: {total_ms:.3g} ms",
+        milliseconds=total_ms,
         advice="quantize the float model for this provider: edgekit quantize FLOAT --target cpu places Q and DQ for it",
         nodes=_name(islands),
     )
 
 
 def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields that the machine lacks fast integer instructions, and the layers that are slower in integers."""
+    """If only the slower session is quantized: yields a lack of fast integer instructions, and the slower layers."""
     integers = [node for node in sides.slow.nodes if node.integers and node.macs]
     if not integers or any(node.integers and node.macs for node in sides.fast.nodes):
         return
-    if (roof := sides.slow.roof) is not None and roof.integer_gmacs < _FASTER * roof.float_gmacs:
+    if (roof := sides.slow.roof) is not None and roof.integer_gmacs < _MIN_INTEGER_SPEEDUP * roof.float_gmacs:
         yield Cause(
             id="no-fast-integers",
             message=(
@@ -270,37 +272,37 @@ def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
             nodes=_name(integers),
         )
     ops = {node.op for node in integers}
-    worse = [
+    slower = [
         (pair, slow, fast)
         for pair, slow, fast in sides.layers
         if fast > 0 and slow > fast and ops & {*pair.a_ops, *pair.b_ops}
     ]
-    if worse:
-        pair, slow, fast = max(worse, key=lambda one: one[1] - one[2])
+    if slower:
+        pair, slow, fast = max(slower, key=lambda one: one[1] - one[2])
         yield Cause(
             id="slow-integer-layers",
             message=(
-                f"{len(worse)} layers take longer in integers and what rounds around them, most of all '{pair.tensor}':"
-                f" {slow:.3g} ms, against {fast:.3g} ms"
+                f"{len(slower)} layers take longer in integers, with the Q and DQ nodes around them, most of all"
+                f" '{pair.tensor}': {slow:.3g} ms, against {fast:.3g} ms"
             ),
-            milliseconds=sum(slow - fast for _, slow, fast in worse),
+            milliseconds=sum(slow - fast for _, slow, fast in slower),
             advice="small layers gain little: leave them in float with a plan (edgekit quantize --plan-only, --plan)",
-            nodes=tuple(pair.tensor for pair, *_ in sorted(worse, key=lambda one: one[2] - one[1])[:_NAMED]),
+            nodes=tuple(pair.tensor for pair, *_ in sorted(slower, key=lambda one: one[2] - one[1])[:_MAX_NAMED]),
         )
 
 
 def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields the kernels that use one thread although the session has several."""
+    """Yields the kernels that use one thread although other kernels of the session use several."""
     if sides.slow.threads == 1 or not any(node.spread for node in sides.slow.nodes):
         return
-    alone = [node for node in sides.slow.nodes if not node.spread]
-    before = sum(node.self_ms for node in sides.fast.nodes if not node.spread)
-    whole = sum(node.self_ms for node in alone)
+    single = [node for node in sides.slow.nodes if not node.spread]
+    fast_ms = sum(node.self_ms for node in sides.fast.nodes if not node.spread)
+    slow_ms = sum(node.self_ms for node in single)
     yield Cause(
         id="one-thread",
-        message=f"{len(alone)} kernels keep to one thread: {whole:.3g} ms, against {before:.3g} ms",
-        milliseconds=whole - before,
-        nodes=_name(alone),
+        message=f"{len(single)} kernels keep to one thread: {slow_ms:.3g} ms, against {fast_ms:.3g} ms",
+        milliseconds=slow_ms - fast_ms,
+        nodes=_name(single),
     )
 
 
@@ -312,7 +314,7 @@ def _between(sides: SlowAndFast) -> Iterator[Cause]:
     gap = (slow.run_ms - slow.nodes_ms) - (fast.run_ms - fast.nodes_ms)
     yield Cause(
         id="between-kernels",
-        message=f"between {len(slow.nodes)} kernels, against {len(fast.nodes)}, pass {gap:.3g} ms more",
+        message=f"{gap:.3g} ms more pass between kernels: {len(slow.nodes)} of them, against {len(fast.nodes)}",
         milliseconds=gap,
         advice="fewer, larger nodes: edgekit prepare MODEL --fix --out FILE",
     )
@@ -331,21 +333,21 @@ def _layers(sides: SlowAndFast) -> Iterator[Cause]:
 
 
 def _name(nodes: Iterable[NodeTime]) -> tuple[str, ...]:
-    return tuple(node.name for node in sorted(nodes, key=lambda node: -node.self_ms)[:_NAMED])
+    return tuple(node.name for node in sorted(nodes, key=lambda node: -node.self_ms)[:_MAX_NAMED])
 
 
 # Writes runs as a file in Chrome's trace format, which Perfetto and chrome://tracing open.
 #
-# The format: "Trace Event Format", google/catapult. ONNX Runtime's own file is one too, but holds one session, the runs
-# that warm up, and no names for processes and threads.
+# The format: "Trace Event Format", google/catapult. ONNX Runtime's own file has this format too, but it holds one
+# session with its warm-up, and no names of processes and threads.
 
-_RUNS = 0
+_RUNS_THREAD = 0
 
 
 def encode_chrome(profiled: Sequence[Profiled]) -> bytes:
-    """Returns the runs of profiles as a trace file: a process for each profile, a thread for each thread and the runs.
+    """Returns a trace file: a process for each profile, with a track for its runs and one for each thread.
 
-    The sessions of a profile follow each other without the pauses between them.
+    The runs of a profile follow each other without the pauses between them.
     """
     events = [event for number, one in enumerate(profiled, 1) for event in _list_events(number, one)]
     facts = {"made by": "edgekit profile", "devices": ", ".join(one.profile.device for one in profiled)}
@@ -354,18 +356,18 @@ def encode_chrome(profiled: Sequence[Profiled]) -> bytes:
 
 def _list_events(process: int, one: Profiled) -> Iterator[dict[str, Any]]:
     name = f"{one.profile.subject} on {one.profile.device}"
-    yield {"ph": "M", "pid": process, "tid": _RUNS, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "tid": _RUNS_THREAD, "name": "process_name", "args": {"name": name}}
     # The threads of each run, numbered in the order in which they began; each session has its own.
     threads = [
         {thread: index for index, thread in enumerate(dict.fromkeys(step.thread for step in run.steps), 1)}
         for run in one.executions
     ]
     for index in range(max(map(len, threads), default=0) + 1):
-        label = f"thread {index}" if index != _RUNS else "runs"
+        label = f"thread {index}" if index != _RUNS_THREAD else "runs"
         yield {"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": label}}
     start = 0
     for number, (run, numbers) in enumerate(zip(one.executions, threads, strict=True)):
-        spans = [(_RUNS, f"run {number}", "run", start, run.duration_us, dict[str, Any]())]
+        spans = [(_RUNS_THREAD, f"run {number}", "run", start, run.duration_us, dict[str, Any]())]
         for step in run.steps:
             facts = {
                 "node": step.name,

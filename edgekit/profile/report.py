@@ -9,16 +9,16 @@ from edgekit.devices.device import Phase, SkippedDevice
 from edgekit.evidence import Evidence
 
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
-"""Conversions and copies that are no part of the model's formulas; "" for kernels that compute something."""
+"""What a kernel that only converts or copies data does; "" for kernels that compute something."""
 Bound = Literal["", "compute", "memory", "calls"]
 """What limits a kernel: multiplications, memory, or for very short kernels the call itself."""
 
 DISTURBED = 1.2
-"""If the profiler makes runs longer by this factor, the time between kernels is mostly the profiler's own."""
+"""If the profiler makes runs longer by this factor, most of the time between kernels is spent by the profiler."""
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine reaches with some threads, measured by a probe of four kernels.
+    """The peak rates of a machine with a number of threads, measured by a probe of four kernels.
 
     `float_gmacs` and `integer_gmacs` are giga multiply-accumulates a second of a matrix product in float32, and of
     uint8 with int8; `gbytes` are gigabytes a second read and written by an Add too large for any cache, `cache_gbytes`
@@ -32,7 +32,7 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel of the session: its milliseconds a run, and its work.
+    """A kernel of the session: its milliseconds per run, and its work.
 
     `source` names the node of the model that it comes from, "" if ONNX Runtime inserted it. `calls`, `macs` and `bytes`
     are those of one run. `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share`
@@ -99,7 +99,7 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one kind of conversions and copies; ONNX Runtime inserted `inserted` of the nodes."""
+    """The cost of one kind of conversions and copies: `self_ms` per run, and how many nodes ONNX Runtime inserted."""
 
     kind: Kind
     nodes: int
@@ -141,9 +141,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     `run_ms` is the mean of the counted runs, as the profiler saw them, `nodes_ms` the sum of all kernels in them.
     `plain_ms` is the median of runs without the profiler, and `overhead` the factor by which the profiler makes runs
     longer, from interleaved rounds. `load_ms` is the time to create the session, with the profiler, `make_ms` the part
-    of it after the model was read. `advice` lists changes to the model for expensive nodes. Times are 0 if `failure`
-    says why there are none. `memory` is that of the process, phase by phase. `npu` are the operations inside a kernel
-    of an NPU, if its provider reports them.
+    of it after the model was read. `unasked` is the cost of conversions and copies by kind. `advice` lists changes to
+    the model for expensive nodes. `memory` is that of the process, phase by phase. `npu` are the operations inside a
+    kernel of an NPU, if its provider reports them. If the device failed, `failure` says how, and the times are 0.
     """
 
     subject: str
@@ -176,9 +176,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recording(self) -> float:
-        """The share of a run between kernels that the profiler itself takes: without it runs are that much shorter.
+        """The share of a run that the profiler itself takes, between kernels: 3 to 5 us for each event that it writes.
 
-        It writes an event after each kernel, which takes 3 to 5 us; 0 if its cost is within the noise.
+        It is 0 if runs without the profiler are not significantly shorter.
         """
         if self.overhead is None or self.overhead.interval[0] <= 1:
             return 0.0

@@ -1,1 +1,1 @@
-"""Searches session settings for a goal: settings race in interleaved rounds, and must prove their gain."""
+"""Searches session settings for a goal: settings are timed in interleaved rounds, and a gain must be significant."""

@@ -1,4 +1,4 @@
-"""Opens the files that race, and writes the resulting setting into a bundle."""
+"""Opens the model files that are compared, and writes the resulting setting into a bundle."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,18 +21,21 @@ from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto
 
-# Models up to this size are converted to ORT format in a few seconds; larger ones take long, and hardly load faster.
-_CHEAP_BYTES = 200_000_000
+# Models below this size are converted to ORT format in a few seconds; larger ones take long, and hardly load faster.
+_MAX_CONVERTED_BYTES = 200_000_000
 ORT_FORM = "ORT format"
 
 Opened = Mapping[str, Subject]
-"""The opened files by name, "" for the default one."""
+"""The opened model files by name; the default one has the name ""."""
 
 
 def open_files(
     path: Path, work: Path, opening: Opening, candidates: Sequence[Path], choice: DeviceChoice
 ) -> tuple[Opened, Device, tuple[str, ...]]:
-    """Returns all files that race, the device to race on, and notes on files that could not be included.
+    """Returns all files to compare, the device to run them on, and notes on files that could not be included.
+
+    These are `path` itself, each further form of a bundle, the ORT format of a small model on this CPU, and the
+    candidates.
 
     Raises:
         EdgekitError: the subject, a candidate, the data or the device is wrong.
@@ -45,23 +48,23 @@ def open_files(
     require_device(device.name, device.find_missing())
     found: dict[str, Subject] = {"": first}
     notes: list[str] = []
-    is_plain = first.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
+    is_host_cpu = first.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
     if path.is_dir():
         manifest = open_bundle(path).manifest
         for form in manifest.forms:
-            # The default form is that of the job: the verification plan may choose another one than an app loads.
+            # The default is the form of the job: verification may use another form than an app loads.
             if manifest.forms[form][0] != first.job_for(device).model.name:
                 found[form] = open_subject(path, work / form, msgspec.structs.replace(opening, form=form))
-    elif path.suffix == ".onnx" and is_plain and path.stat().st_size < _CHEAP_BYTES:
+    elif path.suffix == ".onnx" and is_host_cpu and path.stat().st_size < _MAX_CONVERTED_BYTES:
         try:
             folder = work / "ort"
-            # Only for this machine, so with the memory layouts that suit its CPU.
+            # The file is used on this machine only, so it may have the memory layouts of its CPU.
             options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
             model = load_model(path)
-            made = convert_forms(
+            converted = convert_forms(
                 model, Source(model=model, origin=model, checked=False), ("full",), {"full": options}, folder
             )
-            found[ORT_FORM] = open_subject(folder / made.files["full"][0], work / "ort", opening)
+            found[ORT_FORM] = open_subject(folder / converted.files["full"][0], work / "ort", opening)
         except EdgekitError as error:
             notes.append(f"no {ORT_FORM} in the race: {error.message}")
     for candidate in candidates:
@@ -93,7 +96,7 @@ def has_branches(job: Job) -> bool:
 
 
 def require_bundle(path: Path) -> None:
-    """Refuses, before anything is measured, a path into which no setting can be written.
+    """Checks, before anything is measured, that a setting can be written into `path`.
 
     Raises:
         BundleError: it is no folder with a manifest, or a part of a folder of several targets.
@@ -108,7 +111,7 @@ def require_bundle(path: Path) -> None:
 
 
 def apply_setting(path: Path, tuned: TunedSession) -> str:
-    """Writes a setting into a bundle's manifest, replacing one for the same kind of machine; returns what was done.
+    """Writes a setting into a bundle's manifest, in place of one for the same kind of machine; says what was written.
 
     Raises:
         BundleError: the bundle is incomplete, or has a setting that a bundle may not request.
@@ -116,7 +119,7 @@ def apply_setting(path: Path, tuned: TunedSession) -> str:
     """
     bundle = open_bundle(path)
     others = [one for one in bundle.manifest.tuned or () if one.machine != tuned.machine]
-    # Narrower classes first, because the first one that matches is used.
+    # More specific classes first, because the first one that matches is used.
     ordered = sorted((*others, tuned), key=lambda one: (one.machine.system, one.machine.machine, -one.machine.cores))
     manifest, source = msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), path / MANIFEST
     check_requests(manifest, str(source))

@@ -1,6 +1,7 @@
-"""Races settings in interleaved rounds: the slower half is dropped repeatedly, and the last one must prove its gain.
+"""Compares settings in interleaved rounds (successive halving), and tests the best one in fresh rounds.
 
-Each measurement is a separate session, warmed up and run.
+A race is this comparison of the current setting with challengers: the slower half of the challengers is dropped
+repeatedly, and the last one must prove its gain. Each measurement is a separate session, warmed up and run.
 """
 
 import math
@@ -29,20 +30,18 @@ from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import judge_output
 
 GATE = Thresholds(min_cosine=0.999, min_top1_agreement=0.0, min_sqnr_db=30.0)
-"""The limits for the outputs of a bare model against those of the defaults.
+"""The limits for the outputs of a bare model, compared with those of the default settings.
 
-Settings must not change what is computed. A bundle's outputs are judged as in `verify`, against those of the float
-model.
-
-Other kernels add in another order (100 dB and more), and integer kernels differ from the same graph computed in float
-by half a quantization step here and there (35 to 50 dB): 30 dB accepts both. Chosen by hand.
+A setting must not change the results. (A bundle's outputs are compared with those of the float model, as in `verify`.)
+Kernels that add in another order give 100 dB and more, and integer kernels differ from the same graph computed in
+float by half a quantization step here and there (35 to 50 dB): 30 dB accepts both. Chosen by hand.
 """
 
 # Long compared with the start of a session, but so short that the machine's state hardly changes during a round of
 # eight settings.
 _RUN_MS = 400.0
-_FEWEST, _MOST = 5, 60
-_FOR_P99, _LONGEST_P99_MS = 100, 2000.0
+_MIN_RUNS, _MAX_RUNS = 5, 60
+_RUNS_FOR_P99, _MAX_P99_MS = 100, 2000.0
 # For goals that do not depend on run times, two runs are enough: this guess of a run's time leads to almost no warm-up.
 _NO_WARMUP_MS = 1e3
 
@@ -56,12 +55,12 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement of a setting, in a session of its own, after a warm-up; times in milliseconds.
 
-    `pace_ms` is the typical time from one finished sample to the next. `sqnr_db` is the SQNR of the outputs against the
-    reference, None if they are not numeric. `fault` says why the setting is out of the race: it failed, or its outputs
-    differ.
+    `pace_ms` is the typical time from the end of one sample to the end of the next. `sqnr_db` is the SQNR of the
+    outputs against the reference, None if they are not numeric. `fault` says why the setting is excluded: it failed, or
+    its outputs differ.
     """
 
     median_ms: float = 0.0
@@ -76,9 +75,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a race.
-
-    It tells the last challenger, how that compares with the current setting, whether it replaces it, and why.
+    """The result of a race: whether the last challenger replaces the current setting (`taken`), and why.
 
     `holder` is the current setting. `ratio` is the challenger's cost divided by the holder's, from fresh rounds that
     were not used to select the challenger; None if there were none. `screened` are the ratios of the selection rounds:
@@ -97,8 +94,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a race needs: the device, the function that makes an entrant's job, and the reference outputs.
 
-    `bundle` is given if the reference is the float model's outputs, and tells how to judge outputs; None for a bare
-    model. `guess_ms` is an estimate of the time of a run with the defaults; `seconds` is the time limit of a
+    `bundle` is the bundle whose float model gave the reference; None if the reference is the outputs of the default
+    settings. `guess_ms` is an estimate of the time of a run with the defaults; `seconds` is the time limit of a
     measurement.
     """
 
@@ -112,7 +109,7 @@ class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 20.0
 
 
-def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
+def measure(setup: RaceSetup, entrant: Entrant) -> Measurement:
     """Returns the measurement of one session with a setting; a failure becomes its `fault`, not an error.
 
     Raises:
@@ -124,18 +121,20 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
         if (missing := setup.device.find_missing()) is not None:
             hint = missing.command or "what was measured is kept where --state names a file"
             raise DeviceError(f"'{setup.device.name}' is gone: {missing.reason}", hint=hint) from error
-        return Measured(fault=f"failed: {error.message}")
-    got = block.outputs
+        return Measurement(fault=f"failed: {error.message}")
+    outputs = block.outputs
     if entrant.batch > 1:
         # Only the first rows are those of the reference's sample.
-        got = {name: value[: len(setup.reference[name])] if value.ndim else value for name, value in got.items()}
+        outputs = {
+            name: value[: len(setup.reference[name])] if value.ndim else value for name, value in outputs.items()
+        }
     sqnr_db, fault = judge_outputs(
         list_samples([setup.reference], "the reference"),
-        list_samples([got], setup.device.name),
+        list_samples([outputs], setup.device.name),
         setup.gate,
         setup.bundle,
     )
-    found = Measured(
+    measurement = Measurement(
         median_ms=float(np.median(block.latency_ms)),
         p99_ms=float(np.percentile(block.latency_ms, 99.0)),
         pace_ms=block.pace_ms / entrant.batch,
@@ -146,15 +145,15 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
         sqnr_db=sqnr_db,
         fault=fault,
     )
-    if found.fault is None and setup.goal == "memory" and not found.peak_rss_bytes:
-        return msgspec.structs.replace(found, fault="the device does not tell what memory it needs")
-    return found
+    if measurement.fault is None and setup.goal == "memory" and not measurement.peak_rss_bytes:
+        return msgspec.structs.replace(measurement, fault="the device does not tell what memory it needs")
+    return measurement
 
 
 def judge_outputs(
     reference: Samples, got: Samples, gate: Thresholds, bundle: Bundle | None = None
 ) -> tuple[float | None, str | None]:
-    """Returns the lowest SQNR of the outputs in dB, and why they fail the gate, None if they pass."""
+    """Returns the lowest SQNR of the outputs in dB (None if none is numeric), and why they fail (None if they pass)."""
     reports = compare_outputs(reference, got) if bundle is None else compare_bundled(bundle, reference, got)
     ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
     failures = [reason for report in reports for reason in judge_output(report, gate)]
@@ -164,21 +163,21 @@ def judge_outputs(
 def _run(setup: RaceSetup, job: Job) -> Block:
     if setup.goal in {"memory", "load"}:
         return run_block(setup.device, job, 2, setup.seconds, _NO_WARMUP_MS)
-    runs = max(_FEWEST, min(_MOST, int(_RUN_MS / setup.guess_ms)))
+    runs = max(_MIN_RUNS, min(_MAX_RUNS, int(_RUN_MS / setup.guess_ms)))
     if setup.goal == "p99":
-        runs = max(runs, min(_FOR_P99, int(_LONGEST_P99_MS / setup.guess_ms)))
+        runs = max(runs, min(_RUNS_FOR_P99, int(_MAX_P99_MS / setup.guess_ms)))
     return run_block(setup.device, job, runs, setup.seconds, setup.guess_ms)
 
 
 # A round takes some hundred bytes per entrant, and a search has a few hundred rounds.
-_MOST_BYTES = 1 << 26
+_MAX_JOURNAL_BYTES = 1 << 26
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that were measured one after another, once each, and the seconds of the round."""
+    """Settings that were measured one after another, once each, and the seconds that this took."""
 
     entrants: tuple[Entrant, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[Measurement, ...]
     seconds: float
 
 
@@ -197,7 +196,7 @@ class Journal:
 
     def __init__(
         self,
-        measure: Callable[[Entrant], Measured],
+        measure: Callable[[Entrant], Measurement],
         budget_s: float,
         path: Path | None = None,
         key: Mapping[str, str] | None = None,
@@ -205,8 +204,8 @@ class Journal:
         self._measure, self._path = measure, path
         self.budget_s = budget_s
         self._key = {**(key or {}), "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}"}
-        stored = None if path is None else read_search(path, self._key, _Stored, _MOST_BYTES)
-        self._kept = () if stored is None else stored.rounds
+        stored = None if path is None else read_search(path, self._key, _Stored, _MAX_JOURNAL_BYTES)
+        self._recorded = () if stored is None else stored.rounds
         self.rounds: list[Round] = []
 
     @property
@@ -221,48 +220,48 @@ class Journal:
 
     def take(
         self, entrants: Sequence[Entrant], *, reserve: int = 0, until_s: float = math.inf
-    ) -> Sequence[Measured] | None:
-        """Measures each entrant once, in an order that changes from round to round; returns None if the time is over.
+    ) -> Sequence[Measurement] | None:
+        """Measures each entrant once, in an order that changes from round to round; returns None if no time is left.
 
         A round starts only if time for `reserve` further measurements would be left after it, and if it would end
         before `until_s` seconds.
         """
         number = len(self.rounds)
-        if number < len(self._kept) and self._kept[number].entrants == tuple(entrants):
-            self.rounds.append(self._kept[number])
-            return self._kept[number].measured
+        if number < len(self._recorded) and self._recorded[number].entrants == tuple(entrants):
+            self.rounds.append(self._recorded[number])
+            return self._recorded[number].measured
         # Estimated by the slowest round, because about half of the rounds take longer than the average.
         each_s = max((one.seconds / len(one.measured) for one in self.rounds), default=0.0)
         if self.seconds + each_s * len(entrants) > min(until_s, self.budget_s - each_s * reserve):
             return None
-        began = time.monotonic()
+        start = time.monotonic()
         places = list(range(len(entrants)))
-        # Rotating and reversing the order makes slow changes affect all alike: no entrant always runs first, on a
-        # rested machine.
-        turned = places[number % len(places) :] + places[: number % len(places)]
-        found = {place: self._measure(entrants[place]) for place in (turned if number % 2 == 0 else turned[::-1])}
-        measured = tuple(found[place] for place in places)
-        self.rounds.append(Round(entrants=tuple(entrants), measured=measured, seconds=time.monotonic() - began))
+        # Rotating and reversing the order makes slow changes affect all alike: no entrant always runs first, on a cool
+        # machine.
+        rotated = places[number % len(places) :] + places[: number % len(places)]
+        results = {place: self._measure(entrants[place]) for place in (rotated if number % 2 == 0 else rotated[::-1])}
+        measured = tuple(results[place] for place in places)
+        self.rounds.append(Round(entrants=tuple(entrants), measured=measured, seconds=time.monotonic() - start))
         if self._path is not None:
             write_file(self._path, msgspec.json.encode(_Stored(key=self._key, rounds=tuple(self.rounds))))
         return measured
 
 
-TakeRound = Callable[[Sequence[Entrant]], Sequence[Measured] | None]
-"""Measures some entrants once each, one after another; returns None if there is no time left."""
+TakeRound = Callable[[Sequence[Entrant]], Sequence[Measurement] | None]
+"""Measures some entrants once each, one after another (`Journal.take`); returns None if no time is left."""
 
 LEAST_GAIN = 0.01
-"""A setting that gains less is not worth a deviation from the defaults."""
+"""A setting that saves less than this share of the cost is not adopted."""
 
 TIME_OVER = "the time was over before it was decided"
 
-_HEAT = 2
+_ROUNDS_PER_HEAT = 2
 # After half of the final rounds, the comparison stops if the challenger is not ahead, to save time. Stopping for
 # futility does not make false claims more likely.
-_FUTILE = ROUNDS // 2
+_FUTILITY_CHECK = ROUNDS // 2
 
 
-def cost_of(measured: Measured, goal: Goal) -> float:
+def cost_of(measured: Measurement, goal: Goal) -> float:
     """Returns the quantity that a goal minimizes."""
     costs: Mapping[Goal, float] = {
         "latency": measured.median_ms,
@@ -276,43 +275,49 @@ def cost_of(measured: Measured, goal: Goal) -> float:
 
 
 def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: TakeRound, goal: Goal) -> Decision:
-    """Races challengers against the holder (the current setting), and decides whether one replaces it."""
-    out: dict[str, str] = {}
+    """Races challengers against the holder (the current setting), and decides whether one replaces it.
+
+    Each heat is two rounds, after which the slower half of the challengers is dropped. The last challenger replaces the
+    holder if the interval of its ratio in fresh rounds is below 1, and it saves LEAST_GAIN.
+    """
+    excluded: dict[str, str] = {}
     ratios: dict[str, list[float]] = {entrant.name: [] for entrant in challengers}
-    living, failure = list(challengers), ""
-    while living and not failure:
-        for _ in range(_HEAT):
-            racing = [entrant for entrant in living if entrant.name not in out]
-            found = take([holder, *racing])
-            failure = TIME_OVER if found is None else found[0].fault or ""
-            if found is None or failure:
+    remaining, failure = list(challengers), ""
+    while remaining and not failure:
+        for _ in range(_ROUNDS_PER_HEAT):
+            racing = [entrant for entrant in remaining if entrant.name not in excluded]
+            measured_all = take([holder, *racing])
+            failure = TIME_OVER if measured_all is None else measured_all[0].fault or ""
+            if measured_all is None or failure:
                 break
-            for entrant, measured in zip(racing, found[1:], strict=True):
+            for entrant, measured in zip(racing, measured_all[1:], strict=True):
                 if measured.fault is not None:
-                    out[entrant.name] = measured.fault
+                    excluded[entrant.name] = measured.fault
                 else:
-                    ratios[entrant.name].append(cost_of(measured, goal) / cost_of(found[0], goal))
+                    ratios[entrant.name].append(cost_of(measured, goal) / cost_of(measured_all[0], goal))
         screened = {
-            one.name: geometric_mean(ratios[one.name]) for one in living if one.name not in out and ratios[one.name]
+            one.name: geometric_mean(ratios[one.name])
+            for one in remaining
+            if one.name not in excluded and ratios[one.name]
         }
-        ahead = [one for one in living if screened.get(one.name, 1.0) < 1 - LEAST_GAIN]
+        ahead = [one for one in remaining if screened.get(one.name, 1.0) < 1 - LEAST_GAIN]
         ahead.sort(key=lambda one: screened[one.name])
-        living = ahead[: max(1, len(living) // 2)]
-        if len(living) == 1:
+        remaining = ahead[: max(1, len(remaining) // 2)]
+        if len(remaining) == 1:
             break
-    known = {name: geometric_mean(each) for name, each in ratios.items() if each and name not in out}
-    empty = Decision(group=group, holder=holder.name, screened=known)
-    if failure or not living:
-        best = min(known, key=lambda name: known[name], default=None)
-        figure = "" if best is None else f"'{best}' at {known[best]:.3f}"
+    gains = {name: geometric_mean(each) for name, each in ratios.items() if each and name not in excluded}
+    empty = Decision(group=group, holder=holder.name, screened=gains)
+    if failure or not remaining:
+        best = min(gains, key=lambda name: gains[name], default=None)
+        figure = "" if best is None else f"'{best}' at {gains[best]:.3f}"
         if failure:
             so_far = f": so far {figure} was the best" if failure == TIME_OVER and figure else ""
             return msgspec.structs.replace(empty, reason=failure + so_far)
-        told = [f"no gain: none was ahead by {LEAST_GAIN:.0%}: the best was {figure}"] if figure else []
-        told += [f"'{name}' is out: {why}" for name, why in out.items()]
-        return msgspec.structs.replace(empty, reason="; ".join(told))
-    challenger = living[0]
-    ratio = compare_fresh(holder, challenger, take, goal, _FUTILE)
+        reasons = [f"no gain: none was ahead by {LEAST_GAIN:.0%}: the best was {figure}"] if figure else []
+        reasons += [f"'{name}' is out: {why}" for name, why in excluded.items()]
+        return msgspec.structs.replace(empty, reason="; ".join(reasons))
+    challenger = remaining[0]
+    ratio = compare_fresh(holder, challenger, take, goal, _FUTILITY_CHECK)
     named = msgspec.structs.replace(empty, challenger=challenger.name)
     if isinstance(ratio, str):
         return msgspec.structs.replace(named, reason=ratio)
@@ -332,9 +337,9 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
 def compare_fresh(
     holder: Entrant, challenger: Entrant, take: TakeRound, goal: Goal, futile: int = ROUNDS
 ) -> Ratio | str:
-    """Compares a challenger with the holder in new rounds; returns the ratio, or why there is none.
+    """Compares a challenger with the holder in new rounds; returns the ratio, or a message why there is none.
 
-    After `futile` rounds it stops if the challenger is not ahead.
+    After `futile` rounds it stops if the challenger does not save LEAST_GAIN.
     """
     rounds: list[tuple[float, float]] = []
     for number in range(ROUNDS):

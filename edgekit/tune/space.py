@@ -1,4 +1,4 @@
-"""The search space as data: groups of settings that race against each other, and when each makes sense.
+"""The search space as data: groups of settings that are compared with each other, and when each makes sense.
 
 Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_config_keys.h; provider options are described
 on the provider's page at https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
@@ -16,11 +16,11 @@ from edgekit.target import Session
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]
 
 
-_SPIN, _POOL = "session.intra_op.allow_spinning", "intra_op_num_threads"
+_SPIN, _POOL_SIZE = "session.intra_op.allow_spinning", "intra_op_num_threads"
 # Assumed if the number of cores is not known: current phones have eight.
-_CORES = 8
+_DEFAULT_CORES = 8
 BATCHES = (2, 4, 8)
-"""The batch sizes that are raced for throughput."""
+"""The batch sizes that are tried for throughput."""
 PROVIDER_OPTIONS = "provider options"
 """The name of the group with a provider's own options."""
 
@@ -47,7 +47,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def touches(self) -> frozenset[str]:
-        """The fields and keys that it changes; two changes of the same field exclude each other."""
+        """The fields and keys that it changes; of two changes of the same field, only one can be adopted."""
         fields = (name for name in (*_FIELDS, "file", "batch") if getattr(self, name) is not None)
         return frozenset((*fields, *self.config, *self.provider_options))
 
@@ -65,19 +65,19 @@ _FIELDS = ("level", "threads", "inter_threads", "parallel", "arena", "memory_pat
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes that race against each other; if they are `apart`, several of them may be adopted."""
+    """Changes that are compared with each other; if they are `combinable`, several of them may be adopted."""
 
     name: str
     changes: tuple[Change, ...]
-    apart: bool = False
+    combinable: bool = False
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """What the search space depends on.
 
     `files` are alternative files of the model. `cores` and `physical` are the device's logical and physical cores, 0 if
-    not known. `branches` says that the graph has nodes that could run concurrently, `free_batch` that the model has a
-    dynamic batch axis. `asked` is the session that the target asks for anyway.
+    not known. `branches` says that the graph has nodes that could run concurrently, `dynamic_batch` that the model has
+    a dynamic batch axis. `asked` is the session that the target's manifest sets anyway.
     """
 
     goal: Goal
@@ -86,7 +86,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     physical: int = 0
     branches: bool = True
-    free_batch: bool = False
+    dynamic_batch: bool = False
     asked: Session = Session()
 
 
@@ -108,11 +108,11 @@ SWITCHES = Group(
         Change(name="denormals as zero", config={"session.set_denormal_as_zero": "1"}),
         Change(name="initializers beside the arena", config={"session.use_device_allocator_for_initializers": "1"}),
     ),
-    apart=True,
+    combinable=True,
 )
 
 # For these goals, switches that affect only the time of runs, such as IO binding and denormals, are left out.
-_SWITCHES_THAT_COUNT: Mapping[Goal, frozenset[str]] = {
+_RELEVANT_SWITCHES: Mapping[Goal, frozenset[str]] = {
     "load": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
     "memory": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
 }
@@ -165,9 +165,12 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def list_groups(given: Circumstances) -> Iterator[Group]:
-    """Yields the groups in the order of the races, which follows ONNX Runtime's tuning guide."""
+    """Yields the groups in the order in which they are tried, which follows ONNX Runtime's tuning guide.
+
+    Changes that the target already makes are left out.
+    """
     have = {**given.asked.config, **given.asked.provider_options}
-    for group in _list_all(given):
+    for group in _list_candidates(given):
         kept: list[Change] = []
         for change in group.changes:
             want = {**change.config, **change.provider_options}
@@ -178,20 +181,20 @@ def list_groups(given: Circumstances) -> Iterator[Group]:
             yield msgspec.structs.replace(group, changes=tuple(kept))
 
 
-def _list_all(given: Circumstances) -> Iterator[Group]:
-    cores = given.cores or _CORES
-    units = given.physical or cores
-    halves = [units >> shift for shift in range(1, units.bit_length())]
+def _list_candidates(given: Circumstances) -> Iterator[Group]:
+    cores = given.cores or _DEFAULT_CORES
+    physical = given.physical or cores
+    fractions = [physical >> shift for shift in range(1, physical.bit_length())]
     # Thread counts: all logical cores, and 1/2, 1/4, ... of the physical cores, whose number is the default.
     threads = [Change(name="no spinning", config={_SPIN: "0"})]
-    for count in ([cores] if cores > units else []) + halves:
+    for count in ([cores] if cores > physical else []) + fractions:
         threads.append(Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count))
         if count > 1:
             threads.append(Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"}))
     yield Group(name="threads", changes=tuple(threads))
     if given.branches and given.goal not in {"load", "memory"}:
         # Parallel execution with default threads, and with the physical cores divided among concurrent nodes.
-        divided = ((units // nodes, nodes) for nodes in (1 << shift for shift in range(1, units.bit_length())))
+        divided = ((physical // nodes, nodes) for nodes in (1 << shift for shift in range(1, physical.bit_length())))
         parallel = (
             Change(name=f"parallel, {nodes} by {each} threads", parallel=True, inter_threads=nodes, threads=each)
             for each, nodes in divided
@@ -204,16 +207,16 @@ def _list_all(given: Circumstances) -> Iterator[Group]:
     options = (
         change
         for change in PROVIDER_CHANGES.get(given.provider, ())
-        if int(change.provider_options.get(_POOL, "0")) <= cores
+        if int(change.provider_options.get(_POOL_SIZE, "0")) <= cores
     )
-    yield Group(name=PROVIDER_OPTIONS, changes=tuple(options), apart=True)
-    counting = _SWITCHES_THAT_COUNT.get(given.goal)
-    kept = tuple(change for change in SWITCHES.changes if counting is None or change.name in counting)
-    yield msgspec.structs.replace(SWITCHES, changes=kept)
+    yield Group(name=PROVIDER_OPTIONS, changes=tuple(options), combinable=True)
+    relevant = _RELEVANT_SWITCHES.get(given.goal)
+    switches = tuple(change for change in SWITCHES.changes if relevant is None or change.name in relevant)
+    yield msgspec.structs.replace(SWITCHES, changes=switches)
     if given.goal == "throughput":
-        calls: list[Change] = []
+        changes: list[Change] = []
         for count in (2, 4):
-            calls.append(Change(name=f"{count} runs at once", concurrency=count))
-            calls.append(Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1))
-        batches = (Change(name=f"batch {count}", batch=count) for count in BATCHES if given.free_batch)
-        yield Group(name="calls", changes=(*calls, *batches))
+            changes.append(Change(name=f"{count} runs at once", concurrency=count))
+            changes.append(Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1))
+        batches = (Change(name=f"batch {count}", batch=count) for count in BATCHES if given.dynamic_batch)
+        yield Group(name="calls", changes=(*changes, *batches))

@@ -1,4 +1,4 @@
-"""Searches the settings that serve a goal on a device: groups of settings race one after another."""
+"""Searches the best session settings for a goal on a device: one group of settings after another is compared."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.tune import race
 from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
-from edgekit.tune.race import Decision, Entrant, Measured
+from edgekit.tune.race import Decision, Entrant, Measurement
 from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
 
 
@@ -99,11 +99,11 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULTS = Entrant(name="defaults")
-_MOST_GOLDEN = 16
+_MAX_GOLDEN = 16
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search is asked for: its goal, time budget, alternative files, and what to do with the result.
+    """The options of a search: its goal, time budget, alternative files, and what to do with the result.
 
     `min_sqnr_db` is the lowest allowed SQNR of outputs against the reference; None means the bundle's own limits, or
     `GATE`. `state` is a file that keeps the measurements. With `apply`, the result is written into the bundle.
@@ -130,7 +130,7 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tune_on(
-    path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, *, progress: Progress | None = None
+    path: Path, choice: DeviceChoice, options: Tuning, opening: Opening, *, progress: Progress | None = None
 ) -> TuneReport:
     """Returns the best settings for a goal on a device, with confidence intervals; `apply` writes them into the bundle.
 
@@ -138,72 +138,76 @@ def tune_on(
         EdgekitError: the subject, a candidate, the data, the state or the name of a device is wrong, or the device is
             not there.
     """
-    if asked.apply:
+    if options.apply:
         require_bundle(path)
     busy = _read_load()
     with work_folder() as work:
-        search = _prepare(path, choice, asked, opening, work, progress or say_nothing)
-        held, decisions, final = _search(search)
-        report = _describe(search, held, decisions, final, work)
+        search = _prepare(path, choice, options, opening, work, progress or say_nothing)
+        chosen, decisions, final = _search(search)
+        report = _describe(search, chosen, decisions, final, work)
     report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
-    return _apply(report, path, search.setup.device) if asked.apply else report
+    return _apply(report, path, search.setup.device) if options.apply else report
 
 
 def _prepare(
-    path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, work: Path, progress: Progress
+    path: Path, choice: DeviceChoice, options: Tuning, opening: Opening, work: Path, progress: Progress
 ) -> _Search:
-    plain = msgspec.structs.replace(opening, tuned=False)
-    opened, device, notes = open_files(path, work, plain, asked.candidates, choice)
+    untuned = msgspec.structs.replace(opening, tuned=False)
+    opened, device, notes = open_files(path, work, untuned, options.candidates, choice)
     jobs = {name: subject.job_for(device) for name, subject in opened.items()}
     # All files get the default file's sample, or a batch of them.
-    stacked = {1: jobs[""].samples}
-    # A model without a dynamic batch axis is raced without batches.
+    samples_by_batch = {1: jobs[""].samples}
+    # A model without a dynamic batch axis is measured without batches.
     with contextlib.suppress(EdgekitError):
-        sizes = BATCHES if asked.goal == "throughput" else ()
-        openings = {size: msgspec.structs.replace(plain, batch=size) for size in sizes}
-        batched = {size: open_subject(path, work / f"batch{size}", one) for size, one in openings.items()}
-        stacked |= {size: subject.job_for(device).samples for size, subject in batched.items()}
+        sizes = BATCHES if options.goal == "throughput" else ()
+        openings = {size: msgspec.structs.replace(untuned, batch=size) for size in sizes}
+        batched = {
+            size: open_subject(path, work / f"batch{size}", batch_opening) for size, batch_opening in openings.items()
+        }
+        samples_by_batch |= {size: subject.job_for(device).samples for size, subject in batched.items()}
 
     def job_for(entrant: Entrant) -> Job:
-        return set_job(msgspec.structs.replace(jobs[entrant.file], samples=stacked[entrant.batch]), entrant.setting)
+        return set_job(
+            msgspec.structs.replace(jobs[entrant.file], samples=samples_by_batch[entrant.batch]), entrant.setting
+        )
 
     job = job_for(DEFAULTS)
     progress(f"measure {opened[''].name} on {device.name} with the defaults")
     guess_ms = guess_time(device, job, Effort())
     first = run_block(device, job, 3, 20.0, guess_ms)
-    # The reference is the float model's golden outputs for a bundle without other data, else the outputs of the
-    # defaults.
+    # The reference is the golden outputs of a bundle (of its float model), or with other data or a bare model the
+    # outputs of the default settings.
     bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
     gate = race.GATE if bundle is None else bundle.manifest.thresholds
-    if asked.min_sqnr_db is not None:
-        gate = msgspec.structs.replace(gate, min_sqnr_db=asked.min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
+    if options.min_sqnr_db is not None:
+        gate = msgspec.structs.replace(gate, min_sqnr_db=options.min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
     setup = race.RaceSetup(
         device=device,
-        goal=asked.goal,
+        goal=options.goal,
         job_for=job_for,
         reference=next(iter(read_outputs(bundle.golden))) if bundle is not None else first.outputs,
         gate=gate,
         bundle=bundle,
         guess_ms=guess_ms,
     )
-    # Options of a provider that takes no node need no race. If no placement was observed, it may have taken all nodes.
-    counts, own = count_nodes(first.run, job), job.target.provider
+    # Options of a provider that takes no node are not tried. If no placement was observed, it may have taken all nodes.
+    counts, provider = count_nodes(first.run, job), job.target.provider
     cores = count_device_cores(device, first.run.versions)
     given = Circumstances(
-        goal=asked.goal,
-        provider=own if not counts or own in counts else CPU_PROVIDER,
+        goal=options.goal,
+        provider=provider if not counts or provider in counts else CPU_PROVIDER,
         files=tuple(name for name in opened if name),
         cores=cores,
         physical=cores if is_remote(device) else count_physical_cores(),
         branches=has_branches(job),
-        free_batch=len(stacked) > 1,
+        dynamic_batch=len(samples_by_batch) > 1,
         asked=job.target.session,
     )
-    key = {"goal": asked.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
+    key = {"goal": options.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
 
     return _Search(
         setup=setup,
-        journal=race.Journal(partial(race.measure, setup), asked.budget_s, asked.state, key),
+        journal=race.Journal(partial(race.measure, setup), options.budget_s, options.state, key),
         given=given,
         subject=opened[""],
         first=first,
@@ -213,72 +217,78 @@ def _prepare(
 
 
 def _search(search: _Search) -> tuple[Entrant, list[Decision], Ratio | str | None]:
-    """Races each group, then the setting that is left against the defaults; returns why, if that gave no ratio."""
+    """Races each group, then the resulting setting against the defaults.
+
+    Returns that setting, the decisions, and the final ratio: a message if it could not be measured, None if the
+    defaults stay.
+    """
     groups = list(list_groups(search.given))
-    held, decisions = DEFAULTS, list[Decision]()
+    current, decisions = DEFAULTS, list[Decision]()
     for group in groups:
-        held, made = _race_group(search, held, group)
-        decisions += made
-    if held == DEFAULTS:
-        # The time reserved for the final comparison is not needed then: it is used for the undecided groups, in the
-        # same order.
+        current, new_decisions = _race_group(search, current, group)
+        decisions += new_decisions
+    if current == DEFAULTS:
+        # The time reserved for the final comparison is free then: the undecided groups use it, in the same order.
         for group in groups:
-            late = [one for one in decisions if one.group == group.name and one.reason.startswith(race.TIME_OVER)]
-            if late and held == DEFAULTS:
-                held, made = _race_group(search, held, group, last=True)
-                place = decisions.index(late[0])
-                decisions[place : place + 1] = made
+            undecided = [one for one in decisions if one.group == group.name and one.reason.startswith(race.TIME_OVER)]
+            if undecided and current == DEFAULTS:
+                current, new_decisions = _race_group(search, current, group, last=True)
+                index = decisions.index(undecided[0])
+                decisions[index : index + 1] = new_decisions
     final: Ratio | str | None = None
-    if held != DEFAULTS:
-        search.progress(f"race '{held.name}' against the defaults")
-        final = race.compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
+    if current != DEFAULTS:
+        search.progress(f"race '{current.name}' against the defaults")
+        final = race.compare_fresh(DEFAULTS, current, search.journal.take, search.given.goal)
         taken = [one for one in decisions if one.taken]
         if final == race.TIME_OVER and len(taken) == 1:
             # A single change was already compared with the defaults in fresh rounds that were not used to select it.
             final = taken[0].ratio
-    return held, decisions, final
+    return current, decisions, final
 
 
-def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = False) -> tuple[Entrant, list[Decision]]:
-    """Returns the current setting after a group, with at most one of its changes, or several if they are `apart`.
+def _race_group(
+    search: _Search, current: Entrant, group: Group, *, last: bool = False
+) -> tuple[Entrant, list[Decision]]:
+    """Returns the current setting after a group's race, with the changes that it adopted, and the decisions.
 
-    A group may use half of the remaining time, and time is reserved for the final comparison, unless `last` is set.
+    One change is adopted at most, or several if the group is `combinable`. A group may use half of the remaining time,
+    and time is reserved for the final comparison, unless `last` is set.
     """
     journal = search.journal
     free_s = max(0.0, journal.budget_s - journal.seconds)
     take = journal.take if last else partial(journal.take, reserve=2 * ROUNDS, until_s=journal.seconds + free_s / 2)
     changes, decisions = list(group.changes), list[Decision]()
     while changes:
-        search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
-        entrants = {change.name: extend(held, change) for change in changes}
-        found = race.race(group.name, held, tuple(entrants.values()), take, search.given.goal)
-        decisions.append(found)
-        if not found.taken:
+        search.progress(f"race {group.name}: {len(changes)} beside '{current.name}'")
+        entrants = {change.name: add_change(current, change) for change in changes}
+        decision = race.race(group.name, current, tuple(entrants.values()), take, search.given.goal)
+        decisions.append(decision)
+        if not decision.taken:
             break
-        winner = next(change for change in changes if entrants[change.name].name == found.challenger)
-        held = entrants[winner.name]
+        winner = next(change for change in changes if entrants[change.name].name == decision.challenger)
+        current = entrants[winner.name]
         changes = [
             change
             for change in changes
-            if group.apart
+            if group.combinable
             and not change.touches & winner.touches
-            and found.screened.get(entrants[change.name].name, 1.0) < 1 - race.LEAST_GAIN
+            and decision.screened.get(entrants[change.name].name, 1.0) < 1 - race.LEAST_GAIN
         ]
-    return held, decisions
+    return current, decisions
 
 
-def extend(held: Entrant, change: Change) -> Entrant:
+def add_change(current: Entrant, change: Change) -> Entrant:
     """Returns an entrant with one more change."""
     return Entrant(
-        name=change.name if held == DEFAULTS else f"{held.name} + {change.name}",
-        setting=change.apply(held.setting),
-        file=held.file if change.file is None else change.file,
-        batch=change.batch or held.batch,
+        name=change.name if current == DEFAULTS else f"{current.name} + {change.name}",
+        setting=change.apply(current.setting),
+        file=current.file if change.file is None else change.file,
+        batch=change.batch or current.batch,
     )
 
 
-def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
-    """Returns why the defaults stay, "" if the gain of the current setting is proven."""
+def _find_refusal(search: _Search, chosen: Entrant, final: Ratio | str | None) -> str:
+    """Returns why the defaults stay, "" if the gain of the setting `chosen` is proven and its outputs pass."""
     if final is None or isinstance(final, str):
         return final or ""
     low, high = final.interval
@@ -288,13 +298,13 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
     if bundle is None:
         return ""
     golden = bundle.golden
-    job = search.setup.job_for(held)
-    count = min(golden.samples, _MOST_GOLDEN)
-    every = msgspec.structs.replace(
+    job = search.setup.job_for(chosen)
+    count = min(golden.samples, _MAX_GOLDEN)
+    golden_job = msgspec.structs.replace(
         job, samples=select_samples(read_inputs(golden), range(count)), concurrency=1, timeout_s=3600.0
     )
     with work_folder() as work:
-        run = search.setup.device.run_job(every, work)
+        run = search.setup.device.run_job(golden_job, work)
         if run.failure is not None:
             return run.failure
         reference = select_samples(read_outputs(golden), range(count))
@@ -303,13 +313,13 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
 
 
 def _describe(
-    search: _Search, held: Entrant, decisions: Sequence[Decision], final: Ratio | str | None, work: Path
+    search: _Search, chosen: Entrant, decisions: Sequence[Decision], final: Ratio | str | None, work: Path
 ) -> TuneReport:
-    """Returns the report of a search, with all measurements; `held` is chosen if its gain is proven."""
-    setup, journal, given = search.setup, search.journal, search.given
-    lost, tried = _refuse(search, held, final), sum_up(journal.rounds)
-    unraced = "" if given.branches else "parallel execution is not raced: no two nodes could run side by side"
-    refused = f"'{held.name}' is not chosen: {lost}" if lost else ""
+    """Returns the report of a search, with all measurements; `chosen` is chosen if its gain is proven."""
+    setup, journal, circumstances = search.setup, search.journal, search.given
+    refusal, tried = _find_refusal(search, chosen, final), summarize_rounds(journal.rounds)
+    not_raced = "" if circumstances.branches else "parallel execution is not raced: no two nodes could run side by side"
+    not_chosen = f"'{chosen.name}' is not chosen: {refusal}" if refusal else ""
     # The levels were raced on top of the setting at that time, which may have another file.
     name = next((one.holder for one in decisions if one.group == LEVELS.name), DEFAULTS.name)
     base = tried[name].entrant if name in tried else DEFAULTS
@@ -323,21 +333,21 @@ def _describe(
         subject=search.subject.name,
         device=setup.device.name,
         evidence=setup.device.evidence,
-        provider=given.provider,
-        goal=given.goal,
+        provider=circumstances.provider,
+        goal=circumstances.goal,
         machine=find_class(setup.device) or read_class(search.first.run.versions),
         defaults=DEFAULTS,
-        chosen=DEFAULTS if lost else held,
+        chosen=DEFAULTS if refusal else chosen,
         final=None if isinstance(final, str) else final,
         decisions=tuple(decisions),
         levels=tuple(list_levels(setup.job_for(base), by_level, work / "levels")),
-        tried=mark_front(tuple(tried.values())),
+        tried=mark_pareto(tuple(tried.values())),
         seconds=journal.seconds,
         budget_s=journal.budget_s,
         measurements=journal.measurements,
-        cores=given.cores,
+        cores=circumstances.cores,
         versions=dict(sorted(search.first.run.versions.items())),
-        notes=(*search.notes, *filter(None, (unraced, refused))),
+        notes=(*search.notes, *filter(None, (not_raced, not_chosen))),
     )
 
 
@@ -346,14 +356,14 @@ def _read_load() -> float | None:
 
 
 def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
-    lack = "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
+    why_not = "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
     # Times in an emulator are times of the machine on which it runs.
     if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
-        lack = f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
+        why_not = f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
     if found.chosen == found.defaults:
-        lack = "the defaults stay"
-    if lack:
-        return msgspec.structs.replace(found, applied=f"nothing: {lack}")
+        why_not = "the defaults stay"
+    if why_not:
+        return msgspec.structs.replace(found, applied=f"nothing: {why_not}")
     if found.machine is None or found.final is None:
         return found
     done = apply_setting(
@@ -377,13 +387,13 @@ def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
 
 
 # To count its nodes, the graph of each level is written to a file: too slow for gigabytes of weights.
-_MOST_BYTES = 500_000_000
+_MAX_MODEL_BYTES = 500_000_000
 
 
 def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> Iterator[LevelRow]:
     """Yields a row for each measured level; nodes are those that this machine's CPU provider runs."""
     work.mkdir()
-    is_small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MOST_BYTES
+    is_small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MAX_MODEL_BYTES
     for level, found in tried.items():
         nodes: int | None = None
         fused: dict[str, int] = {}
@@ -403,19 +413,19 @@ def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> It
 
 
 # Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.
-_SAME_DB = 90.0
+_EQUAL_DB = 90.0
 
 
-def sum_up(rounds: Iterable[race.Round]) -> Mapping[str, TriedSetting]:
+def summarize_rounds(rounds: Iterable[race.Round]) -> Mapping[str, TriedSetting]:
     """Returns each setting with its medians, by name, in the order of the first measurements."""
-    found: dict[str, tuple[Entrant, list[Measured]]] = {}
+    found: dict[str, tuple[Entrant, list[Measurement]]] = {}
     for one in rounds:
         for entrant, measured in zip(one.entrants, one.measured, strict=True):
             found.setdefault(entrant.name, (entrant, []))[1].append(measured)
-    return {name: _sum_up(entrant, measured) for name, (entrant, measured) in found.items()}
+    return {name: _summarize(entrant, measured) for name, (entrant, measured) in found.items()}
 
 
-def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
+def _summarize(entrant: Entrant, measured: Sequence[Measurement]) -> TriedSetting:
     sound = [one for one in measured if one.fault is None]
     fault = next((one.fault for one in measured if one.fault is not None), None)
     tried = TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
@@ -433,19 +443,19 @@ def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
     )
 
 
-def mark_front(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
+def mark_pareto(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
     """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
     # To be minimized: milliseconds, bytes, and negative decibels.
     figures = [
-        (one.median_ms, one.peak_rss_bytes, -min(_SAME_DB, _SAME_DB if one.sqnr_db is None else one.sqnr_db))
+        (one.median_ms, one.peak_rss_bytes, -min(_EQUAL_DB, _EQUAL_DB if one.sqnr_db is None else one.sqnr_db))
         for one in tried
     ]
     sound = [own for one, own in zip(tried, figures, strict=True) if one.fault is None]
 
-    def is_beaten(own: tuple[float, int, float]) -> bool:
+    def is_dominated(own: tuple[float, int, float]) -> bool:
         return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in sound)
 
     return tuple(
-        msgspec.structs.replace(one, pareto=one.fault is None and not is_beaten(own))
+        msgspec.structs.replace(one, pareto=one.fault is None and not is_dominated(own))
         for one, own in zip(tried, figures, strict=True)
     )

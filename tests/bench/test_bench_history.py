@@ -55,7 +55,7 @@ def test_only_the_same_is_compared(tmp_path: Path) -> None:
     before = report(RUN, timed(20.0, 0.1, batch=8), timed(5.0, 0.1, failure="gone"))
     now = report(timed(30.0, 0.1, batch=8), timed(1.0, 0.1, threads=3), timed(1.0, 0.1, device="adb:X"))
     (one,) = compare_benches(before, now)
-    assert (one.way, round(one.ratio, 3), one.apart) == ("batch 8", 1.5, True)
+    assert (one.settings, round(one.ratio, 3), one.apart) == ("batch 8", 1.5, True)
     record_bench(tmp_path / "h", before)
     other = report(RUN, subject="other.onnx")
     assert compare_with_last(other, tmp_path / "h", 1.1) == other

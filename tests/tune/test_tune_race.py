@@ -19,16 +19,16 @@ from edgekit.tune.race import (
     TIME_OVER,
     Entrant,
     Journal,
-    Measured,
+    Measurement,
     compare_fresh,
     judge_outputs,
     race,
 )
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
-from edgekit.tune.tune import TriedSetting, mark_front, sum_up
+from edgekit.tune.tune import TriedSetting, mark_pareto, summarize_rounds
 
 HELD = Entrant(name="held")
-Take = Callable[[Sequence[Entrant]], Sequence[Measured]]
+Take = Callable[[Sequence[Entrant]], Sequence[Measurement]]
 
 
 def entrants(*names: str) -> list[Entrant]:
@@ -39,11 +39,11 @@ def noisy(costs: Mapping[str, float], seed: int, spread: float = 0.03) -> Take:
     """Times of settings on a machine that is loud, and gets slower for all from round to round."""
     rng, rounds = np.random.default_rng(seed), [0]
 
-    def take(asked: Sequence[Entrant]) -> Sequence[Measured]:
+    def take(asked: Sequence[Entrant]) -> Sequence[Measurement]:
         rounds[0] += 1
         slower = 1 + 0.02 * rounds[0]
         return [
-            Measured(median_ms=slower * costs.get(one.name, 1.0) * float(np.exp(rng.normal(0, spread))))
+            Measurement(median_ms=slower * costs.get(one.name, 1.0) * float(np.exp(rng.normal(0, spread))))
             for one in asked
         ]
 
@@ -74,9 +74,9 @@ def test_the_fastest_is_proven_and_a_gain_of_no_account_is_not_taken() -> None:
 
 
 def test_what_fails_is_out_and_says_why() -> None:
-    def take(asked: Sequence[Entrant]) -> Sequence[Measured]:
+    def take(asked: Sequence[Entrant]) -> Sequence[Measurement]:
         return [
-            Measured(median_ms=0.5, fault="failed: no") if one.name == "bad" else Measured(median_ms=1.0)
+            Measurement(median_ms=0.5, fault="failed: no") if one.name == "bad" else Measurement(median_ms=1.0)
             for one in asked
         ]
 
@@ -90,9 +90,9 @@ def test_what_fails_is_out_and_says_why() -> None:
 def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
     file, counts = tmp_path / "state.json", [0]
 
-    def measure(_: Entrant) -> Measured:
+    def measure(_: Entrant) -> Measurement:
         counts[0] += 1
-        return Measured(median_ms=float(counts[0]))
+        return Measurement(median_ms=float(counts[0]))
 
     first = Journal(measure, 60.0, file, {"goal": "latency"})
     rounds = [first.take(entrants("a", "b")), first.take(entrants("a", "b"))]
@@ -112,9 +112,9 @@ def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
 def test_the_order_is_turned_from_round_to_round() -> None:
     seen: list[str] = []
 
-    def measure(entrant: Entrant) -> Measured:
+    def measure(entrant: Entrant) -> Measurement:
         seen.append(entrant.name)
-        return Measured(median_ms=1.0)
+        return Measurement(median_ms=1.0)
 
     journal = Journal(measure, 60.0)
     for _ in range(6):
@@ -124,10 +124,10 @@ def test_the_order_is_turned_from_round_to_round() -> None:
 
 
 def test_a_journal_leaves_time_for_what_comes_after() -> None:
-    journal = Journal(lambda _: Measured(median_ms=1.0), 1e-9)
+    journal = Journal(lambda _: Measurement(median_ms=1.0), 1e-9)
     assert journal.take(entrants("a")) is not None
     assert journal.take(entrants("a")) is None
-    endless = Journal(lambda _: Measured(median_ms=1.0), 60.0)
+    endless = Journal(lambda _: Measurement(median_ms=1.0), 60.0)
     endless.take(entrants("a"))
     assert endless.take(entrants("a"), reserve=10**12) is None
     assert endless.take(entrants("a"), until_s=0.0) is None
@@ -147,20 +147,20 @@ def test_the_front_leaves_out_what_another_beats() -> None:
         tried("lossy", 0.5, 30, 40.0),
         tried("out", 0.1, 1, 200.0, "failed"),
     ]
-    assert [one.entrant.name for one in mark_front(rows) if one.pareto] == ["fast", "small", "lossy"]
+    assert [one.entrant.name for one in mark_pareto(rows) if one.pareto] == ["fast", "small", "lossy"]
 
 
 def test_measurements_are_summed_up_by_medians() -> None:
     journal = Journal(iter_measured([1.0, 9.0, 2.0]), 60.0)
     for _ in range(3):
         journal.take(entrants("a"))
-    one = sum_up(journal.rounds)["a"]
+    one = summarize_rounds(journal.rounds)["a"]
     assert (one.median_ms, one.measurements) == (2.0, 3)
 
 
-def iter_measured(times: Sequence[float]) -> Callable[[Entrant], Measured]:
+def iter_measured(times: Sequence[float]) -> Callable[[Entrant], Measurement]:
     left = iter(times)
-    return lambda _: Measured(median_ms=next(left), pace_ms=1.0)
+    return lambda _: Measurement(median_ms=next(left), pace_ms=1.0)
 
 
 def test_outputs_beyond_the_gate_are_told() -> None:
@@ -198,7 +198,7 @@ def test_the_space_fits_goal_provider_and_machine() -> None:
     assert "IO binding" not in small["switches"]
     assert "2 threads, no spinning" in small["threads"]
     many = names_of(
-        Circumstances(goal="throughput", provider="QNNExecutionProvider", files=("full",), cores=8, free_batch=True)
+        Circumstances(goal="throughput", provider="QNNExecutionProvider", files=("full",), cores=8, dynamic_batch=True)
     )
     assert {"file", "provider options", "execution", "calls"} <= many.keys()
     assert {"batch 8", "2 runs at once"} <= set(many["calls"])
@@ -222,10 +222,10 @@ def test_changes_add_up_and_know_what_they_touch() -> None:
 def test_no_time_decides_nothing_and_tells_what_was_seen() -> None:
     assert race("group", HELD, entrants("a"), lambda _: None, "latency").reason == TIME_OVER
     assert compare_fresh(HELD, HELD, lambda _: None, "latency") == TIME_OVER
-    journal = Journal(lambda one: Measured(median_ms=2.0 if one.name == "a" else 1.0), 60.0)
+    journal = Journal(lambda one: Measurement(median_ms=2.0 if one.name == "a" else 1.0), 60.0)
     rounds = 2
 
-    def take(racing: Sequence[Entrant]) -> Sequence[Measured] | None:
+    def take(racing: Sequence[Entrant]) -> Sequence[Measurement] | None:
         return journal.take(racing) if len(journal.rounds) < rounds - 1 else None
 
     (holder, challenger) = entrants("a", "b")
