@@ -1,1 +1,1 @@
-"""An app's `edgekit.toml`: its models on its targets, built where something changed, verified and packed."""
+"""An app's `edgekit.toml`: builds, verifies and packs its models for its targets, where something changed."""

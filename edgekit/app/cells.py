@@ -1,7 +1,7 @@
-"""Builds and verifies one cell of an app: one model, or group of models, on one target. The result is stored.
+"""Builds and verifies one cell of an app (one model, or group of models, for one target), and keeps its result.
 
-Machines share the inputs and the results of cells through a store, each as one archive. A store is a folder, or any
-place that fsspec opens (S3, GCS, HTTP).
+Machines share the inputs and the results of cells through a store, as one archive per cell. A store is a folder, or a
+URL that fsspec opens (S3, GCS, HTTP).
 """
 
 import importlib
@@ -41,13 +41,13 @@ _FILE = "file://"
 
 
 class FolderStore(msgspec.Struct, frozen=True):
-    """A store in a folder, which may be a mounted one: objects under names with `/`, each of them complete."""
+    """A store in a folder, which may be a network mount. Names of objects are relative paths."""
 
     folder: Path
 
     @property
     def place(self) -> str:
-        """The absolute path of the folder, by which another process opens the same store."""
+        """The absolute path of the folder, with which another process opens the same store."""
         return str(self.folder.absolute())
 
     def has(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class FolderStore(msgspec.Struct, frozen=True):
         return self.has(name)
 
     def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object, whole or not at all; an existing object is replaced."""
+        """Copies a file into an object atomically; an existing object is replaced."""
         replace_file(path, self.folder / name)
 
 
@@ -88,7 +88,7 @@ class RemoteStore(msgspec.Struct, frozen=True):
         return True
 
     def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object; does nothing if the protocol cannot write (HTTP)."""
+        """Copies a file into an object, or does nothing if the protocol cannot write (HTTP)."""
         place = f"{self.root}/{name}"
         with suppress(NotImplementedError):
             self._ask("write", self.files.makedirs, place.rpartition("/")[0], True)  # noqa: FBT003 - fsspec's exist_ok
@@ -131,7 +131,7 @@ def open_store(place: str) -> Store:
     return RemoteStore(place=place, files=files, root=str(root).rstrip("/"))
 
 
-# Archives that edgekit made itself: a result may be as large as its model, and is stored uncompressed.
+# The archives are edgekit's own and uncompressed: a result may be as large as its model.
 _LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
 _REPORT = "report.json"
 
@@ -157,7 +157,7 @@ def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> Stor
     first, entries = paths[0], dict[str, Path]()
     for path in paths:
         for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
-            # Computed from the paths alone, without following links.
+            # From the paths alone: links are not followed.
             name = Path(os.path.relpath(file, first.parent)).as_posix()
             if name.startswith("../"):
                 words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
@@ -172,10 +172,10 @@ def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> Stor
 
 
 def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
-    """Returns the first of these files, or its folder, unpacked below `place` if it is not there yet.
+    """Unpacks stored files below `place`, unless they are there already, and returns the path of the first one.
 
     Raises:
-        DataError: the store does not hold it, or something else under its name.
+        DataError: the store does not hold them, or holds something else under their name.
     """
     if not (place / files.sha256).is_dir():
         with work_folder() as work, staged_entries(place) as staging:
@@ -188,7 +188,7 @@ def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
 
 
 def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
-    """Puts the results of a cell into a store as one object, so that they are there whole or not at all.
+    """Puts the results of a cell into a store as one object.
 
     Raises:
         EdgekitError: the store cannot be written.
@@ -199,7 +199,7 @@ def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
 
 
 def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
-    """Returns the result that a store holds for a key, with its files in the cell's folder; None if none is usable.
+    """Copies the result that a store holds for a key into the cell's folder, and returns it; None if none is usable.
 
     Raises:
         DeviceError: the store cannot be asked.
@@ -211,9 +211,9 @@ def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | Non
         try:
             with staged_entries(app.out / cell.model) as staging:
                 unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
-                return _adopt(app, cell, key, staging / cell.target)
+                return _rewrite_paths(app, cell, key, staging / cell.target)
         except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
-            # Damaged: the cell is built again, and its result then replaces the object.
+            # The object is damaged: the cell is built again, and its result replaces the object.
             return None
 
 
@@ -222,24 +222,28 @@ def name_cell(key: str) -> str:
     return f"cells/{key[:2]}/{key}.tar"
 
 
-def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
-    """Rewrites the paths in results that were made elsewhere, perhaps for a cell of another name."""
+def _rewrite_paths(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
+    """Rewrites the paths in results from another machine, perhaps of a cell with another name; returns the result.
+
+    Raises:
+        DataError: they are not the results of `key`.
+    """
     result = read_result(folder)
     if result is None or result.key != key:
         raise DataError("the results of another cell", hint="they are made again")
-    here, name = cell_folder(app, cell), Path(result.bundle).name
+    own_folder, name = cell_folder(app, cell), Path(result.bundle).name
     opened = open_group(folder / name) if cell.is_group else open_bundle(folder / name)
     if opened.sha256 != result.sha256:
         raise DataError("the bundle of another cell", hint="they are made again")
-    placed, page = here.relative_to(app.out).as_posix(), Path(result.report).name
+    relative, page_name = own_folder.relative_to(app.out).as_posix(), Path(result.report).name
     result = msgspec.structs.replace(
-        result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/{page}"
+        result, model=cell.model, target=cell.target, bundle=f"{relative}/{name}", report=f"{relative}/{page_name}"
     )
     write_result(folder, result)
     report: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
-    report["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
+    report["targets" if cell.is_group else "bundles"][0]["path"] = str(own_folder / name)
     if not cell.is_group:
-        report["report"] = str(here / page)
+        report["report"] = str(own_folder / page_name)
     write_file(folder / _REPORT, to_json(report).encode())
     return result
 
@@ -256,9 +260,9 @@ CACHE = ".cache"
 
 
 def find_kept(app: App, cell: Cell, digests: Digests, store: Store | None = None) -> CellResult | None:
-    """Returns the result of an earlier run if its inputs have not changed and its bundle still exists.
+    """Returns the result of an earlier run if its inputs have not changed and its bundle still exists, else None.
 
-    If there is none here, the result that the `store` has is put into the cell's folder.
+    If there is none here, that of the `store` is copied into the cell's folder.
     """
     result = read_result(cell_folder(app, cell))
     if result is not None and result.key == make_key(app, cell, result.beside, digests):
@@ -278,11 +282,13 @@ def find_kept(app: App, cell: Cell, digests: Digests, store: Store | None = None
 def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ...]]:
     """Returns the current content key of a cell, and the external data files of its model.
 
+    For a group they are the files of its models, with their external data.
+
     Raises:
         EdgekitError: the model cannot be read.
     """
-    beside = _list_beside(cell.path) if cell.is_group else load_model(cell.path).external_files
-    return make_key(app, cell, beside, digests), beside
+    external = _list_group_files(cell.path) if cell.is_group else load_model(cell.path).external_files
+    return make_key(app, cell, external, digests), external
 
 
 def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: Kept) -> CellResult:
@@ -291,21 +297,21 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept:
     Cells of one model share the intermediate results in `kept`. If a cell cannot be built, its result says why, and the
     next run tries again.
     """
-    folder, start, say = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
+    folder, start, report_step = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
     try:
         # Computed before the build: if an input changes meanwhile, the result counts as out of date.
-        key, beside = find_key(app, cell, digests)
+        key, external = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
         if cell.is_group:
-            bundle, report, facts = _build_group(app, cell, folder, say, beside)
+            bundle, report, facts = _build_group(app, cell, folder, report_step, external)
         else:
-            bundle, report, facts = _build_model(app, cell, folder, say, kept)
+            bundle, report, facts = _build_model(app, cell, folder, report_step, kept)
         result = CellResult(
             **facts,
             model=cell.model,
             target=cell.target,
             key=key,
-            beside=beside,
+            beside=external,
             state="failed" if bundle is None else "built",
             bundle="" if bundle is None else bundle.relative_to(app.out).as_posix(),
             report=report.relative_to(app.out).as_posix(),
@@ -324,7 +330,7 @@ def forget_cell(app: App, cell: Cell) -> None:
 
 
 _Built = tuple[Path | None, Path, dict[str, Any]]
-"""The bundle, None if there is none, the report, and further fields of `CellResult`."""
+"""The paths of the bundle (None if there is none) and of the report, and further fields of `CellResult`."""
 
 
 def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: Kept) -> _Built:
@@ -348,7 +354,7 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
         report = msgspec.structs.replace(report, bundles=(bundle,), verified=True)
         write_file(folder / "report.json", to_json(report).encode())
         write_file(folder / "report.html", render_build(report).encode())
-    placed = bundle.placed
+    placement = bundle.placed
     facts = {
         "verdict": report.verdict,
         "headline": headline_build(report),
@@ -356,15 +362,15 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
         "precision": bundle.precision or "",
         "size_before": bundle.size_before,
         "size_after": bundle.size_after,
-        "taken_macs": 0.0 if placed is None else placed.taken_macs,
-        "partitions": 0 if placed is None else placed.partitions,
+        "taken_macs": 0.0 if placement is None else placement.taken_macs,
+        "partitions": 0 if placement is None else placement.partitions,
         "agreement": describe_agreement(bundle.verify),
         "evidence": describe_evidence(bundle.verify),
     }
     return bundle.path, report.report, facts
 
 
-def _list_beside(path: Path) -> tuple[str, ...]:
+def _list_group_files(path: Path) -> tuple[str, ...]:
     """Returns the files that a `group.toml` names and their external data, relative to its folder.
 
     Raises:
@@ -378,16 +384,18 @@ def _list_beside(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, beside: Sequence[str]) -> _Built:
-    """Builds a group for one target into a folder, runs it on its devices, and returns the result.
+def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, external: Sequence[str]) -> _Built:
+    """Builds a group for one target into a folder, and verifies it as the app's `[verify]` says.
 
     Raises:
         EdgekitError: the file, a model, the data or a device is wrong.
     """
     verify = app.table.verify
-    here = verify.enabled and not (verify.names_devices or verify.require)
-    (target,) = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress).targets
-    if target.path is not None and verify.enabled and not here:
+    verified_by_build = verify.enabled and not (verify.names_devices or verify.require)
+    (target,) = build_group(
+        cell.path, cell.data, folder, cell.recipe, verify=verified_by_build, progress=progress
+    ).targets
+    if target.path is not None and verify.enabled and not verified_by_build:
         devices = choosing(choose_for(app))
         found = verify_group(open_group(target.path), devices, required=verify.require, progress=progress)
         target = msgspec.structs.replace(target, verify=found)
@@ -397,7 +405,7 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, beside:
         "headline": headline_group(target),
         "sha256": "" if target.path is None else digest_file(target.path / GROUP),
         "precision": cell.recipe.precision,
-        "size_before": sum((cell.path.parent / name).stat().st_size for name in beside),
+        "size_before": sum((cell.path.parent / name).stat().st_size for name in external),
         "size_after": target.size_bytes,
         "evidence": ", ".join(f"{run.evidence.value} ({run.device})" for run in runs),
     }

@@ -1,6 +1,6 @@
 """Reads an `edgekit.toml`: the models, data, targets, gates, devices and packages of an app.
 
-Each error names line and column of its key. Readers of TOML do not return positions, so this module finds them.
+Each error names line and column of its key. Python's TOML parser returns no positions, so this module finds them.
 """
 
 import re
@@ -27,12 +27,12 @@ _Value = TypeVar("_Value")
 
 FILE = "edgekit.toml"
 
-Place = tuple[str, ...]
-"""A key with those of the tables that it lies in."""
+KeyPath = tuple[str, ...]
+"""A key, after the keys of the tables that it is in: `("models", "digits", "path")`."""
 
 
-def find_position(text: str, place: Place) -> tuple[int, int]:
-    """Returns line and column, from 1, of a key, or of the nearest table above it that the text names."""
+def find_position(text: str, key_path: KeyPath) -> tuple[int, int]:
+    """Returns line and column, from 1, of a key, or of the innermost table around it that is in the text."""
     table, first, best, position = "", 0, 0, (1, 1)
     lines = text.splitlines()
     for last in range(1, len(lines) + 1):
@@ -41,15 +41,15 @@ def find_position(text: str, place: Place) -> tuple[int, int]:
         try:
             found: Any = tomllib.loads(statement if is_table else f"{table}\n{statement}")
         except tomllib.TOMLDecodeError:
-            # A value goes on in the next line, which may look like a key.
+            # The value continues in the next line, which may look like a key.
             continue
         depth = 0
-        while depth < len(place) and isinstance(found, dict) and place[depth] in found:
-            found, depth = cast("dict[str, Any]", found)[place[depth]], depth + 1
+        while depth < len(key_path) and isinstance(found, dict) and key_path[depth] in found:
+            found, depth = cast("dict[str, Any]", found)[key_path[depth]], depth + 1
             found = found[-1] if isinstance(found, list) and found else found
         if depth > best:
             line = lines[first]
-            inner = re.search(rf"[{{,]\s*[\"']?({re.escape(place[depth - 1])})[\"']?\s*=", line)
+            inner = re.search(rf"[{{,]\s*[\"']?({re.escape(key_path[depth - 1])})[\"']?\s*=", line)
             column = inner.start(1) if inner else len(line) - len(line.lstrip())
             best, position = depth, (first + 1, column + 1)
         table, first = statement if is_table else table, last
@@ -62,13 +62,13 @@ class Source(msgspec.Struct, frozen=True):
     path: Path
     text: str
 
-    def refuse(self, place: Place, said: str, *, hint: str) -> UsageError:
-        """Returns the error that says what is wrong with a key, with its line and column."""
-        line, column = find_position(self.text, place)
+    def refuse(self, key_path: KeyPath, problem: str, *, hint: str) -> UsageError:
+        """Returns an error about a key, with its line and column."""
+        line, column = find_position(self.text, key_path)
         where = f"'{self.path}', line {line}, column {column}"
-        return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)
+        return UsageError(f"{where}: {'.'.join(key_path)}: {problem}" if key_path else f"{where}: {problem}", hint=hint)
 
-    def convert(self, value: object, kind: type[_Value], place: Place) -> _Value:
+    def convert(self, value: object, kind: type[_Value], key_path: KeyPath) -> _Value:
         """Returns a table of the file as a struct.
 
         Raises:
@@ -77,16 +77,16 @@ class Source(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            said, _, where = str(error).partition(" - at `$")
-            unknown = re.search(r"unknown field `([^`]*)`", said)
+            problem, _, where = str(error).partition(" - at `$")
+            unknown = re.search(r"unknown field `([^`]*)`", problem)
             inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
             fields = getattr(kind, "__struct_encode_fields__", ())
-            is_near = unknown and not where.strip("`")
-            hint = suggest_name(unknown[1], fields) if unknown and is_near else "edgekit schema prints the keys"
-            raise self.refuse((*place, *inner), said, hint=hint) from error
+            is_top_level = unknown and not where.strip("`")
+            hint = suggest_name(unknown[1], fields) if unknown and is_top_level else "edgekit schema prints the keys"
+            raise self.refuse((*key_path, *inner), problem, hint=hint) from error
 
     def require_name(self, name: str, known: Mapping[str, object], what: str, *place: str) -> None:
-        """Refuses the name of something that the file has not.
+        """Checks that a name at the key `place` is one of those in `known`; `what` is the word for them.
 
         Raises:
             UsageError: there is no such name.
@@ -97,7 +97,7 @@ class Source(msgspec.Struct, frozen=True):
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # The options of [models.NAME] that have the same name in a recipe.
-_OF_MODEL = ("dims", "buckets", "pad", "freeze", "licence", "tensors", "outputs", "state")
+_RECIPE_OPTIONS = ("dims", "buckets", "pad", "freeze", "licence", "tensors", "outputs", "state")
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +105,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DataTable(_Table, frozen=True, kw_only=True):
-    """`[models.NAME.data]`: samples as `--data`, `--eval`, `--labels`, `--preprocess`, `--samples` and `--golden`.
+    """`[models.NAME.data]`: the options `--data`, `--eval`, `--labels`, `--preprocess`, `--samples` and `--golden`.
 
     `preprocess` is a table, or the path of its file. Paths are relative to the file that names them.
     """
@@ -119,7 +119,7 @@ class DataTable(_Table, frozen=True, kw_only=True):
 
 
 class ModelTable(_Table, frozen=True, kw_only=True):
-    """`[models.NAME]`: a model file, its samples, and build options; `targets` are those of the file by default."""
+    """`[models.NAME]`: a model file, its samples, and build options; `targets` are all of the file by default."""
 
     path: str
     data: DataTable
@@ -135,10 +135,10 @@ class ModelTable(_Table, frozen=True, kw_only=True):
 
 
 class GroupTable(_Table, frozen=True, kw_only=True):
-    """`[groups.NAME]`: models that belong together, as `edgekit group build`; `path` is their `group.toml`.
+    """`[groups.NAME]`: models that belong together, as for `edgekit group build`; `path` is their `group.toml`.
 
-    `data` holds the inputs of the whole, `labels` what it should give. `[gates]` do not count for it: its file has a
-    metric.
+    `data` holds the inputs of the whole group, and in `labels` its expected results. `[gates]` does not apply to it:
+    `group.toml` states its metric.
     """
 
     path: str
@@ -149,7 +149,7 @@ class GroupTable(_Table, frozen=True, kw_only=True):
 class TargetTable(_Table, frozen=True, kw_only=True):
     """`[targets.NAME]`: a target with its parameters (`settings`) and limits (`thresholds`).
 
-    `target` is its name or folder, where NAME is another one.
+    `target` is its name or folder, if that is not NAME.
     """
 
     target: str = ""
@@ -160,17 +160,17 @@ class TargetTable(_Table, frozen=True, kw_only=True):
 
 
 class GateTable(_Table, frozen=True, kw_only=True):
-    """`[gates]`: what every bundle must keep, as `--max-drop` and `--metric`."""
+    """`[gates]`: limits for every bundle: the options `--max-drop` and `--metric`."""
 
     max_drop: float | None = None
     metric: TaskLimit | None = None
 
 
 class VerifyTable(_Table, frozen=True, kw_only=True):
-    """`[verify]`: the devices to run on (those of the targets by default), and those that must run.
+    """`[verify]`: the devices to run on (those of the targets by default), and in `require` those that must run.
 
-    A name may be that of a `[devices.NAME]`; `on_file` and `settings` are `--on-file` and `--set`.
-    With `accept_unproven` bundles that are not proven are packed, and are no reason to say no.
+    A name may be that of a `[devices.NAME]`; `on_file` and `settings` are `--on-file` and `--set`. With
+    `accept_unproven` bundles that are not proven are packed, and count as passed.
     """
 
     enabled: bool = True
@@ -182,12 +182,12 @@ class VerifyTable(_Table, frozen=True, kw_only=True):
 
     @property
     def names_devices(self) -> bool:
-        """True if it says where bundles run."""
+        """True if the file names devices, so that those of the targets are not used."""
         return bool(self.on) or self.on_file is not None
 
 
 class PackageTable(_Table, frozen=True, kw_only=True):
-    """`[packages.NAME]`: bundles of one model as `edgekit package --as`; `targets` are all that fit by default."""
+    """`[packages.NAME]`: bundles of one model, packed as by `edgekit package`; by default for all targets that fit."""
 
     kind: Kind = msgspec.field(name="as")
     model: str = ""
@@ -200,9 +200,9 @@ class PackageTable(_Table, frozen=True, kw_only=True):
 
 
 class KeyTable(_Table, frozen=True, kw_only=True):
-    """`[keys]`: the private key that signs each bundle that may be released, and the public one, by default beside it.
+    """`[keys]`: the private key that signs each bundle that may be released, and the public one (default: SIGN.pub).
 
-    Packages then hold only what that key signed.
+    With it, packages contain only bundles that this key signed.
     """
 
     sign: str
@@ -210,7 +210,7 @@ class KeyTable(_Table, frozen=True, kw_only=True):
 
 
 class SweepTable(_Table, frozen=True, kw_only=True):
-    """`[sweep]`: where cells are built and kept, as `--workers`, `--scheduler` and `--store`.
+    """`[sweep]`: where cells are built and kept: the options `--workers`, `--scheduler` and `--store`.
 
     A store is a folder, relative to the file, or a URL that fsspec opens.
     """
@@ -221,11 +221,11 @@ class SweepTable(_Table, frozen=True, kw_only=True):
 
 
 class AppTable(_Table, frozen=True, kw_only=True):
-    """An `edgekit.toml`: everything lies below `out`.
+    """An `edgekit.toml`; all results are written below `out`.
 
-    A bundle is planned and verified in `time_budget_s`, as by `edgekit build --time-budget`; devices that `[verify]`
-    names have limits of their own.
-    `[commands.NAME]` holds options of other commands, which count where `--config` names the file.
+    `time_budget_s` limits planning and verification of a bundle, as `edgekit build --time-budget`; devices that
+    `[verify]` names have limits of their own. `[commands.NAME]` holds options of other commands, which are used if
+    `--config` names the file.
     """
 
     version: Literal[1] = 1
@@ -256,7 +256,7 @@ class App(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or a group of models (`path` is its file), on one target: the arguments of its build."""
+    """A model, or a group of models (`path` is its `group.toml`), for one target: the arguments of its build."""
 
     model: str
     target: str
@@ -275,8 +275,7 @@ def load_app(path: AnyPath) -> App:
     """Reads an `edgekit.toml`.
 
     Raises:
-        UsageError: it cannot be read, is malformed, has an unknown key, or names what is not there; with line and
-            column.
+        UsageError: it cannot be read, is malformed, has an unknown key, or names something that does not exist.
     """
     path = as_path(path)
     hint, keys = "edgekit init MODEL writes one", "the message names the place"
@@ -291,9 +290,9 @@ def load_app(path: AnyPath) -> App:
     }
     tables: dict[str, Any] = {}
     for section, kind in kinds.items():
-        found = raw.get(section, {})
-        if isinstance(found, dict):
-            entries = cast("dict[str, Any]", found)
+        section_table = raw.get(section, {})
+        if isinstance(section_table, dict):
+            entries = cast("dict[str, Any]", section_table)
             tables[section] = {name: source.convert(entry, kind, (section, name)) for name, entry in entries.items()}
     rest = source.convert({**raw, **{section: {} for section in tables}}, AppTable, ())
     for section, others in (("models", "groups"), ("targets", "targets")):
@@ -305,7 +304,7 @@ def load_app(path: AnyPath) -> App:
 
 
 def list_cells(app: App) -> tuple[Cell, ...]:
-    """Returns each model on each of its targets, in the order of the file, and then each group.
+    """Returns a cell for each model and each of its targets, in the order of the file; then those of the groups.
 
     Raises:
         EdgekitError: a preprocessing file or a target cannot be read.
@@ -313,28 +312,28 @@ def list_cells(app: App) -> tuple[Cell, ...]:
     folder, gates, cells = app.path.parent, app.table.gates, list[Cell]()
     subjects: dict[str, ModelTable | GroupTable] = {**app.table.models, **app.table.groups}
     for name, subject in subjects.items():
-        given, of_model = subject.data, dict[str, Any]()
-        preprocess = given.preprocess
+        data_table, model_options = subject.data, dict[str, Any]()
+        preprocess = data_table.preprocess
         data = Data(
-            source=_place(folder, given.source),
-            evaluation=None if given.evaluation is None else _place(folder, given.evaluation),
-            labels=None if given.labels is None else folder / given.labels,
+            source=_resolve_source(folder, data_table.source),
+            evaluation=None if data_table.evaluation is None else _resolve_source(folder, data_table.evaluation),
+            labels=None if data_table.labels is None else folder / data_table.labels,
             preprocess=load_preprocess(folder / preprocess) if isinstance(preprocess, str) else preprocess,
-            golden=None if given.golden is None else folder / given.golden,
+            golden=None if data_table.golden is None else folder / data_table.golden,
         )
         if isinstance(subject, ModelTable):
-            of_model = {key: getattr(subject, key) for key in _OF_MODEL}
-            of_model |= {"max_drop": gates.max_drop, "metric": gates.metric}
+            model_options = {key: getattr(subject, key) for key in _RECIPE_OPTIONS}
+            model_options |= {"max_drop": gates.max_drop, "metric": gates.metric}
         for target in subject.targets or tuple(app.table.targets):
             table = app.table.targets[target]
-            named = _name_target(app, target, table)
+            target_name = _name_target(app, target, table)
             recipe = Recipe(
-                **of_model,
-                samples=given.samples,
-                targets=(named,),
+                **model_options,
+                samples=data_table.samples,
+                targets=(target_name,),
                 settings={key: str(value) for key, value in table.settings.items()},
                 precision=table.precision,
-                thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
+                thresholds={load_target(target_name).name: table.thresholds} if table.thresholds else {},
                 fix=table.fix,
             )
             path, is_group = folder / subject.path, isinstance(subject, GroupTable)
@@ -343,18 +342,18 @@ def list_cells(app: App) -> tuple[Cell, ...]:
 
 
 def choose_for(app: App) -> DeviceChoice:
-    """Returns the devices that an app names for its bundles, none where those of the targets are to run.
+    """Returns the devices that `[verify]` names; no name means those of the targets.
 
     Raises:
-        UsageError: the name of a device in the file is none.
+        UsageError: a name in `[devices]` is malformed.
     """
     verify, known, folder = app.table.verify, app.table.devices, app.path.parent
     tables = {name: {"name": name, **msgspec.to_builtins(known[name])} for name in verify.on if name in known}
     try:
         listed = [msgspec.convert(table, ListedDevice) for table in tables.values()]
     except msgspec.ValidationError as error:
-        said = f"'{app.path}': a name in [devices] is none: {error}"
-        raise UsageError(said, hint="letters, digits and a few marks") from error
+        message = f"'{app.path}': an entry of [devices] is malformed: {error}"
+        raise UsageError(message, hint="a name has letters, digits and a few marks") from error
     return DeviceChoice(
         names=tuple(name for name in verify.on if name not in known),
         file=None if verify.on_file is None else folder / verify.on_file,
@@ -366,7 +365,7 @@ def choose_for(app: App) -> DeviceChoice:
 def describe_schema() -> dict[str, Any]:
     """Returns the JSON Schema of `edgekit.toml`, which editors use (`#:schema FILE` in its first line)."""
     schema = msgspec.json.schema(AppTable)
-    # A table changes a target's limits one by one, so none of them is required.
+    # The file may change single limits of a target, so none of them is required.
     (limits,), defined = msgspec.json.schema_components([Thresholds], ref_template="#/$defs/{name}")
     schema["$defs"] |= defined
     changes = {key: value for key, value in defined[limits["$ref"].rpartition("/")[2]].items() if key != "required"}
@@ -374,13 +373,17 @@ def describe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
 
 
-def _place(folder: Path, source: str) -> str:
-    """Returns data as a path from here, and a function of a module as it is."""
+def _resolve_source(folder: Path, source: str) -> str:
+    """Returns a path relative to `folder`; `module:function` stays as it is."""
     return source if _FUNCTION.fullmatch(source) else str(folder / source)
 
 
 def _check_names(app: App, source: Source) -> None:
-    """Refuses names of tables that are not there, and files that are missing, before anything runs."""
+    """Checks the names of tables and the paths of models.
+
+    Raises:
+        UsageError: a table or a file does not exist, or a name is used twice.
+    """
     table = app.table
     for section, subjects in (("models", table.models), ("groups", table.groups)):
         for name, subject in subjects.items():
@@ -406,14 +409,20 @@ def _check_names(app: App, source: Source) -> None:
 
 
 def _check_target(app: App, name: str, table: TargetTable, source: Source) -> None:
-    """Refuses parameters and limits that a target does not have, where they stand."""
-    named = _name_target(app, name, table)
+    """Checks the parameters and limits of a target.
+
+    Raises:
+        UsageError: the target does not have them; with their line and column.
+    """
+    target_name = _name_target(app, name, table)
     settings = {key: str(value) for key, value in table.settings.items()}
     for key in ("target", "settings", "thresholds"):
         try:
-            target = load_target(named, settings if key != "target" else {})
+            target = load_target(target_name, settings if key != "target" else {})
             if key == "thresholds" and table.thresholds:
-                load_targets(Recipe(targets=(named,), settings=settings, thresholds={target.name: table.thresholds}))
+                load_targets(
+                    Recipe(targets=(target_name,), settings=settings, thresholds={target.name: table.thresholds})
+                )
         except UsageError as error:
             raise source.refuse(("targets", name, key), error.message, hint=error.hint or "") from error
 

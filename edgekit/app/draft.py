@@ -1,4 +1,4 @@
-"""Writes a first `edgekit.toml` for a model: facts are read from the model, and guesses are marked as such."""
+"""Writes a first `edgekit.toml` for a model: facts come from the model, and guesses are marked in comments."""
 
 import contextlib
 import json
@@ -24,16 +24,16 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.shapes import find_sizes
 from edgekit.target import target_names
 
-_MOST_IMAGES = 64
+_MAX_IMAGES = 64
 # Networks for images halve their size five times, so sides must be multiples of 32.
-_STEP = 32
-_USUAL_SIDE = 224
-_WHOLE = frozenset({"int32", "int64"})
+_STRIDE = 32
+_DEFAULT_SIDE = 224
+_INTEGER_TYPES = frozenset({"int32", "int64"})
 _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 _Value = TypeVar("_Value")
 
 
-class _Frozen(msgspec.Struct, frozen=True, kw_only=True):
+class _FrozenInput(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     value: int
     before: int
@@ -49,16 +49,16 @@ def draft_app(
     targets: Sequence[str],
     labels: Path | None,
     package: Kind | None,
-    beside: str,
+    existing: str,
 ) -> tuple[str, list[str]]:
     """Returns the text of an `edgekit.toml` for a model, and a line for each fact that was found or guessed.
 
-    Paths in it are relative to `folder`. It packs the bundles as `package`, if that is given. If `beside` is the text
+    Paths in it are relative to `folder`. It packs the bundles as `package`, if that is given. If `existing` is the text
     of an existing `edgekit.toml`, the model is added at its end, for the targets of that file.
 
     Raises:
-        EdgekitError: the model cannot be read, or there is no image, or data or a target that does not exist.
-        UsageError: neither data nor images are given, or the model has no input for images.
+        EdgekitError: the model cannot be read, there is no image, or the data or a target does not exist.
+        UsageError: neither or both of `data` and `images` are given, or the model does not take one image.
     """
     if (data is None) == (images is None):
         raise UsageError("init wants sample inputs", hint="give --images FOLDER or --data DATA")
@@ -67,15 +67,15 @@ def draft_app(
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
     side, stride, known = _read_metadata(source)
-    # Height and width get the side of the images, every other dynamic dimension is one.
+    # Dynamic height and width get the side of the images, every other dynamic dimension gets 1.
     dims: dict[str, int] = {}
     if side is None and images is not None:
-        shorter = statistics.median(min(size) for size in _read_sizes(images))
-        side = max(stride, min(_USUAL_SIDE * 2, round(shorter / stride) * stride))
+        short_side = statistics.median(min(size) for size in _read_sizes(images))
+        side = max(stride, min(_DEFAULT_SIDE * 2, round(short_side / stride) * stride))
     for spec in source.inputs:
         for axis, name in spec.name_axes().items():
-            dims[name] = side if side is not None and axis in _find_planes(spec) else 1
-    # `init` runs no code of the user's, so samples of a function tell nothing here.
+            dims[name] = side if side is not None and axis in _find_image_axes(spec) else 1
+    # `init` does not run the user's code: samples that a function makes are not read.
     if data is not None and Path(data).exists():
         dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
     frozen = list(_find_frozen(source, dims))
@@ -103,19 +103,18 @@ def draft_app(
         preprocess=None if preprocess is None else msgspec.to_builtins(preprocess),
         targets=targets,
         package=package,
-        beside=beside,
+        beside=existing,
     )
-    before = beside.rstrip("\n") + "\n" if beside else ""
-    return before + text, remarks
+    head = existing.rstrip("\n") + "\n" if existing else ""
+    return head + text, remarks
 
 
 def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:
-    """Returns what an exporter wrote into a model: the side of images in pixels, its step, and preprocessing keys.
+    """Returns facts from a model's metadata: the side of its square images in pixels, their stride, preprocessing keys.
 
-    Understood are `imgsz`, `stride`, `task`, `mean` and `std`.
-
-    The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors (but not classifiers)
-    are trained on images in a grey frame. Other values are ignored.
+    The keys `imgsz`, `stride` and `task` are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors
+    (but not classifiers) are trained on letterboxed images; `mean` and `std` are taken as they are. The side is None if
+    it is not stated or not square, and the stride 32 if it is not stated.
     """
     found = {entry.key: entry.value for entry in read_proto(model, weights=False).metadata_props}
 
@@ -128,11 +127,11 @@ def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:
     preprocess: dict[str, Any] = {key: value for key, value in colours.items() if value is not None}
     if found.get("task") in {"detect", "segment", "pose", "obb"}:
         preprocess |= {"letterbox": 114, "resize": None}
-    high, wide = read("imgsz", tuple[_Side, _Side]) or (0, 1)
-    return high if high == wide else None, read("stride", _Side) or _STEP, preprocess
+    height, width = read("imgsz", tuple[_Side, _Side]) or (0, 1)
+    return height if height == width else None, read("stride", _Side) or _STRIDE, preprocess
 
 
-def _find_planes(spec: TensorSpec) -> tuple[int, ...]:
+def _find_image_axes(spec: TensorSpec) -> tuple[int, ...]:
     """Returns the axes of height and width, none if the input is no image."""
     if spec.shape is None or len(spec.shape) != 4:
         return ()
@@ -143,7 +142,7 @@ def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise DataError(f"'{folder}' holds no images", hint="give a folder of JPEG or PNG files")
-    files = files[:_MOST_IMAGES]
+    files = files[:_MAX_IMAGES]
     refuse_endless(files)
     for path in files:
         try:
@@ -154,24 +153,24 @@ def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mapping[str, int]) -> Preprocess:
-    pictures = [spec for spec in model.inputs if spec.name not in frozen]
-    if len(pictures) != 1 or not _find_planes(pictures[0]):
-        named = ", ".join(spec.name for spec in pictures)
+    image_inputs = [spec for spec in model.inputs if spec.name not in frozen]
+    if len(image_inputs) != 1 or not _find_image_axes(image_inputs[0]):
+        named = ", ".join(spec.name for spec in image_inputs)
         raise UsageError(f"the model takes no image alone: its inputs are {named}", hint="give --data with all of them")
-    (spec,) = pictures
+    (spec,) = image_inputs
     list(_read_sizes(images))
     names = spec.name_axes()
     shape = [dim if isinstance(dim, int) else dims[names[axis]] for axis, dim in enumerate(spec.shape or ())]
-    high, wide = _find_planes(spec)
-    channels = shape[3 if high == 1 else 1]
-    plain = spec.dtype in {"uint8", "int8"}
+    height_axis, width_axis = _find_image_axes(spec)
+    channels = shape[3 if height_axis == 1 else 1]
+    is_bytes = spec.dtype in {"uint8", "int8"}
     guessed = {
-        "size": (shape[wide], shape[high]),
-        "resize": shape[wide] if shape[wide] == shape[high] else None,
+        "size": (shape[width_axis], shape[height_axis]),
+        "resize": shape[width_axis] if shape[width_axis] == shape[height_axis] else None,
         "color": "L" if channels == 1 else "RGB",
-        "layout": "NHWC" if high == 1 else "NCHW",
+        "layout": "NHWC" if height_axis == 1 else "NCHW",
         # Bytes stay as they are; floats are scaled to 0 to 1, unless the model's metadata state otherwise.
-        "scale": 1.0 if plain else 1 / 255,
+        "scale": 1.0 if is_bytes else 1 / 255,
         "dtype": spec.dtype,
     }
     try:
@@ -180,11 +179,11 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
         raise UsageError(f"input '{spec.name}' takes {spec.dtype}, no image", hint="give --data instead") from error
 
 
-def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
+def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_FrozenInput]:
     """Yields the scalar integer inputs that choose a branch, each with a value that the graph compares it with."""
     graph = view_model(read_proto(model, weights=False), model.path.parent)
     for spec in model.inputs:
-        if spec.dtype not in _WHOLE or spec.shape not in {(), (1,)}:
+        if spec.dtype not in _INTEGER_TYPES or spec.shape not in {(), (1,)}:
             continue
         # The value that an Equal compares the input with.
         readers = (node for node in graph.readers(spec.name) if node.op_type == "Equal")
@@ -192,12 +191,12 @@ def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
         value = next((int(numbers[0]) for numbers in compared if numbers and numbers[0] is not None), None)
         if value is None:
             continue
-        own = {name: size for name, size in dims.items() if not name.startswith(f"{spec.name}:")}
+        other_dims = {name: size for name, size in dims.items() if not name.startswith(f"{spec.name}:")}
         with work_folder() as work:
-            frozen = prepare_model(model, work / "frozen.onnx", own, constants={spec.name: value})
+            frozen = prepare_model(model, work / "frozen.onnx", other_dims, constants={spec.name: value})
             after = view_model(read_proto(frozen, weights=False))
-        counts = [sum(len(each.nodes) for each in whole.iterate()) for whole in (graph, after)]
-        yield _Frozen(name=spec.name, value=value, before=counts[0], after=counts[1])
+        counts = [sum(len(each.nodes) for each in graph_of_model.iterate()) for graph_of_model in (graph, after)]
+        yield _FrozenInput(name=spec.name, value=value, before=counts[0], after=counts[1])
 
 
 def _relate(path: Path, folder: Path) -> str:

@@ -1,7 +1,6 @@
 """The results of a run of an app, and the content key of a cell.
 
-The key is a digest of everything that the result of a cell depends on. A cell whose key did not change is not built
-again.
+The key is a digest of everything that the result of a cell depends on: a cell is built again if its key changed.
 """
 
 import importlib.util
@@ -21,8 +20,8 @@ from edgekit.report.html import frame_page
 from edgekit.report.pages import make_page
 from edgekit.target import load_target
 
-STORE = "digests.json"
-_Kept = TypeVar("_Kept")
+DIGESTS_FILE = "digests.json"
+_T = TypeVar("_T")
 _PACKAGES = ("edgekit-onnx", "onnxruntime", "onnx", "numpy")
 
 
@@ -62,30 +61,33 @@ class Digests:
             write_file(self._place, encode_json(self._known))
 
 
-def list_inputs(cell: Cell, beside: Iterable[str]) -> dict[str, tuple[Path, ...]]:
-    """Returns the input files of a cell by kind, each a file or a folder; external data belong to the model.
+def list_inputs(cell: Cell, external: Iterable[str]) -> dict[str, tuple[Path, ...]]:
+    """Returns the input files and folders of a cell by kind; the `external` data files are among those of the model.
 
-    Data that a function makes are not included.
+    Samples that a function makes are not included.
     """
     data, target = cell.data, cell.recipe.targets[0]
-    given = {
+    paths_by_kind = {
         "source": Path(data.source),
         "evaluation": None if data.evaluation is None else Path(data.evaluation),
         "labels": data.labels,
         "golden": data.golden,
         "target": Path(target) if "/" in target else None,
     }
-    model = (cell.path, *(cell.path.parent / name for name in sorted(beside)))
-    return {"model": model, **{what: (path,) for what, path in given.items() if path is not None and path.exists()}}
+    model = (cell.path, *(cell.path.parent / name for name in sorted(external)))
+    return {
+        "model": model,
+        **{what: (path,) for what, path in paths_by_kind.items() if path is not None and path.exists()},
+    }
 
 
-def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> str:
+def make_key(app: App, cell: Cell, external: Iterable[str], digests: Digests) -> str:
     """Returns the content key of a cell: a digest of model, data, settings, target and versions.
 
-    `beside` are the external data files of the model.
+    `external` are the external data files of the model.
     """
     table, target = app.table, load_target(cell.recipe.targets[0])
-    inputs = {**list_inputs(cell, beside), "target": (target.folder,)}
+    inputs = {**list_inputs(cell, external), "target": (target.folder,)}
     sources = [source for source in (cell.data.source, cell.data.evaluation) if source is not None]
     facts = {
         "files": {what: [digests.digest(path) for path in paths] for what, paths in inputs.items()},
@@ -102,7 +104,7 @@ def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> s
 
 
 def _digest_module(source: str, digests: Digests) -> str:
-    """Returns the digest of a function's package, of which it may use any file; files that it reads are not counted."""
+    """Returns the digest of all files of a function's package, because it may use any of them."""
     found = importlib.util.find_spec(source.partition(":")[0].partition(".")[0])
     if found is None or found.origin is None:
         return source
@@ -110,7 +112,7 @@ def _digest_module(source: str, digests: Digests) -> str:
     return digests.digest(place.parent if place.name == "__init__.py" else place)
 
 
-def read_kept(path: Path, kind: type[_Kept]) -> _Kept | None:
+def read_kept(path: Path, kind: type[_T]) -> _T | None:
     """Returns the content of a JSON file of an earlier run, None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -123,7 +125,7 @@ State = Literal["built", "kept", "failed"]
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a target: the key of its inputs, the path of its bundle, and the result.
+    """The result of a cell: a model for a target, with the content key and the path of its bundle.
 
     `state` says whether it was built in this run, kept from an earlier one, or could not be built; `headline` is the
     verdict with its reason. `sha256` is that of the bundle's manifest, `beside` are the external data files of the
@@ -156,7 +158,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A package of an app; `failure` says in one line why there is none."""
+    """A package of an app; `failure` says why there is none, None if there is one."""
 
     name: str
     kind: str
@@ -185,7 +187,7 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every cell has a bundle that passed, and every package was made."""
+        """The worst verdict of the cells; "fail" if a package could not be made."""
         packed = ("fail" if package.failure is not None else "pass" for package in self.packages)
         return worst_verdict((*(cell.verdict for cell in self.cells), *cast("Iterable[Verdict]", packed)))
 
@@ -196,16 +198,20 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def headline_app(report: AppReport) -> str:
-    """Returns how many cells passed, what was built, what was kept, and why the first of the others did not pass."""
-    good = sum(cell.passed for cell in report.cells)
+    """Returns how many cells passed, how many were built or kept, and why the first of the others did not pass."""
+    passed = sum(cell.passed for cell in report.cells)
     counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    said = f"{good} of {len(report.cells)} bundles passed ({states})"
-    bad = next((cell for cell in report.cells if not cell.passed), None)
-    if bad is not None:
-        return f"{said}; {bad.model}/{bad.target}: {bad.headline}"
-    lost = next((package for package in report.packages if package.failure is not None), None)
-    return f"{said}." if lost is None else f"{said}; package '{lost.name}': {lost.failure}"
+    summary = f"{passed} of {len(report.cells)} bundles passed ({states})"
+    not_passed = next((cell for cell in report.cells if not cell.passed), None)
+    if not_passed is not None:
+        return f"{summary}; {not_passed.model}/{not_passed.target}: {not_passed.headline}"
+    failed_package = next((package for package in report.packages if package.failure is not None), None)
+    return (
+        f"{summary}."
+        if failed_package is None
+        else f"{summary}; package '{failed_package.name}': {failed_package.failure}"
+    )
 
 
 def render_app(report: AppReport) -> str:
@@ -215,8 +221,8 @@ def render_app(report: AppReport) -> str:
 
 def fail_cell(cell: Cell, why: object) -> CellResult:
     """Returns the result of a cell that could not be built, with the reason."""
-    said = f"It cannot be built: {why}."
-    return CellResult(model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said)
+    headline = f"It cannot be built: {why}."
+    return CellResult(model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=headline)
 
 
 def read_result(folder: Path) -> CellResult | None:
@@ -225,5 +231,5 @@ def read_result(folder: Path) -> CellResult | None:
 
 
 def write_result(folder: Path, result: CellResult) -> None:
-    """Writes the result of a cell as the last file of its folder: without a result, a cell was not finished."""
+    """Writes the result of a cell, as the last file of its folder: a cell without one is unfinished."""
     write_file(folder / RESULT, encode_json(result))

@@ -1,7 +1,4 @@
-"""Runs an app: builds and verifies the cells that changed since the last run, packs bundles, and writes one report.
-
-A package is remade only if one of its bundles changed.
-"""
+"""Runs an app: builds and verifies the cells that changed since the last run, packs bundles, and writes one report."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ import msgspec
 from edgekit._files import digest_bytes, staged_entries, write_file
 from edgekit.app.cells import find_kept, forget_cell, open_store
 from edgekit.app.config import App, KeyTable, list_cells
-from edgekit.app.result import STORE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
+from edgekit.app.result import DIGESTS_FILE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
 from edgekit.app.workers import build_cells
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
@@ -29,7 +26,7 @@ from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport, read_report
 
 SHARED = ".store"
-"""The store of a sweep that names none, below the app's results: for workers that see the same folders."""
+"""The default store of a scheduler's workers: a folder below the app's results, which they must see too."""
 
 
 def run_app(
@@ -43,28 +40,30 @@ def run_app(
 ) -> AppReport:
     """Builds the cells of an app that are not up to date, and writes the packages and one report of all cells.
 
-    `only` names cells (`model/target`), models or targets; only these are returned. The written report has the other
-    cells as an earlier run left them, and packages whose cells are all up to date. Each cell is stored when it is
-    finished, so that a run that is interrupted can be continued. With `again` no earlier result is used. The `[sweep]`
-    of the app says where cells are built, and which store has results that other machines made; a process that builds
-    for another one uses `bare`, for cells without packages and reports. `progress` is called with each step, `landed`
-    with each cell that was built.
+    `only` names cells (`model/target`), models or targets; only these are built and returned. The written report also
+    has the other cells that are up to date, and packages are made only if all cells are up to date. Each cell is stored
+    when it is finished, so that an interrupted run can be continued. With `again` no earlier result is used. The
+    `[sweep]` of the app says where cells are built, and which store has the results of other machines. With `bare` no
+    packages and reports are written: a worker process builds cells so. `progress` is called with each step, `landed`
+    with a line for each cell that was built.
 
     Raises:
-        UsageError: `only` names nothing.
+        UsageError: `only` names no cell, model or target of the app.
         EdgekitError: a target or a preprocessing file cannot be read, the store cannot be used, or the scheduler does
             not answer.
     """
     start, progress = time.monotonic(), progress or say_nothing
     if not bare and app.table.keys is not None:
-        # Before anything is built that needs a signature.
+        # A missing key is reported before anything is built.
         require_private_key(app.path.parent / app.table.keys.sign)
-    every, digests = list_cells(app), Digests(app.out / STORE)
-    for word in only:
-        known = {name for cell in every for name in (cell.name, cell.model, cell.target)}
-        if word not in known:
-            raise UsageError(f"--only '{word}': the app has no such model or target", hint=suggest_name(word, known))
-    cells = [cell for cell in every if not only or {*only} & {cell.name, cell.model, cell.target}]
+    all_cells, digests = list_cells(app), Digests(app.out / DIGESTS_FILE)
+    for selector in only:
+        known = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
+        if selector not in known:
+            raise UsageError(
+                f"--only '{selector}': the app has no such model or target", hint=suggest_name(selector, known)
+            )
+    cells = [cell for cell in all_cells if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:
             forget_cell(app, cell)
@@ -75,24 +74,28 @@ def run_app(
         place = str(app.out.absolute() / SHARED)
     store = None if place is None else open_store(place)
     found = {cell.name: find_kept(app, cell, digests, None if again else store) for cell in cells}
-    waiting = [cell for cell in cells if found[cell.name] is None]
-    began = time.monotonic()
-    built = build_cells(app, waiting, digests, store, progress, again=again)
-    for number, (cell, result) in enumerate(zip(waiting, built, strict=True), 1):
+    outdated = [cell for cell in cells if found[cell.name] is None]
+    build_start = time.monotonic()
+    built = build_cells(app, outdated, digests, store, progress, again=again)
+    for number, (cell, result) in enumerate(zip(outdated, built, strict=True), 1):
         found[cell.name] = result
-        left_s = (time.monotonic() - began) / number * (len(waiting) - number)
-        left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
-        landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
+        left_s = (time.monotonic() - build_start) / number * (len(outdated) - number)
+        left = f", about {left_s:.0f} s left" if number < len(outdated) else ""
+        landed(f"{number} of {len(outdated)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
     results = tuple(result for result in found.values() if result is not None)
-    beside = {cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in every if not bare}
+    results_by_cell = {
+        cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in all_cells if not bare
+    }
     digests.save()
     if not bare:
         sign_all(app, results)
     whole = AppReport(
         app=app.path.name,
         out=app.out,
-        cells=tuple(result for result in beside.values() if result is not None),
-        packages=() if bare or None in beside.values() else pack_all(app, tuple(filter(None, beside.values()))),
+        cells=tuple(result for result in results_by_cell.values() if result is not None),
+        packages=()
+        if bare or None in results_by_cell.values()
+        else pack_all(app, tuple(filter(None, results_by_cell.values()))),
         seconds=round(time.monotonic() - start, 2),
     )
     if bare:
@@ -104,7 +107,7 @@ def run_app(
 def _write_reports(app: App, report: AppReport) -> None:
     verified: list[VerifyReport] = []
     for cell in report.cells:
-        # Of groups, and of bundles that were not verified, there is no such report.
+        # Groups, and bundles that were not verified, have no such report.
         with suppress(DataError):
             verified += [read_report(app.out / cell.bundle / "verify.json")] if cell.bundle else []
     write_file(app.out / "report.json", to_json(report).encode())
@@ -113,15 +116,17 @@ def _write_reports(app: App, report: AppReport) -> None:
     write_file(app.out / "summary.md", render_markdown(verified).encode())
 
 
-_FOLDER, _KEPT = "packages", "packages.json"
+_PACKAGES_FOLDER, _PACKAGES_FILE = "packages", "packages.json"
 
 
 def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]:
-    """Returns the packages of an app, remade where they are out of date."""
-    known = read_kept(app.out / _FOLDER / _KEPT, dict[str, PackageResult]) or {}
+    """Returns the packages of an app; those whose bundles or table changed are made again."""
+    known = read_kept(app.out / _PACKAGES_FOLDER / _PACKAGES_FILE, dict[str, PackageResult]) or {}
     results = tuple(_pack(app, name, cells, known.get(name)) for name in app.table.packages)
     if results:
-        write_file(app.out / _FOLDER / _KEPT, encode_json({result.name: result for result in results}))
+        write_file(
+            app.out / _PACKAGES_FOLDER / _PACKAGES_FILE, encode_json({result.name: result for result in results})
+        )
     return results
 
 
@@ -129,7 +134,7 @@ def sign_all(app: App, cells: Sequence[CellResult]) -> None:
     """Signs the bundles that may be released, if the app has a key and they do not have its signature yet.
 
     Raises:
-        EdgekitError: a key cannot be read, or a bundle is not whole.
+        EdgekitError: a key cannot be read, or a bundle is incomplete.
     """
     keys = app.table.keys
     if keys is None:
@@ -140,24 +145,24 @@ def sign_all(app: App, cells: Sequence[CellResult]) -> None:
         folder = app.out / cell.bundle
         try:
             name = GROUP if is_group(folder) else MANIFEST
-            check_signature((folder / name).read_bytes(), name, folder, _public(app, keys))
+            check_signature((folder / name).read_bytes(), name, folder, _public_key(app, keys))
         except BundleError:
             allowed = Allowed(unproven=app.table.verify.accept_unproven)
             sign_verified(folder, app.path.parent / keys.sign, allowed=allowed)
 
 
-def _public(app: App, keys: KeyTable) -> Path:
+def _public_key(app: App, keys: KeyTable) -> Path:
     return app.path.parent / (keys.check or f"{keys.sign}.pub")
 
 
 def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult | None) -> PackageResult:
     table = app.table.packages[name]
     model = table.model or next(iter((*app.table.models, *app.table.groups)))
-    wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
+    selected = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
     # A bundle that failed is left out; if the table names its target, the package fails.
-    good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_be_released(app, cell))]
-    left_out = tuple(cell.target for cell in wanted if cell not in good)
-    facts = {"package": table, "bundles": [cell.sha256 for cell in good], "keys": app.table.keys}
+    released = [cell for cell in selected if cell.bundle and (table.allow_failed or _may_be_released(app, cell))]
+    left_out = tuple(cell.target for cell in selected if cell not in released)
+    facts = {"package": table, "bundles": [cell.sha256 for cell in released], "keys": app.table.keys}
     key = digest_bytes(encode_json(facts))
     result = PackageResult(name=name, kind=table.kind, key=key, state="failed", left_out=left_out)
     missing = next((target for target in table.targets if target in left_out), None)
@@ -165,37 +170,37 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
         return msgspec.structs.replace(result, failure=f"{model}/{missing} did not pass, and is not packed")
     if known is not None and known.key == key and known.failure is None and (app.out / known.path).exists():
         return msgspec.structs.replace(known, state="kept")
-    folders, form, is_group = [app.out / cell.bundle for cell in good], FORMS[table.kind], model in app.table.groups
+    folders, form, is_group = [app.out / cell.bundle for cell in released], FORMS[table.kind], model in app.table.groups
     try:
         if is_group and len(folders) != 1:
             words = f"an archive holds the group {model} for one target, and it passed for {len(folders)}"
             raise UsageError(words, hint='say which: targets = ["NAME"]')
         if not is_group and not table.targets:
-            # As for a build's folder: those that fit, the NPU first. Named targets keep the order of the file.
+            # Without named targets: the bundles that fit, the NPU first. Named targets keep their order.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
             providers = form.providers or {bundle.manifest.provider for bundle in fitting}
             folders = [bundle.folder for bundle in fitting if bundle.manifest.provider in providers]
         if not folders:
             return msgspec.structs.replace(result, failure=f"no bundle of {model} passed that a {table.kind} can hold")
         # A group is packed under its own name.
-        named = table.name or ("" if is_group else name_package(model))
-        with staged_entries(app.out / _FOLDER) as staging:
+        package_name = table.name or ("" if is_group else name_package(model))
+        with staged_entries(app.out / _PACKAGES_FOLDER) as staging:
             place = staging / (f"{name}.{form.archive}" if form.archive else name)
             report, _ = package_verified(
                 folders,
                 table.kind,
                 place,
-                names=Identity(name=named, group=table.group, version=table.version),
+                names=Identity(name=package_name, group=table.group, version=table.version),
                 extras=table.extras,
                 allowed=Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed),
-                key=None if app.table.keys is None else _public(app, app.table.keys),
+                key=None if app.table.keys is None else _public_key(app, app.table.keys),
             )
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))
     return msgspec.structs.replace(
         result,
         state="built",
-        path=f"{_FOLDER}/{place.name}",
+        path=f"{_PACKAGES_FOLDER}/{place.name}",
         sha256=report.sha256,
         size_bytes=report.size_bytes,
         bundles=tuple(variant.name for variant in report.bundles) or tuple(folder.name for folder in folders),

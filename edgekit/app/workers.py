@@ -1,7 +1,7 @@
 """Builds cells in turn, in parallel in several processes of this machine, or on the workers of a Dask cluster.
 
-Each process runs `edgekit run --only CELL...`. Workers of a cluster read their inputs from a store, and write their
-results to it.
+Each process runs `edgekit run --bare --only CELL...`. Workers of a cluster read their inputs from a store, and write
+their results to it.
 """
 
 import importlib
@@ -34,7 +34,7 @@ from edgekit.app.cells import (
     store_files,
 )
 from edgekit.app.config import App, AppTable, Cell
-from edgekit.app.result import RESULT, STORE, CellResult, Digests, fail_cell, list_inputs, read_result
+from edgekit.app.result import DIGESTS_FILE, RESULT, CellResult, Digests, fail_cell, list_inputs, read_result
 from edgekit.devices.parallel import run_together
 from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
@@ -65,7 +65,7 @@ def build_cells(
     if sweep.workers > 1:
         yield from use_processes(app, cells, sweep.workers, progress, store=None if store is None else store.place)
         return
-    # Cells of one model follow each other: intermediate results of another model would only take space.
+    # The cells of a model are adjacent, and share its intermediate results, which are then removed.
     for _, group in groupby(cells, key=lambda cell: cell.model):
         with work_folder() as work:
             kept = Kept(folder=app.out / CACHE, work=work)
@@ -91,44 +91,46 @@ def use_cluster(
     """
     if not cells:
         return
-    table, digests = app.table, Digests(app.out / STORE)
-    # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
-    lean = AppTable(targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s)
+    table, digests = app.table, Digests(app.out / DIGESTS_FILE)
+    # Only what a cell needs: otherwise a table of 10,000 models would be sent 10,000 times.
+    worker_table = AppTable(targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s)
     slots = dict.fromkeys(list_slots(app), 1)
     with _connected(scheduler) as (distributed, client):
         futures, found = dict[Any, Cell](), dict[str, CellResult]()
         for rank, cell in enumerate(cells):
             try:
-                key, beside = find_key(app, cell, digests)
-                inputs = {what: store_files(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
+                key, external = find_key(app, cell, digests)
+                inputs = {
+                    what: store_files(paths, store, digests) for what, paths in list_inputs(cell, external).items()
+                }
             except EdgekitError as error:
                 found[cell.name] = fail_cell(cell, error)
                 continue
-            order = partial(fill_order, lean, cell, inputs, key, store.place, again=again)
-            # Named by its content: two apps that ask for the same cell share one task.
-            future = client.submit(order, key=f"{_KEY}{key}", resources=slots or None, priority=-rank, pure=False)
+            task = partial(build_on_worker, worker_table, cell, inputs, key, store.place, again=again)
+            # The task is named by its content: two apps with the same cell share one task.
+            future = client.submit(task, key=f"{_KEY}{key}", resources=slots or None, priority=-rank, pure=False)
             futures[future] = cell
         for future in distributed.as_completed(futures, loop=client.loop):
             cell = futures[future]
-            found[cell.name] = _land(app, cell, future, store, scheduler)
+            found[cell.name] = _collect_result(app, cell, future, store, scheduler)
             progress(f"{len(found)} of {len(cells)} cells, the last one {cell.name}")
     yield from (found[cell.name] for cell in cells)
 
 
-def fill_order(
+def build_on_worker(
     table: AppTable, cell: Cell, inputs: Mapping[str, StoredFiles], key: str, place: str, *, again: bool
 ) -> CellResult | None:
-    """Builds a cell on a worker, from the files that lie in the store at `place`, and puts the result there.
+    """Builds a cell on a worker, from files in the store at `place`, puts the results there, and returns the result.
 
-    Returns None if the store has it already. If the store cannot be used, or this worker would build something else
-    than the `key` names, the result says so.
+    It is None if the store has it already, and a failed one if the store cannot be used, or if this worker computes
+    another content key.
     """
     try:
         distributed = importlib.import_module("distributed")
         worker, store = distributed.get_worker(), open_store(place)
         folder = Path(worker.local_directory) / "edgekit"
-        cell = _place(cell, {what: fetch_files(each, store, folder) for what, each in inputs.items()})
-        # A folder for each key: another app may have a cell of this name. The calibration cache serves them all.
+        cell = _use_local_files(cell, {what: fetch_files(each, store, folder) for what, each in inputs.items()})
+        # A folder for each key, because another app may have a cell of this name. All keys share the calibration cache.
         app, digests = App(path=folder / key / "edgekit.toml", table=table), Digests(folder / "digests.json")
         if find_key(app, cell, digests)[0] != key:
             raise DeviceError(
@@ -139,7 +141,7 @@ def fill_order(
             return None
         with ExitStack() as leases:
             for device in list_slots(app):
-                # A lock on a device expires by itself some seconds after its worker was killed.
+                # The lease of a worker that was killed expires after some seconds.
                 leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
             facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
             worker.log_event(TOPIC, {"what": "begin", **facts})
@@ -157,14 +159,14 @@ def list_slots(app: App) -> tuple[str, ...]:
     """Returns the phones and boards that each cell of an app needs exclusively."""
     verify = app.table.verify
     known = app.table.devices
-    words = (*verify.on, *verify.require) if verify.enabled else ()
-    named = dict.fromkeys(known[name].device if name in known else name for name in words)
-    return tuple(name for name in named if name.partition(":")[0] in REMOTE)
+    names = (*verify.on, *verify.require) if verify.enabled else ()
+    devices = dict.fromkeys(known[name].device if name in known else name for name in names)
+    return tuple(name for name in devices if name.partition(":")[0] in REMOTE)
 
 
 @contextmanager
 def _connected(scheduler: str) -> Generator[tuple[Any, Any]]:
-    """Yields Dask distributed and a client, with its log off: a lost connection is one line of edgekit, no traceback.
+    """Yields Dask distributed and a client, without its log, which would show a traceback for a lost connection.
 
     Raises:
         MissingExtraError: Dask distributed is not installed.
@@ -189,7 +191,7 @@ def _connected(scheduler: str) -> Generator[tuple[Any, Any]]:
         logger.setLevel(level)
 
 
-def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> CellResult:
+def _collect_result(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> CellResult:
     if future.status in {"cancelled", "lost"}:
         hint = "start it again, then run again: what was finished is kept"
         raise DeviceError(f"the scheduler at '{scheduler}' has gone", hint=hint)
@@ -204,21 +206,21 @@ def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> Ce
     return msgspec.structs.replace(fetched, state="kept" if result is None else "built")
 
 
-def _place(cell: Cell, found: Mapping[str, Path]) -> Cell:
-    """Returns a cell whose paths are those of the files that a worker unpacked."""
-    of_data = {what: path for what, path in found.items() if what in Data.__struct_fields__}
-    data, recipe = msgspec.structs.replace(cell.data, **of_data), cell.recipe
-    if "target" in found:
-        recipe = msgspec.structs.replace(recipe, targets=(str(found["target"]),))
-    return msgspec.structs.replace(cell, path=found["model"], data=data, recipe=recipe)
+def _use_local_files(cell: Cell, paths: Mapping[str, Path]) -> Cell:
+    """Returns a cell with the paths of the files that a worker unpacked."""
+    data_paths = {what: path for what, path in paths.items() if what in Data.__struct_fields__}
+    data, recipe = msgspec.structs.replace(cell.data, **data_paths), cell.recipe
+    if "target" in paths:
+        recipe = msgspec.structs.replace(recipe, targets=(str(paths["target"]),))
+    return msgspec.structs.replace(cell, path=paths["model"], data=data, recipe=recipe)
 
 
 # A week: planning has a time budget of its own, and so has each device.
 _TIMEOUT_S = 7 * 24 * 3600.0
 _TRIES = 3
-# Starting a process takes as long as a small cell, so each process builds several; but few enough that all end at about
-# the same time.
-_SHARE, _SHARES = 16, 4
+# Starting a process takes as long as a small cell, so each process builds several cells, at most 16. Each worker gets
+# at least four such shares, so that all workers end at about the same time.
+_MAX_SHARE, _SHARES_PER_WORKER = 16, 4
 # Exit codes of a child that finished: pass, fail, not proven.
 _VERDICTS = frozenset({0, 1, 3})
 
@@ -230,12 +232,12 @@ class _Answer(msgspec.Struct, frozen=True):
 def use_processes(
     app: App, cells: Sequence[Cell], workers: int, progress: Progress, *, store: str | None = None
 ) -> Iterator[CellResult]:
-    """Yields the results of cells from so many processes at a time; each of them builds several cells in turn.
+    """Yields the results of cells, built in `workers` processes at a time; each process builds several cells in turn.
 
-    If a process is killed, or crashes in a native library, its finished cells stay. Each of its other cells is then
-    built in a process of its own, which is started up to three times.
+    If a process is killed, or crashes in a native library, the results of its finished cells are used. Each of its
+    other cells is then built in a process of its own, which is started up to three times.
     """
-    size = max(1, min(_SHARE, len(cells) // (workers * _SHARES)))
+    size = max(1, min(_MAX_SHARE, len(cells) // (workers * _SHARES_PER_WORKER)))
     shares = [cells[start : start + size] for start in range(0, len(cells), size)]
     build = partial(_build_share, app, progress=progress, store=store)
     for found in run_together([partial(build, share) for share in shares], at_once=workers):
@@ -243,11 +245,11 @@ def use_processes(
 
 
 def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:
-    found: dict[str, CellResult] = {}
+    results: dict[str, CellResult] = {}
 
-    def start(some: Sequence[Cell]) -> str:
+    def run_process_for(part: Sequence[Cell]) -> str:
         """Builds cells in one process, and returns how it ended."""
-        only = [word for cell in some for word in ("--only", cell.name)]
+        only = [word for cell in part for word in ("--only", cell.name)]
         shared = [] if store is None else ["--store", store]
         argv = [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet"]
         done = run_process([*argv, *shared], timeout_s=_TIMEOUT_S)
@@ -255,22 +257,22 @@ def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: 
             answer = msgspec.json.decode(done.stdout, type=_Answer).cells
         else:
             # It may have been killed after it wrote some results.
-            answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in some)))
-        found.update({f"{result.model}/{result.target}": result for result in answer})
+            answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in part)))
+        results.update({f"{result.model}/{result.target}": result for result in answer})
         return f"{done.ending}; {done.stderr.strip()[-300:]}"
 
     for cell in cells:
-        # The old result is out of date and is removed: a result that is there after a process died is a new one.
+        # The outdated result is removed, so that a result that is there after a process died is a new one.
         (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
     if len(cells) > 1:
         progress(f"build {cells[0].name} and {len(cells) - 1} more")
-        start(cells)
+        run_process_for(cells)
     for cell in cells:
-        ended = ""
-        for _ in range(0 if cell.name in found else _TRIES):
+        ending = ""
+        for _ in range(0 if cell.name in results else _TRIES):
             progress(f"{cell.name}: build")
-            ended = start([cell])
-            if cell.name in found:
+            ending = run_process_for([cell])
+            if cell.name in results:
                 break
-        found.setdefault(cell.name, fail_cell(cell, f"its process died {_TRIES} times: {ended}"))
-    return [found[cell.name] for cell in cells]
+        results.setdefault(cell.name, fail_cell(cell, f"its process died {_TRIES} times: {ending}"))
+    return [results[cell.name] for cell in cells]

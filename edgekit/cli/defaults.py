@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import click
 
-from edgekit.app.config import Place, Source
+from edgekit.app.config import KeyPath, Source
 from edgekit.cli.main import COMMANDS, group
 from edgekit.errors import suggest_name
 from edgekit.serialize import read_toml
@@ -74,7 +74,7 @@ def _key(option: click.Option) -> str:
     return max(option.opts, key=len).removeprefix("--").replace("-", "_")
 
 
-def _read(option: click.Option, value: object, place: Place, source: Source) -> dict[str, Any]:
+def _read(option: click.Option, value: object, place: KeyPath, source: Source) -> dict[str, Any]:
     name = option.name or ""
     if option.is_flag:
         if not isinstance(value, bool):

@@ -136,7 +136,7 @@ def init_command(
         labels=labels,
         targets=choose_here(Recipe(targets=targets)).targets,
         package=package,
-        beside="" if known is None else out.read_text(),
+        existing="" if known is None else out.read_text(),
     )
     write_file(out, text.encode())
     # Beside it: editors find it by the first line, without a network.

@@ -1,1 +1,1 @@
-"""Package: bundles in the form that an app's build system takes, with code that opens and tests them in the app."""
+"""Packages for an app's build system (AAR, Swift package, npm, ...): bundles, and code that opens and tests them."""

@@ -28,15 +28,15 @@ from edgekit.target import read_version
 PAGE_BYTES = 16 << 10
 """The page size to which 64-bit libraries must be aligned, which Google Play requires since November 2025."""
 
-_NARROW = {"armeabi-v7a": "arm64-v8a", "x86": "x86_64"}
+_64_BIT_ABI = {"armeabi-v7a": "arm64-v8a", "x86": "x86_64"}
 """The 32-bit ABIs, each with the 64-bit ABI that Google Play requires beside it."""
 
 
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """What Google Play checks of the native libraries that a package adds to an app.
 
-    `archive` is ONNX Runtime's, of `version`, on which the package depends; the bundles need `minimum_ort` or newer.
-    `unseen` are dependencies whose libraries are not on this machine and were not checked.
+    `archive` is the AAR of ONNX Runtime, of version `version`, on which the package depends; the bundles need
+    `minimum_ort` or newer. `unseen` are dependencies whose libraries are not on this machine and were not checked.
     """
 
     archive: str
@@ -54,15 +54,17 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complaints(self) -> tuple[str, ...]:
         """What Google Play refuses, one line each (developer.android.com: page sizes, 64-bit architectures)."""
-        said = [
+        lines = [
             f"'jni/{library.abi}/{library.name}' of '{self.archive}' is aligned to {library.alignment} bytes and not"
             " to 16 KB"
             for library in self.libraries
-            if library.abi not in _NARROW and library.alignment % PAGE_BYTES
+            if library.abi not in _64_BIT_ABI and library.alignment % PAGE_BYTES
         ]
-        lonely = [(abi, _NARROW[abi]) for abi in self.abis if abi in _NARROW and _NARROW[abi] not in self.abis]
-        said += [f"'{self.archive}' has libraries for {abi} and none for {wide}" for abi, wide in lonely]
-        return tuple(said)
+        unmatched = [
+            (abi, _64_BIT_ABI[abi]) for abi in self.abis if abi in _64_BIT_ABI and _64_BIT_ABI[abi] not in self.abis
+        ]
+        lines += [f"'{self.archive}' has libraries for {abi} and none for {wide}" for abi, wide in unmatched]
+        return tuple(lines)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
             f"ONNX Runtime {self.version} of '{self.archive}'; the bundles need {self.minimum_ort} or newer",
             *(f"Google Play refuses: {complaint}" for complaint in self.complaints),
             *(() if self.complaints else (f"Google Play: {aligned}",)),
-            *(f"not looked into, as it is not at hand: {name}" for name in self.unseen),
+            *(f"not checked, because it is not on this machine: {name}" for name in self.unseen),
         )
 
     @property
@@ -86,9 +88,9 @@ _STANDALONE = _HERE / "standalone"
 
 
 def render_table(template: str, parts: Sequence[Part], **values: object) -> bytes:
-    """Returns a file of `templates/` filled in with bundles; the same bundles give the same bytes.
+    """Returns a template of `templates/`, rendered with the bundles and `values`.
 
-    Templates get `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
+    The filters `cpp`, `java`, `kotlin` and `swift` write a string literal of that language.
     """
     environment = snippets.make_environment(_HERE / "templates")
     environment.filters["java"] = quote_java
@@ -96,7 +98,7 @@ def render_table(template: str, parts: Sequence[Part], **values: object) -> byte
 
 
 def quote_java(text: str) -> str:
-    """Returns a Java string literal; javac decodes Unicode escapes first, so control characters are octal."""
+    """Returns a Java string literal. Control characters are octal: javac decodes Unicode escapes before it parses."""
 
     def escape(one: str) -> str:
         if one in '"\\':
@@ -108,17 +110,17 @@ def quote_java(text: str) -> str:
 
 
 _JAVA = _STANDALONE / "java"
-_STAND_IN = b"package edgekit.loader;"
+_LOADER_PACKAGE = b"package edgekit.loader;"
 # The lowest API level on which Microsoft's onnxruntime-android runs.
-_OLDEST_API = 24
+_MIN_ANDROID_API = 24
 
 
 def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Maven repository with one artifact: the archive, its POM, the loader's source.
 
-    The loader's classes get a Java package of their own, so that an app can contain two such archives. They are
-    compiled against the classes of the app's own ONNX Runtime, and against declarations of the five methods of Android
-    that they call, which are in no archive that edgekit could download.
+    The loader's classes get a Java package named after the artifact, so that an app can contain two such archives. They
+    are compiled against the classes of the app's ONNX Runtime, and against edgekit's own declarations of the five
+    methods of Android that they call, because it cannot download the Android SDK.
 
     Raises:
         MissingExtraError: there is no Java compiler.
@@ -130,13 +132,13 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
     values = {
         "identity": identity,
         "package": package,
-        "minimum_api": max([_OLDEST_API, *(int(level) for level in levels if level.isdigit())]),
+        "minimum_api": max([_MIN_ANDROID_API, *(int(level) for level in levels if level.isdigit())]),
         "dependencies": _merge_dependencies(parts, runtime),
         "store": report_store(parts, runtime),
     }
     folder = package.replace(".", "/")
     sources: dict[str, Path | bytes] = {
-        f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
+        f"{folder}/{name}": path.read_bytes().replace(_LOADER_PACKAGE, f"package {package};".encode(), 1)
         for name, path in list_files(_JAVA / "loader").items()
     }
     sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", parts, **values)
@@ -163,48 +165,51 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
 
 
 def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Path) -> dict[str, Path | bytes]:
-    """Compiles for Java 8, which every Android build takes; the same compiler gives the same bytes."""
+    """Compiles for Java 8, which every Android build takes, and returns the class files."""
     home = os.environ.get("JAVA_HOME", "")
     javac = (shutil.which(str(Path(home) / "bin" / "javac")) if home else None) or shutil.which("javac")
     if javac is None:
         words = "an AAR holds compiled Java, and there is no javac here"
         raise MissingExtraError(words, hint="apt-get install openjdk-17-jdk-headless")
     for name, source in sources.items():
-        place = work / "java" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+        source_file = work / "java" / name
+        source_file.parent.mkdir(parents=True, exist_ok=True)
+        source_file.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     (work / "classes").mkdir()
-    brief = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")  # the optimizing compiler costs more than it saves here
-    argv = [javac, *brief, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
+    fast_compile = (
+        "-J-XX:TieredStopAtLevel=1",
+        "-J-XX:+UseSerialGC",
+    )  # the optimizing compiler costs more than it saves here
+    argv = [javac, *fast_compile, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
     argv += ["-implicit:none", "-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
     argv += ["-d", str(work / "classes")]
-    done = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
-    if not done.succeeded:
-        errors = (line.partition("error: ")[2] for line in done.stderr.splitlines() if "error: " in line)
+    result = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
+    if not result.succeeded:
+        errors = (line.partition("error: ")[2] for line in result.stderr.splitlines() if "error: " in line)
         raise UsageError(
             f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}:"
-            f" {next(errors, done.stderr[-300:])}",
+            f" {next(errors, result.stderr[-300:])}",
             hint="edgekit devices install android --library FILE.aar, of another version",
         )
     return dict(list_files(work / "classes"))
 
 
 def require_runtime(runtime: AppRuntime | None) -> AppRuntime:
-    """Returns the archive of ONNX Runtime against which a loader in Java is compiled.
+    """Returns `runtime`, against whose classes a loader in Java can be compiled.
 
     Raises:
-        UsageError: there is none, or it has no classes.
+        UsageError: it is None, or has no `classes.jar`.
     """
-    said = "a package of kind aar is compiled against ONNX Runtime's own classes, which are not here"
+    problem = "a package of kind aar is compiled against ONNX Runtime's own classes, which are not here"
     if runtime is not None and runtime.classes.is_file():
         return runtime
     if runtime is not None:
-        said = f"'{runtime.archive}' holds no classes.jar to compile the loader against"
-    raise UsageError(said, hint="edgekit devices install android")
+        problem = f"'{runtime.archive}' holds no classes.jar to compile the loader against"
+    raise UsageError(problem, hint="edgekit devices install android")
 
 
 def report_store(parts: Sequence[Part], runtime: AppRuntime) -> StoreReport:
-    """Returns what an app store checks of an app with these bundles and this ONNX Runtime."""
+    """Returns what Google Play checks of an app with these bundles and this ONNX Runtime."""
     return StoreReport(
         archive=runtime.archive,
         archive_sha256=runtime.sha256,
@@ -222,19 +227,19 @@ def _merge_dependencies(parts: Sequence[Part], runtime: AppRuntime) -> list[snip
     for one in (part.variant for part in parts):
         for needed in snippets.list_android_dependencies(one.provider, one.versions, runtime.version):
             # Gradle also takes the newest of several versions.
-            known = merged.get(needed.artifact, needed)
-            merged[needed.artifact] = max(known, needed, key=lambda each: read_version(each.version))
+            newest = merged.get(needed.artifact, needed)
+            merged[needed.artifact] = max(newest, needed, key=lambda each: read_version(each.version))
     return list(merged.values())
 
 
 # iOS 15 has Core ML 5; a target's settings can require a newer version.
-_OLDEST_IOS = "15"
+_MIN_IOS = "15"
 
 
 def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
     module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
-    versions = [part.bundle.manifest.settings.get("ios", _OLDEST_IOS) for part in parts]
+    versions = [part.bundle.manifest.settings.get("ios", _MIN_IOS) for part in parts]
     values = {
         "identity": identity,
         "module": module,
@@ -259,11 +264,11 @@ GROUP_PROGRAMS = (
     _STANDALONE / "python" / "edgekit_loader.py",
     Path(edgekit_pipeline.__file__),
 )
-"""The Python code that runs a group of models: a program, and the loader and the pipeline that it imports."""
+"""The Python files that run a group of models: a program, and the loader and the pipeline that it imports."""
 
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
-    """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
+    """Returns the files of a package for a Linux board: `bundles/`, `cpp/`, `python/` and a README."""
     programs = {
         f"{language}/{name}": path
         for language in ("cpp", "python")
@@ -288,7 +293,7 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
     A file that several bundles contain, such as the golden inputs, is stored once in `shared_assets/sha256-<hex>/`. The
     name, the sha256 and the place of each file of a bundle are in the variant's `additional_metadata`.
     """
-    # By name and digest, because an asset keeps the file name that loaders look for.
+    # By name and digest: a shared file keeps the name that loaders look for.
     counts = Counter(key for part in parts for key in _list_sharable(part))
     entries, described = list_entries(parts, identity.name), dict[str, object]()
     for part in parts:
@@ -296,10 +301,10 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
         for name, file in variant.files.items():
             if counts[name, file.sha256] > 1:
                 # The digest of a folder with one file, as ONNX Runtime computes it.
-                asset, last = digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()), Path(name).name
-                places[name] = f"sha256:{asset}/{last}"
-                own = entries.pop(f"{identity.name}/{variant.name}/{name}")
-                entries[f"shared_assets/sha256-{asset}/{last}"] = own
+                asset, file_name = digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()), Path(name).name
+                places[name] = f"sha256:{asset}/{file_name}"
+                source = entries.pop(f"{identity.name}/{variant.name}/{name}")
+                entries[f"shared_assets/sha256-{asset}/{file_name}"] = source
         described[variant.name] = _describe(part, places)
     entries[f"{identity.name}/component.json"] = encode_json({"component_name": identity.name, "variants": described})
     entries["manifest.json"] = encode_json(
@@ -317,11 +322,11 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
 
 
 def _list_sharable(part: Part) -> list[tuple[str, str]]:
-    """Returns what bundles may share: golden files, and models that consist of one file."""
+    """Returns name and digest of the files that bundles may share: golden files, and models of a single file."""
     # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
-    alone = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
+    single_file_models = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
     files = part.variant.files.items()
-    return [(name, file.sha256) for name, file in files if name in alone or name.startswith("golden/")]
+    return [(name, file.sha256) for name, file in files if name in single_file_models or name.startswith("golden/")]
 
 
 def _describe(part: Part, places: Mapping[str, str]) -> dict[str, object]:
@@ -343,11 +348,11 @@ def _describe(part: Part, places: Mapping[str, str]) -> dict[str, object]:
             },
         },
     }
-    # What a compiled model says of the devices it is for.
+    # A compiled model states in its metadata for which devices it was compiled.
     model = part.bundle.folder / variant.model
     properties = skim_model(model).metadata_props if model.suffix == ".onnx" else ()
-    said = next((each.value for each in properties if each.key == f"{_COMPATIBILITY}{variant.provider}"), "")
-    return {**described, "compatibility_string": said} if said else described
+    compatibility = next((each.value for each in properties if each.key == f"{_COMPATIBILITY}{variant.provider}"), "")
+    return {**described, "compatibility_string": compatibility} if compatibility else described
 
 
 # React Native's plug-in supports less than ONNX Runtime's other bindings: no session config, and only a few flags of
@@ -363,14 +368,14 @@ _PLUGIN_NAMES = {
     "XnnpackExecutionProvider": "xnnpack",
 }
 _SYSTEMS = {"CoreMLExecutionProvider": ("ios",), "NnapiExecutionProvider": ("android",)}
-_NNAPI = {
+_NNAPI_KEYS = {
     "NNAPI_FLAG_CPU_DISABLED": "cpuDisabled",
     "NNAPI_FLAG_CPU_ONLY": "cpuOnly",
     "NNAPI_FLAG_USE_FP16": "useFP16",
     "NNAPI_FLAG_USE_NCHW": "useNCHW",
 }
 # COREMLFlags of coreml_provider_factory.h: the plug-in takes their sum, and none of the newer options by name.
-_COREML = {
+_COREML_FLAGS = {
     "EnableOnSubgraphs=0": 0,
     "EnableOnSubgraphs=1": 2,
     "MLComputeUnits=ALL": 0,
@@ -384,8 +389,8 @@ _COREML = {
 }
 _THREADS = "intra_op_num_threads"
 _HARMLESS = {
-    "session.intra_op.allow_spinning=0": "threads that wait will spin, which costs time and changes no number",
-    "session.qdqisint8allowed=1": "it is so on Arm without it; an emulator for x86-64 computes otherwise",
+    "session.intra_op.allow_spinning=0": "waiting threads spin, which costs time and changes no result",
+    "session.qdqisint8allowed=1": "it is the default on Arm; only an x86-64 emulator computes otherwise",
 }
 """Entries of a session's config that may be omitted: they are the default on a phone, or change no result."""
 
@@ -395,33 +400,33 @@ _DTYPES = frozenset({"bool", "float32", "float64", "int16", "int32", "int64", "i
 def find_unsupported(manifest: Manifest) -> str | None:
     """Returns why the plug-in cannot run a bundle as its manifest says, or None if it can."""
     known = {
-        "CoreMLExecutionProvider": _COREML.keys(),
-        "NnapiExecutionProvider": {f"{name}=1" for name in _NNAPI},
+        "CoreMLExecutionProvider": _COREML_FLAGS.keys(),
+        "NnapiExecutionProvider": {f"{name}=1" for name in _NNAPI_KEYS},
         "XnnpackExecutionProvider": {pair for pair in _pairs(manifest.provider_options) if pair.startswith(_THREADS)},
     }
     unsupported = sorted(
         ({*_pairs(manifest.session_config)} - _HARMLESS.keys())
         | ({*_pairs(manifest.provider_options)} - {*known.get(manifest.provider, ())})
     )
-    odd = sorted({spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - _DTYPES)
+    unusual_types = sorted({spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - _DTYPES)
     if unsupported:
-        return f"onnxruntime-react-native {PLUGIN} cannot be told '{unsupported[0]}'"
-    if odd:
-        return f"onnxruntime-react-native's tensors of {odd[0]} are not those of every JavaScript engine"
+        return f"onnxruntime-react-native {PLUGIN} has no option '{unsupported[0]}'"
+    if unusual_types:
+        return f"onnxruntime-react-native's tensors of {unusual_types[0]} are not those of every JavaScript engine"
     if manifest.buckets:
-        return "the loader for React Native picks none of several sizes"
+        return "the loader for React Native cannot choose among several sizes"
     return None
 
 
 def list_remarks(parts: Sequence[Part]) -> Iterator[str]:
     """Yields where the plug-in differs from the manifests, and which ONNX Runtime the app must link."""
     for entry in sorted({entry for part in parts for entry in _pairs(part.variant.session_config)}):
-        yield f"onnxruntime-react-native {PLUGIN} cannot be told '{entry}': {_HARMLESS[entry]}"
-    least = find_minimum_ort(parts)
-    if read_version(least) > read_version(PLUGIN):
+        yield f"onnxruntime-react-native {PLUGIN} has no option '{entry}': {_HARMLESS[entry]}"
+    minimum_ort = find_minimum_ort(parts)
+    if read_version(minimum_ort) > read_version(PLUGIN):
         yield (
-            f"the bundles need ONNX Runtime {least}, and the plug-in's newest release is {PLUGIN}: the README pins"
-            f" {snippets.choose_android_release(least)} for Gradle and CocoaPods"
+            f"the bundles need ONNX Runtime {minimum_ort}, and the plug-in's newest release is {PLUGIN}: the README"
+            f" pins {snippets.choose_android_release(minimum_ort)} for Gradle and CocoaPods"
         )
 
 
@@ -431,16 +436,16 @@ def _pairs(entries: Mapping[str, str]) -> tuple[str, ...]:
 
 def collect_npm(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of an npm package: TypeScript under `src/`, the bundles under `assets/NAME/`, a podspec."""
-    least = find_minimum_ort(parts)
+    minimum_ort = find_minimum_ort(parts)
     identity = msgspec.structs.replace(identity, name=identity.name.lower())  # npm takes no capitals
     values = {
         "identity": identity,
         "plugin": PLUGIN,
-        "minimum_ort": least,
-        "release": snippets.choose_android_release(least),
+        "minimum_ort": minimum_ort,
+        "release": snippets.choose_android_release(minimum_ort),
         "remarks": list(list_remarks(parts)),
     }
-    # JSON is valid TypeScript; the types of the parts that are read are in `variant.ts`.
+    # JSON is valid TypeScript; `variant.ts` has the types.
     table = encode_json([_describe_for_plugin(part.variant) for part in parts]).decode().strip()
     return {
         **list_entries(parts, f"assets/{identity.name}"),
@@ -460,11 +465,10 @@ def _describe_for_plugin(variant: Variant) -> dict[str, object]:
     options = variant.provider_options
     provider: dict[str, object] = {"name": _PLUGIN_NAMES[variant.provider]}
     if variant.provider == "NnapiExecutionProvider":
-        provider |= {_NNAPI[key]: True for key in options}
+        provider |= {_NNAPI_KEYS[key]: True for key in options}
     if variant.provider == "CoreMLExecutionProvider":
-        provider["coreMlFlags"] = sum(_COREML[pair] for pair in _pairs(options))
-    # One provider is enough, because the plug-in skips those that a system lacks, and the CPU takes the remaining nodes
-    # anyway.
+        provider["coreMlFlags"] = sum(_COREML_FLAGS[pair] for pair in _pairs(options))
+    # One provider is enough: the plug-in skips a provider that the system lacks, and the CPU takes remaining nodes.
     session: dict[str, object] = {"executionProviders": [provider]}
     if _THREADS in options:
         session["intraOpNumThreads"] = int(options[_THREADS])

@@ -1,4 +1,4 @@
-"""Packs bundles into one package: the kinds of package, which providers each can contain, and the size of its files."""
+"""Packs bundles into one package: the table of the kinds of package, and what each of them supports."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,11 +25,12 @@ Collect = Callable[[Sequence[variant.Part], variant.Identity, variant.Workplace]
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of package: what collects its files, its supported providers (none: all), and whether it is an archive.
+    """A kind of package: the function that collects its files, its providers (empty: all), its format as an archive.
 
-    `platform` names the operating system whose provider options the app passes, "" for options of every system.
-    `needs_runtime` is True if the package is made for one archive of ONNX Runtime, `shares` if bundles share their
-    golden samples. `refuse` returns why such a package cannot contain a bundle, `remark` gives lines for the user.
+    `platform` names the operating system whose provider options are packed, "" for the options of every system.
+    `needs_runtime` is True if the package is compiled against one archive of ONNX Runtime, `shares` if its bundles
+    share their golden samples. `refuse` returns why such a package cannot contain a bundle (None if it can), `remark`
+    gives lines for the user.
     """
 
     collect: Collect
@@ -49,7 +50,7 @@ def _name_providers(*names: str) -> frozenset[str]:
 _BOARD = _name_providers("CPU", "CUDA", "CoreML", "OpenVINO", "QNN", "Tensorrt", "WebGpu", "Xnnpack")
 _ANDROID = _name_providers("CPU", "Nnapi", "QNN", "Xnnpack")
 _APPLE = _name_providers("CPU", "CoreML", "Xnnpack")
-# The providers of React Native's plug-in but QNN, whose options it misnames (`backendType` for `backend_type`).
+# All providers of React Native's plug-in except QNN, whose options it misnames (`backendType` for `backend_type`).
 _PLUGIN = _name_providers("CPU", "CoreML", "Nnapi", "Xnnpack")
 
 FORMS: dict[Kind, Form] = {
@@ -66,7 +67,7 @@ FORMS: dict[Kind, Form] = {
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle of a build that this kind of package cannot contain, and why."""
+    """A bundle of a build's folder that this kind of package cannot contain, and why."""
 
     path: str
     reason: str
@@ -75,12 +76,10 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was packed: the bundles in the order in which an app tries them, and the files of the package.
 
-    `store` is what Google Play checks, None if the package adds no shared library to an app; `remarks` are lines for
-    the user.
-
-    `sizes` are the bytes of every file, with those in an AAR listed one by one, and `model_bytes` those of the models
-    among them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
-    `sha256sum` writes them.
+    `files` are the sha256 of each file. `sizes` are the bytes of every file, with those in an AAR listed one by one,
+    and `model_bytes` those of the models among them. `sha256` is that of the archive; for a folder it is that of the
+    lines `sha256  name`, sorted by name, as `sha256sum` writes them. `store` is what Google Play checks, None if the
+    package adds no shared library to an app; `remarks` are lines for the user.
     """
 
     kind: Kind
@@ -118,33 +117,32 @@ def package_bundles(
 ) -> PackageReport:
     """Writes bundles, or those of a build's folder, as one package and returns what it contains.
 
-    An AAR is compiled against the classes of `runtime`, and depends on its version. `accept` gets the bundles before
-    anything is written, and raises if one of them must not be packed. Of each bundle the package contains the form of
-    the model that the loader opens, the golden samples of its self-test and the manifest; `extras` names what is added.
-    Every bundle is opened first, which checks its digests, and with a public `key` its signature. Bundles given one by
-    one keep their order, in which an app tries them; those of a build are sorted. The same bundles and options give the
-    same bytes.
+    Of each bundle the package contains the form of the model that the loader opens, the golden samples of its self-test
+    and the manifest; `extras` names what is added. An AAR is compiled against the classes of `runtime`, and depends on
+    its version. Every bundle is opened first, which checks its digests, and with a public `key` its signature. `accept`
+    gets the bundles before anything is written, and raises if one of them must not be packed. An app tries bundles in
+    the given order; those of a build's folder are sorted, NPU first. The same bundles and options give the same bytes.
 
     Raises:
-        UsageError: a bundle does not fit this kind of package or needs a newer ONNX Runtime than `runtime`, that is
-            lacking, a name is malformed, or there is no bundle.
+        UsageError: a bundle does not fit this kind of package, or needs a newer ONNX Runtime than `runtime`; `runtime`
+            is needed and missing; a name is malformed; or there is no bundle.
         BundleError: a bundle is damaged.
         MissingExtraError: a compiler that this kind of package needs is not installed.
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
     if kind not in FORMS:
         raise UsageError(f"there is no package of kind '{kind}'", hint=suggest_name(kind, FORMS))
-    places, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
+    folders, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
     form = FORMS[kind]
-    made_for = formats.require_runtime(runtime) if form.needs_runtime else None
+    app_runtime = formats.require_runtime(runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written if a bundle was altered.
-    found = find_bundles(places, key=key)
-    is_build = len(places) == 1 and found[0].folder != places[0]
+    found = find_bundles(folders, key=key)
+    is_build = len(folders) == 1 and found[0].folder != folders[0]
     found = variant.sort_bundles(found) if is_build else found
-    misfits = {bundle.folder: _find_misfit(bundle, kind, made_for) for bundle in found}
+    misfits = {bundle.folder: _find_misfit(bundle, kind, app_runtime) for bundle in found}
     bundles = tuple(bundle for bundle in found if misfits[bundle.folder] is None)
     left_out = tuple(LeftOut(path=str(folder), reason=why) for folder, why in misfits.items() if why is not None)
-    # A bundle that the user named and that does not fit is a mistake; one that a build's folder holds is left out.
+    # A bundle in a build's folder that does not fit is left out; one that the user named is an error.
     if left_out and not (is_build and bundles):
         hint = "leave it out, or choose another --as"
         raise UsageError(f"bundle '{left_out[0].path}': {left_out[0].reason}", hint=hint)
@@ -152,19 +150,19 @@ def package_bundles(
     identity = variant.identify(bundles, names, extras)
     with _files.work_folder() as work:
         parts = variant.make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
-        # Of the model files, each content once.
+        # By digest: a model file that several bundles share counts once.
         sizes: dict[str, int] = {}
         for part in parts:
             models = {name for names in part.bundle.manifest.forms.values() for name in names}
             sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in models}
         return _write(
-            form.collect(parts, identity, variant.Workplace(folder=work, runtime=made_for)),
+            form.collect(parts, identity, variant.Workplace(folder=work, runtime=app_runtime)),
             kind,
             out,
             bundles=tuple(part.variant for part in parts),
             left_out=left_out,
             model_bytes=sum(sizes.values()),
-            store=None if made_for is None else formats.report_store(parts, made_for),
+            store=None if app_runtime is None else formats.report_store(parts, app_runtime),
             remarks=tuple(form.remark(parts)),
         )
 
@@ -187,13 +185,12 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
 
 
 def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: Any) -> PackageReport:
-    """Writes the package, and returns its report with these facts."""
-    # Before anything is written, so that the report names what was to be packed.
+    """Writes the package, and returns its report; `facts` are its remaining fields."""
     files, sizes = dict[str, str](), dict[str, int]()
     for name, source in sorted(entries.items()):
         files[name] = _files.digest_bytes(source) if isinstance(source, bytes) else _files.digest_file(source)
         if isinstance(source, Path) and name.endswith(".aar"):
-            # An app gets the files inside one by one.
+            # An app's build unpacks the AAR.
             with zipfile.ZipFile(source) as aar:
                 sizes |= {f"aar/{entry.filename}": entry.file_size for entry in aar.infolist()}
         else:
@@ -215,9 +212,9 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
 
 
 def _find_misfit(bundle: Bundle, kind: Kind, runtime: AppRuntime | None) -> str | None:
-    provider, least, fitting = bundle.manifest.provider, bundle.manifest.minimum_ort, FORMS[kind].providers
-    if fitting and provider not in fitting:
+    provider, minimum_ort, providers = bundle.manifest.provider, bundle.manifest.minimum_ort, FORMS[kind].providers
+    if providers and provider not in providers:
         return f"{provider} cannot be used from a package of kind {kind}"
-    if runtime is not None and read_version(runtime.version) < read_version(least):
-        return f"it needs ONNX Runtime {least}, and '{runtime.archive}' holds {runtime.version}"
+    if runtime is not None and read_version(runtime.version) < read_version(minimum_ort):
+        return f"it needs ONNX Runtime {minimum_ort}, and '{runtime.archive}' holds {runtime.version}"
     return FORMS[kind].refuse(bundle.manifest)

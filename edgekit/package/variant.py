@@ -1,4 +1,4 @@
-"""What a package takes from a bundle (`Part`): the files that a loader opens, and what it must know (`Variant`)."""
+"""The part of a bundle that goes into a package (`Part`): its files, and the facts that loaders need (`Variant`)."""
 
 import posixpath
 import re
@@ -27,14 +27,14 @@ from edgekit.target import ChainedProvider, Form, read_version
 
 Extra = Literal["all", "forms", "golden", "onnx"]
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
-"""What a package can contain in addition: whole bundles, every form of the model, all golden samples, the ONNX form."""
+"""What a package can contain in addition: all files, every form of the model, all golden samples, the ONNX form."""
 
 
 def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
-    """Returns the extras from a list separated by commas, each once, sorted.
+    """Returns the extras named in comma-separated lists, each once, sorted.
 
     Raises:
-        UsageError: there is no such extra.
+        UsageError: an extra does not exist.
     """
     words = sorted({word.strip() for text in given for word in text.split(",")})
     for word in words:
@@ -59,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Filled(msgspec.Struct, frozen=True, kw_only=True):
     """Axes of a tensor that have the size of a bucket, and the value that pads an input there.
 
-    `element` holds the bytes of one padding value, from -128 to 127, the lowest byte first; it is empty for an output.
+    `element` holds the bytes (-128 to 127) of one padding value, little-endian; it is empty for an output.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Filled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a dimension, each with its file, the smallest first, and which axes of which tensors have them."""
+    """The sizes of a dimension, smallest first, each with its model file; and the axes that have this size."""
 
     dim: str
     sizes: tuple[Bucket, ...]
@@ -79,8 +79,8 @@ class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """Session options for one class of machines, found by `edgekit tune`: a `SessionSetting` as loaders read it.
 
-    The machine is described as in `MachineClass`. `level` is ONNX Runtime's number of it. `provider_options` and
-    `session_config` are complete, with those of the bundle.
+    The machine is described as in `MachineClass`. `level` is the value of `GraphOptimizationLevel`.
+    `provider_options` and `session_config` are complete: those of the bundle, changed by the setting.
     """
 
     system: str
@@ -99,12 +99,13 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle as the loaders see it; `files` are those that the package contains, the manifest too, sorted by name.
 
-    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Names in `files` are below it,
-    or beside it (`../`). `golden` is the folder of `inputs.npz`. `reference` names what the outputs are compared with:
-    "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`. Those
-    rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input that
-    holds state the output of the previous step that it comes from. `buckets` are models of other sizes, the smallest
-    first and `model` last, None if there is one size. Of `tuned` the first entry that fits the machine is used.
+    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Paths in `files` are relative
+    to it, and may lead to a folder beside it (`../`). `golden` is the folder of `inputs.npz`. `reference` names the
+    outputs that the thresholds compare with: "outputs", those of the float model for every row, or "expected", those
+    of this bundle for the rows `chosen`, in `golden/expected.npz`. In either case the outputs of these rows must equal
+    `golden/expected.npz` within `tolerance`. `feeds` names, for each input that holds state, the output of the previous
+    step that it comes from. `buckets` are the models of several sizes, of which `model` is the largest; None if there
+    is one size. Of `tuned` the first entry that fits the machine is used.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle of a package, the files that the package contains of it by their names, and what loaders know of it."""
+    """A bundle of a package: the files that are packed, by their names in the package, and the facts for loaders."""
 
     bundle: Bundle
     files: dict[str, Path]
@@ -140,9 +141,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of a package: `group` is a Java package, `name` an artifact, `version` what a resolver compares.
+    """The names of a package: `group` and `name` are those of a Maven artifact, `version` its version.
 
-    In what the user asks for, "" leaves the choice to edgekit.
+    A name of "" is chosen by edgekit (`identify`).
     """
 
     group: str = ""
@@ -155,7 +156,7 @@ UNNAMED = Identity()
 
 
 class Workplace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a package is made with: a folder for intermediate files, and the app's ONNX Runtime, if it matters."""
+    """A folder for intermediate files, and the app's ONNX Runtime if the package is compiled against it."""
 
     folder: Path
     runtime: AppRuntime | None = None
@@ -168,11 +169,11 @@ def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str]
         UsageError: a name has characters that Maven, Gradle or SwiftPM do not take.
     """
     # Different content, different version: Gradle and SwiftPM cache by version, and would keep serving the old one.
-    made = digest_bytes("".join((*(bundle.sha256 for bundle in bundles), *sorted(extras))).encode())[:12]
+    content_digest = digest_bytes("".join((*(bundle.sha256 for bundle in bundles), *sorted(extras))).encode())[:12]
     identity = Identity(
         group=names.group or "edgekit.models",
         name=names.name or name_package(bundles[0].manifest.name),
-        version=names.version or f"1.0.0-{made}",
+        version=names.version or f"1.0.0-{content_digest}",
     )
     for option, value, pattern, example in (
         ("--group", identity.group, r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", "com.example.models"),
@@ -187,14 +188,16 @@ def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str]
 def make_parts(
     bundles: Sequence[Bundle], extras: Collection[Extra], work: Path, *, platform: str = "", share: bool = True
 ) -> list[Part]:
-    """Returns what a package contains of each bundle, and what its loaders must know of it, in the bundles' order.
+    """Returns the part of each bundle that a package contains, in the bundles' order.
 
-    Of the golden samples those of the self-test are packed, those of all bundles together, and with `share` only once;
-    they are written into files below the folder `work`. A bundle without a self-test of its own keeps all samples.
-    `platform` names the operating system whose provider options count, "" if only those of every system do.
+    Of the golden samples only those of the self-test are packed. Bundles with the same samples get one common file,
+    written below the folder `work`; with `share` the package contains it once. A bundle without a self-test of its own
+    keeps all samples. `platform` names the operating system whose provider options are used, "" for the options of
+    every system.
 
     Raises:
-        UsageError: there is no bundle, two of them are the same, or one cannot be packaged with these extras.
+        UsageError: there is no bundle, one is given twice, or one cannot be packaged with these extras.
+        BundleError: a manifest is not in canonical form, or a golden sample does not have the shape that it states.
     """
     if not bundles:
         raise UsageError("there is no bundle to package", hint="give the folders that hold manifest.json")
@@ -204,23 +207,25 @@ def make_parts(
     for bundle in bundles:
         if digests.count(bundle.sha256) > 1:
             raise UsageError(f"bundle '{bundle.folder}' is given twice", hint="give each bundle once")
-        rows.setdefault(_inputs(bundle), set()).update(sample.row for sample in bundle.manifest.golden.chosen)
+        rows.setdefault(_inputs_digest(bundle), set()).update(sample.row for sample in bundle.manifest.golden.chosen)
     parts: list[Part] = []
     for bundle, name in zip(bundles, names, strict=True):
-        files, test = _cut(bundle, extras, sorted(rows[_inputs(bundle)]), work, share=share)
-        unique = name if names.count(name) == 1 else f"{name}-{bundle.sha256[:8]}"
-        parts.append(Part(bundle=bundle, files=files, variant=_describe(bundle, files, test, unique, platform)))
+        files, self_test = _select_files(bundle, extras, sorted(rows[_inputs_digest(bundle)]), work, share=share)
+        package_name = name if names.count(name) == 1 else f"{name}-{bundle.sha256[:8]}"
+        parts.append(
+            Part(bundle=bundle, files=files, variant=_describe(bundle, files, self_test, package_name, platform))
+        )
     return parts
 
 
-def _inputs(bundle: Bundle) -> str:
+def _inputs_digest(bundle: Bundle) -> str:
     return bundle.manifest.files[f"{GOLDEN}/{INPUTS}"].sha256
 
 
-def _cut(
+def _select_files(
     bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: Path, *, share: bool
 ) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Returns the files that a package contains of a bundle, and the fields of `Variant` that tell its self-test."""
+    """Returns the files of a bundle to pack, by name, and the fields of `Variant` about its self-test."""
     manifest = bundle.manifest
     forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
     if "onnx" in extras and "onnx" in manifest.forms:
@@ -237,23 +242,23 @@ def _cut(
                 hint="leave out --with: those of the self-test go along",
             )
         golden = {name: bundle.folder / GOLDEN / name for name in (INPUTS, OUTPUTS)}
-        test: dict[str, Any] = {"samples": manifest.golden.samples, "reference": "outputs"}
+        self_test: dict[str, Any] = {"samples": manifest.golden.samples, "reference": "outputs"}
     else:
-        # One file for all bundles with the same samples: a bundle names its own by their row in it.
-        golden = {INPUTS: work / f"{_inputs(bundle)}.npz"}
+        # One file for all bundles with the same samples: `chosen` are the rows of this bundle's samples in it.
+        golden = {INPUTS: work / f"{_inputs_digest(bundle)}.npz"}
         if not golden[INPUTS].exists():
             write_rows(golden[INPUTS], select_samples(read_inputs(bundle.golden), rows))
         chosen = [rows.index(row) for row in chosen]
-        test = {"samples": len(rows), "reference": "expected"}
-    # By content: equal files lie in one folder beside the bundles', whichever bundle they came from.
+        self_test = {"samples": len(rows), "reference": "expected"}
+    # The folder is named by content, so that equal files of several bundles are one file of the package.
     is_shared = share and "all" not in extras
     folder = f"../{GOLDEN}-{digest_file(golden[INPUTS])[:12]}" if is_shared else GOLDEN
     files = {name: bundle.folder / name for name in names} | {f"{folder}/{name}": golden[name] for name in golden}
-    return dict(sorted(files.items())), {**test, "golden": folder, "chosen": tuple(chosen)}
+    return dict(sorted(files.items())), {**self_test, "golden": folder, "chosen": tuple(chosen)}
 
 
 def list_entries(parts: Iterable[Part], prefix: str) -> dict[str, Path | bytes]:
-    """Returns the files of bundles by their name in a package, below `prefix`, and their signatures; no other file.
+    """Returns the files of bundles and their signatures, by their paths in a package, below `prefix`.
 
     Raises:
         BundleError: a signature is a link or no regular file.
@@ -274,8 +279,8 @@ def find_minimum_ort(parts: Iterable[Part]) -> str:
 
 def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
     """Returns bundles in the order in which an app should try them: the NPU first, the CPU last."""
-    known = {provider: place for place, provider in enumerate(PREFERENCE)}
-    return tuple(sorted(bundles, key=lambda bundle: (known.get(bundle.manifest.provider, -1), bundle.manifest.target)))
+    ranks = {provider: rank for rank, provider in enumerate(PREFERENCE)}
+    return tuple(sorted(bundles, key=lambda bundle: (ranks.get(bundle.manifest.provider, -1), bundle.manifest.target)))
 
 
 def clean_name(text: str) -> str:
@@ -292,29 +297,29 @@ def name_package(model: str) -> str:
 def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Returns the inputs and outputs with the shapes that all samples of the loaders' self-test have.
 
-    Outputs that have other shapes in each sample are left out: the self-test compares row by row.
+    Outputs whose shape depends on the data are left out: the self-test compares rows of one shape.
 
     Raises:
-        UsageError: an input is open, or holds state that may grow, or no output can be compared.
+        UsageError: an input has no fixed shape and there is no self-test, state may grow, or no output can be compared.
         BundleError: a golden sample has another shape than the manifest says.
     """
-    manifest, chosen, why = bundle.manifest, bundle.manifest.golden.chosen, ""
+    manifest, chosen, problem = bundle.manifest, bundle.manifest.golden.chosen, ""
     shapes = {each.name: each.shape for each in (*manifest.inputs, *manifest.outputs) if each.is_static}
     if manifest.open_dims:
         feeds = manifest.state.feeds if manifest.state else {}
         if growing := sorted(name for _, name, _ in list_open(manifest.inputs) if name in feeds):
-            why = f" with open dimensions: its state '{growing[0]}' may grow, and no loader feeds it back"
+            problem = f" with open dimensions: its state '{growing[0]}' may grow, and no loader feeds it back"
         elif not chosen:
-            why = " with open dimensions: it has no self-test"
+            problem = " with open dimensions: it has no self-test"
         else:
-            given = next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
-            sample = {**given, **next(read_rows(bundle.folder / GOLDEN / EXPECTED))}
+            inputs = next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
+            sample = {**inputs, **next(read_rows(bundle.folder / GOLDEN / EXPECTED))}
             shapes = {name: value.shape for name, value in sample.items()}
     elif open_one := next((each.name for each in manifest.inputs if each.name not in shapes), ""):
-        why = f": its input '{open_one}' has no fixed shape"
-    if why:
+        problem = f": its input '{open_one}' has no fixed shape"
+    if problem:
         hint = "build it with the size of every dimension: --dim NAME=INT"
-        raise UsageError(f"'{bundle.folder}' cannot be packaged{why}", hint=hint)
+        raise UsageError(f"'{bundle.folder}' cannot be packaged{problem}", hint=hint)
     if not (outputs := [each for each in manifest.outputs if each.name in shapes]):
         raise UsageError(
             f"'{bundle.folder}' cannot be packaged: the shape of each of its outputs depends on the data, so that a"
@@ -325,24 +330,26 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     def fix(spec: TensorSpec) -> TensorSpec:
         shape = shapes[spec.name] or ()
         if not shape_matches([dim for dim in shape if isinstance(dim, int)], spec):
-            said = f"the self-test of '{bundle.folder}' has another '{spec.name}'"
-            raise BundleError(said, hint="build the bundle again")
+            message = f"the self-test of '{bundle.folder}' has another '{spec.name}'"
+            raise BundleError(message, hint="build the bundle again")
         return TensorSpec(name=spec.name, dtype=spec.dtype, shape=shape)
 
     return tuple(map(fix, manifest.inputs)), tuple(map(fix, outputs))
 
 
-def _describe(bundle: Bundle, packed: Mapping[str, Path], test: Mapping[str, Any], name: str, platform: str) -> Variant:
-    manifest, files = bundle.manifest, {name: BundledFile.describe(path) for name, path in packed.items()}
+def _describe(
+    bundle: Bundle, paths: Mapping[str, Path], self_test: Mapping[str, Any], name: str, platform: str
+) -> Variant:
+    manifest, files = bundle.manifest, {name: BundledFile.describe(path) for name, path in paths.items()}
     # Loaders compare the file in the package with the digest compiled into them.
     if files[MANIFEST].sha256 != bundle.sha256:
         raise BundleError(f"'{bundle.folder / MANIFEST}' is not in edgekit's canonical form", hint="build it again")
     has_numbers = any(each.kind in {"values", "embedding"} for each in (manifest.readings or {}).values())
-    own = manifest.platforms.get(platform)
-    options = own.provider_options if own is not None else manifest.provider_options
+    platform_options = manifest.platforms.get(platform)
+    options = platform_options.provider_options if platform_options is not None else manifest.provider_options
     inputs, outputs = _fix_shapes(bundle)
     return Variant(
-        **test,
+        **self_test,
         name=name,
         target=manifest.target,
         precision=manifest.precision,
@@ -358,11 +365,12 @@ def _describe(bundle: Bundle, packed: Mapping[str, Path], test: Mapping[str, Any
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
-            # A loader has one limit for all outputs: if an output holds no classes, agreement of classes is not
-            # required.
+            # A loader has one limit for all outputs: top-1 agreement is required only if all of them hold classes.
             min_top1_agreement=0.0 if has_numbers else manifest.thresholds.min_top1_agreement,
-            # Two classes with close scores may swap places within the tolerance, which judges these few samples.
-            granted_samples=test["samples"] if test["reference"] == "expected" else manifest.thresholds.granted_samples,
+            # In the few samples of a self-test, two classes with close scores may swap ranks within the tolerance.
+            granted_samples=self_test["samples"]
+            if self_test["reference"] == "expected"
+            else manifest.thresholds.granted_samples,
         ),
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),

@@ -27,7 +27,7 @@ from tiny_models import parse_model, write_small_net
 
 import edgekit
 from edgekit.app.config import list_cells, load_app
-from edgekit.app.result import RESULT, STORE, Digests, headline_app, make_key, render_app
+from edgekit.app.result import DIGESTS_FILE, RESULT, Digests, headline_app, make_key, render_app
 from edgekit.app.run import run_app
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.group.group import opened_group
@@ -176,7 +176,7 @@ def test_devices_of_the_app_are_asked_and_must_run(app: Path, answer: Answer) ->
 def test_every_input_is_in_the_key(app: Path) -> None:
     def key() -> str:
         loaded = load_app(app)
-        digests = Digests(app.parent / STORE)
+        digests = Digests(app.parent / DIGESTS_FILE)
         return make_key(loaded, list_cells(loaded)[0], (), digests)
 
     seen = {key()}

@@ -2,8 +2,8 @@
 
     python app/edgekit_group.py [--cpu] [--plugin LIBRARY]
 
-It stands beside `edgekit_loader.py` and `edgekit_pipeline.py`, on numpy and onnxruntime. Run as a program it says how
-many golden samples give what the float models gave; the exit code is 0 if at least one did.
+It imports `edgekit_loader.py` and `edgekit_pipeline.py` beside it, numpy and onnxruntime. Run as a program, it says for
+how many golden samples the result equals that of the float models; the exit code is 0 if there is at least one.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-# Nothing is written beside this file: a group with a file too many is refused.
+# No bytecode may be written beside this file: `edgekit group verify` refuses a group with additional files.
 sys.dont_write_bytecode = True
 _loader: Any = importlib.import_module("edgekit_loader")
 _pipeline: Any = importlib.import_module("edgekit_pipeline")
@@ -27,7 +27,7 @@ _KEYS = ("provider", "provider_options", "session_config", "minimum_ort", "input
 
 
 class Group:
-    """The sessions of a group, and what feeds what."""
+    """The sessions of a group, and its wiring: which output feeds which input."""
 
     def __init__(self, folder: Path = _HERE.parent, *, on_cpu: bool = False, plugin: str = "") -> None:
         group: dict[str, Any] = json.loads((folder / "group.json").read_bytes())
@@ -37,7 +37,7 @@ class Group:
         for name, member in group["members"].items():
             manifest = json.loads((folder / "members" / name / "manifest.json").read_bytes())
             variant = {key: manifest[key] for key in _KEYS}
-            # `edgekit group verify` holds every file against its digest; here those that are loaded are.
+            # `edgekit group verify` checks the digest of every file; only those that are loaded are checked here.
             places = [Path(member["model_file"]).parent / file for file in manifest["forms"][manifest["form"]]]
             names = zip(places, manifest["forms"][manifest["form"]], strict=True)
             files = {place.as_posix(): manifest["files"][file] for place, file in names}
@@ -50,7 +50,7 @@ class Group:
             self._sessions[name] = _loader.open_session(variant, folder, on_cpu=on_cpu, plugin=plugin)
 
     def run(self, inputs: Tensors) -> Tensors:
-        """Returns what was chosen, or the outputs of the last stage; `inputs` are those of the group."""
+        """Returns the result that the wiring chooses, or the outputs of the last stage, for the group's `inputs`."""
         pipeline, outputs = _pipeline.run_sample(self._wiring, self._specs, inputs), None
         while True:
             try:
@@ -63,20 +63,20 @@ class Group:
 
 
 def main() -> int:
-    """Runs the golden samples, and says how many give what the float models gave."""
+    """Runs the golden samples, and says for how many the result equals that of the float models."""
     parser = argparse.ArgumentParser(description="Run the golden samples of this group.")
     parser.add_argument("--cpu", action="store_true", help="without the provider")
     parser.add_argument("--plugin", default="", help="the library of the provider, where it is a plug-in")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
-        group, golden = Group(on_cpu=given.cpu, plugin=given.plugin), _HERE.parent / "golden"
+        group, golden = Group(on_cpu=arguments.cpu, plugin=arguments.plugin), _HERE.parent / "golden"
     except _loader.LoaderError as error:
         sys.stdout.write(f"not opened: {error}\n")
         return 1
     equal, count = 0, 0
-    wanted = _rows(golden / "outputs.npz")
-    for inputs, outputs in zip(_rows(golden / "inputs.npz"), wanted, strict=True):
+    expected = _rows(golden / "outputs.npz")
+    for inputs, outputs in zip(_rows(golden / "inputs.npz"), expected, strict=True):
         results, count = group.run(inputs), count + 1
         equal += all(np.array_equal(results[name], value) for name, value in outputs.items())
     sys.stdout.write(f"{equal} of {count} golden samples give exactly what the float models gave\n")
@@ -84,7 +84,11 @@ def main() -> int:
 
 
 def _rows(file: Path) -> list[Tensors]:
-    """Returns the samples in a golden file; an array whose rows differ in shape has them one after another."""
+    """Returns the samples in a golden file.
+
+    If the samples of a tensor differ in shape, they are stored flat, one after another, with their shapes in
+    `NAME.shapes`.
+    """
     with np.load(file, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     columns: dict[str, list[Any]] = {}

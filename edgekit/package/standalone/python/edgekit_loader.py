@@ -2,8 +2,8 @@
 
     python edgekit_loader.py [--only NAME] [--cpu] [--plugin LIBRARY]
 
-It stands alone, on numpy and onnxruntime. `edgekit_bundles.json` beside it holds what the manifests say. The exit code
-is 0 if a bundle opened and its self-test passed.
+It needs only numpy and onnxruntime. `edgekit_bundles.json` beside it holds the facts of the manifests. The exit code is
+0 if a bundle opened and its self-test passed.
 """
 
 import argparse
@@ -26,14 +26,14 @@ Variant = dict[str, Any]
 
 _HERE = Path(__file__).resolve().parent
 _NO_CPU = "session.disable_cpu_ep_fallback"
-# The module of the wheel that brings a provider's library.
+# The module of the wheel that contains a provider's library.
 _PLUGINS = {
     "OpenVINOExecutionProvider": "onnxruntime_ep_openvino",
     "QNNExecutionProvider": "onnxruntime_qnn",
     "WebGpuExecutionProvider": "onnxruntime_ep_webgpu",
 }
-# Two outputs that are equal have an infinite ratio: the limit keeps the figures finite.
-_DB_LIMIT = 200.0
+# Equal outputs have an infinite SQNR: the limit keeps the figure finite.
+_MAX_DB = 200.0
 
 
 class LoaderError(Exception):
@@ -41,7 +41,7 @@ class LoaderError(Exception):
 
 
 def read_variants(file: Path = _HERE / "edgekit_bundles.json") -> list[Variant]:
-    """Returns what the manifests say of each bundle, the one to try first at the front."""
+    """Returns the facts of each bundle's manifest, in the order in which an app should try them."""
     variants: list[Variant] = json.loads(file.read_bytes())
     return variants
 
@@ -52,7 +52,11 @@ def find_folder(variant: Variant) -> Path:
 
 
 def check_files(variant: Variant, folder: Path) -> None:
-    """Raises LoaderError if a file of the bundle is missing or has another sha256 than the package says."""
+    """Checks that every file of the bundle exists and has its sha256.
+
+    Raises:
+        LoaderError: a file is missing or altered.
+    """
     for name, entry in variant["files"].items():
         digest = hashlib.sha256()
         try:
@@ -66,15 +70,17 @@ def check_files(variant: Variant, folder: Path) -> None:
 
 
 def find_tuned(variant: Variant) -> Variant | None:
-    """Returns the settings that `edgekit tune` found for machines like this one, None where there are none."""
+    """Returns the settings that `edgekit tune` found for machines like this one, None if there are none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = (platform.system().lower(), platform.machine().lower())
-    known = {int(level) for level in ort.GraphOptimizationLevel.__members__.values()}
-    found: list[Variant] = variant.get("tuned", [])
-    fitting = (one for one in found if (one["system"], one["machine"]) == here and one["cores"] in {0, cores})
-    first = next(fitting, None)
-    # An older ONNX Runtime lacks a level: half a setting is not what was measured.
-    return first if first is not None and first["level"] in known else None
+    this_machine = (platform.system().lower(), platform.machine().lower())
+    levels = {int(level) for level in ort.GraphOptimizationLevel.__members__.values()}
+    settings: list[Variant] = variant.get("tuned", [])
+    matching = (
+        one for one in settings if (one["system"], one["machine"]) == this_machine and one["cores"] in {0, cores}
+    )
+    setting = next(matching, None)
+    # If an older ONNX Runtime lacks the level, the setting is not used at all: it was measured as a whole.
+    return setting if setting is not None and setting["level"] in levels else None
 
 
 def open_session(
@@ -82,10 +88,10 @@ def open_session(
 ) -> Any:
     """Returns an InferenceSession with every session key and provider option of the bundle, after checking its files.
 
-    `model` is the file of one size of a bundle with several, the largest where it is empty. `on_cpu` leaves the
-    provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider that ONNX Runtime
-    loads at run time; without it the wheel that brings it is asked. Where the bundle was `tuned` for machines like this
-    one, the session is told so; of other sizes nothing was found.
+    `model` is the file of one size, for a bundle with several sizes; "" is the largest one. `on_cpu` leaves out the
+    provider, and the key that forbids the CPU provider. `plugin` is the library of a provider that ONNX Runtime loads
+    at run time; by default it is that of the provider's wheel. With `tuned`, the settings are used that were tuned for
+    machines like this one; they apply to the largest size only.
 
     Raises:
         LoaderError: a file was altered, ONNX Runtime is too old, or it cannot open the bundle here.
@@ -94,8 +100,8 @@ def open_session(
     if _version(ort.__version__) < _version(variant["minimum_ort"]):
         raise LoaderError(f"'{variant['name']}' needs ONNX Runtime {variant['minimum_ort']}, this is {ort.__version__}")
     options = ort.SessionOptions()
-    measured = tuned and not on_cpu and model in {"", variant["model"]}
-    setting = find_tuned(variant) if measured else None
+    applies = tuned and not on_cpu and model in {"", variant["model"]}
+    setting = find_tuned(variant) if applies else None
     variant = {**variant, **(setting or {})}
     try:
         for key, value in variant["session_config"].items():
@@ -115,7 +121,7 @@ def open_session(
 
 def _apply(setting: Variant, options: Any) -> None:
     options.graph_optimization_level = ort.GraphOptimizationLevel(setting["level"])
-    # Where no number was chosen, that which the provider wants stays.
+    # 0 keeps the number that was set for the provider.
     options.intra_op_num_threads = setting["threads"] or options.intra_op_num_threads
     options.inter_op_num_threads = setting["inter_threads"]
     if setting["parallel"]:
@@ -154,10 +160,10 @@ def _find_plugin(module: str) -> str:
 
 
 class Sizes:
-    """Runs samples of any length with a bundle that has models of several: each in the smallest that takes it.
+    """Runs samples of any length with a bundle that has models of several sizes: each in the smallest that fits.
 
-    Inputs are filled at their end up to that size, and outputs cut back. A session is opened when it is first needed;
-    weights lie in one file, whose pages all of them share. The options are those of `open_session`.
+    Inputs are padded at their end to that size, and outputs are cut back. A session is opened when it is first needed;
+    all models share one file of weights. The options are those of `open_session`.
     """
 
     def __init__(self, variant: Variant, folder: Path, **options: Any) -> None:
@@ -166,10 +172,10 @@ class Sizes:
         self._sessions: dict[int, Any] = {}
 
     def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the outputs for a sample, as long as it is.
+        """Returns the outputs for a sample, cut to its length.
 
         Raises:
-            LoaderError: it is longer than the largest size, or its inputs have several lengths.
+            LoaderError: it is empty or longer than the largest size, or its inputs have different lengths.
         """
         dim, filled = self._buckets["dim"], self._buckets["inputs"]
         lengths = {inputs[each["name"]].shape[axis] for each in filled for axis in each["axes"]}
@@ -180,7 +186,7 @@ class Sizes:
         if bucket is None:
             raise LoaderError(f"'{self._variant['name']}' takes no sample of {length} in '{dim}'")
         size, session = bucket["size"], self._open(bucket)
-        given = {**inputs, **{each["name"]: _fill(inputs[each["name"]], size, each) for each in filled}}
+        given = {**inputs, **{each["name"]: _pad(inputs[each["name"]], size, each) for each in filled}}
         names = [output.name for output in session.get_outputs()]
         outputs = dict(zip(names, session.run(names, given), strict=True))
         cut = {each["name"]: _cut(outputs[each["name"]], length, size, each) for each in self._buckets["outputs"]}
@@ -193,9 +199,9 @@ class Sizes:
         return self._sessions[size]
 
 
-def _fill(value: Any, size: int, filled: dict[str, Any]) -> Any:
-    widths = [(0, size - length if axis in filled["axes"] else 0) for axis, length in enumerate(value.shape)]
-    element = np.frombuffer(np.array(filled["element"], np.int8).tobytes(), value.dtype)
+def _pad(value: Any, size: int, padded: dict[str, Any]) -> Any:
+    widths = [(0, size - length if axis in padded["axes"] else 0) for axis, length in enumerate(value.shape)]
+    element = np.frombuffer(np.array(padded["element"], np.int8).tobytes(), value.dtype)
     return np.pad(value, widths, constant_values=element[0])
 
 
@@ -208,20 +214,20 @@ def _cut(value: Any, length: int, size: int, cut: dict[str, Any]) -> Any:
 class Warm:
     """Runs a session as a server should: one session for all requests, warmed up before the first, outputs bound.
 
-    Outputs are written where those of the run before lie, as long as the shapes of the inputs stay: copy what outlives
-    the next run. A batch of another size is bound anew. Threads may share the session, each with a Warm of its own.
-    Tensors of text cannot be bound, and outputs whose shape depends on the values need `session.run`.
+    While the shapes of the inputs stay the same, each run overwrites the outputs of the run before: copy what must
+    outlive the next run. Threads may share the session, each with a Warm of its own. Tensors of text cannot be bound,
+    and outputs whose shape depends on the values need `session.run`.
     """
 
     def __init__(self, session: Any, inputs: dict[str, Any]) -> None:
-        """`inputs` is a sample: its run chooses kernels and plans memory, which no request should wait for."""
+        """`inputs` is a sample for the warm-up run, which chooses kernels and plans memory."""
         self._session, self._binding = session, session.io_binding()
         self._names = [output.name for output in session.get_outputs()]
         self._shapes: dict[str, Any] = {}
         self.run(inputs)
 
     def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the outputs for inputs, which may be a batch where the bundle leaves its first axis open."""
+        """Returns the outputs for inputs, which may be a batch if the bundle's first axis is dynamic."""
         shapes = {name: value.shape for name, value in inputs.items()}
         for name, value in inputs.items():
             self._binding.bind_cpu_input(name, np.ascontiguousarray(value))
@@ -238,10 +244,10 @@ class Warm:
 
 
 class Stepper:
-    """Runs a model with state, as a KV cache, step by step: what a step gives of it goes into the next.
+    """Runs a model with state, such as a KV cache, step by step: the state that a step outputs is an input of the next.
 
-    An output that is longer than the input it feeds gives its last rows, one that is shorter is appended to the input,
-    whose oldest rows go.
+    If an output is longer than the input that it feeds, its last rows are used; if it is shorter, it is appended to the
+    input, whose oldest rows are dropped.
     """
 
     def __init__(self, variant: Variant, session: Any) -> None:
@@ -253,12 +259,12 @@ class Stepper:
         self.reset()
 
     def reset(self, state: dict[str, Any] | None = None) -> None:
-        """Begins a sequence, with zeros where `state` has no array for an input."""
+        """Begins a sequence; inputs that `state` does not contain are zero."""
         zeros = {name: np.zeros(self._specs[name]["shape"], self._specs[name]["dtype"]) for name in self._feeds}
         self._state = {**zeros, **(state or {})}
 
     def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the outputs of the next step; `inputs` are those that hold no state."""
+        """Returns the outputs of the next step; `inputs` are all inputs that hold no state."""
         outputs = dict(zip(self._names, self._session.run(self._names, {**self._state, **inputs}), strict=True))
         for name, output in self._feeds.items():
             self._state[name] = feed_back(self._specs[name]["shape"], self._state[name], outputs[output])
@@ -266,7 +272,10 @@ class Stepper:
 
 
 def feed_back(shape: list[int], held: Any, output: Any) -> Any:
-    """Returns the input of the next step: the last rows of an output, behind those of `held` where it is shorter."""
+    """Returns the input of the next step: the last rows of the input `held` followed by the output, in `shape`.
+
+    If the output alone is long enough, `held` is not used.
+    """
     for axis, size in enumerate(shape):
         if output.shape[axis] < size:
             output = np.concatenate([held, output], axis)
@@ -276,22 +285,24 @@ def feed_back(shape: list[int], held: Any, output: Any) -> Any:
 
 
 def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
-    """Runs the golden samples and returns every reason why the outputs do not reach the thresholds; none is a pass."""
+    """Runs the golden samples and returns every reason why the outputs fail; an empty list is a pass."""
     sums: dict[str, dict[str, float]] = {}
     names = [output["name"] for output in variant["outputs"]]
-    shared, whole = folder / variant["golden"], variant["reference"] == "outputs"
+    shared, against_float = folder / variant["golden"], variant["reference"] == "outputs"
     chosen = _rows(variant["outputs"], folder / "golden" / "expected.npz", len(variant["chosen"]))
     expected = dict(zip(variant["chosen"], chosen, strict=True))
-    reference = _rows(variant["outputs"], shared / "outputs.npz", variant["samples"] if whole else 0)
+    reference = _rows(variant["outputs"], shared / "outputs.npz", variant["samples"] if against_float else 0)
     failures: list[str] = []
     for index, inputs in enumerate(_rows(variant["inputs"], shared / "inputs.npz", variant["samples"])):
-        if not whole and index not in expected:
-            continue  # a sample of another bundle's self-test
-        wanted = next(reference) if whole else expected[index]
+        if not against_float and index not in expected:
+            continue  # this row belongs to the self-test of another bundle
+        reference_row = next(reference) if against_float else expected[index]
         for name, got in zip(names, session.run(names, inputs), strict=True):
-            if got.shape != wanted[name].shape or (got.dtype != wanted[name].dtype and got.dtype != object):
+            if got.shape != reference_row[name].shape or (
+                got.dtype != reference_row[name].dtype and got.dtype != object
+            ):
                 return [f"output '{name}' is {got.dtype}{list(got.shape)}"]
-            _add(sums.setdefault(name, dict.fromkeys(_SUMS, 0.0)), wanted[name], got)
+            _add(sums.setdefault(name, dict.fromkeys(_SUMS, 0.0)), reference_row[name], got)
             if index in expected:
                 failures += _compare(name, expected[index][name], got, variant["tolerance"].get(name))
     return [*failures, *(line for name in names for line in _judge(name, sums[name], variant))]
@@ -315,7 +326,7 @@ def _rows(tensors: list[Any], file: Path, count: int) -> Iterator[dict[str, Any]
 
 
 def _compare(name: str, expected: Any, got: Any, limit: float | None) -> list[str]:
-    """Compares one sample with what this very model gave where it was built."""
+    """Compares an output of one sample with that of this model on the machine where the bundle was built."""
     if limit is None:
         return []
     distance = float(np.abs(expected.astype(np.float64) - got.astype(np.float64)).max(initial=0.0))
@@ -346,23 +357,25 @@ def _judge(name: str, sums: dict[str, float], variant: Variant) -> list[str]:
     if not sums["elements"] or sums["faulty"]:
         return [f"output '{name}' has {sums['faulty']:.0f} values that are NaN or infinite, of {sums['elements']:.0f}"]
     if not sums["numeric"]:
-        shares = [("exact match", sums["matches"] / sums["elements"], limits["min_top1_agreement"])]
+        figures = [("exact match", sums["matches"] / sums["elements"], limits["min_top1_agreement"])]
     else:
         norm = math.sqrt(sums["wanted"]) * math.sqrt(sums["got"])
         cosine = sums["dot"] / norm if norm else float(sums["wanted"] == sums["got"])
         ratio = _decibels(sums["wanted"], sums["error"])
-        shares = [("cosine", cosine, limits["min_cosine"]), ("SQNR in dB", ratio, limits["min_sqnr_db"])]
+        figures = [("cosine", cosine, limits["min_cosine"]), ("SQNR in dB", ratio, limits["min_sqnr_db"])]
     if sums["ranked"]:
-        # Few samples: one that differs would be a larger share than the limit means.
-        least = limits["min_top1_agreement"] - limits["granted_samples"] / sums["samples"]
-        shares.append(("top-1 agreement", sums["agreed"] / sums["ranked"], least))
-    return [f"output '{name}': {what} {value:.4f}, least {least:.4f}" for what, value, least in shares if value < least]
+        # With few samples, a single one that differs would be a larger share than the limit allows.
+        limit = limits["min_top1_agreement"] - limits["granted_samples"] / sums["samples"]
+        figures.append(("top-1 agreement", sums["agreed"] / sums["ranked"], limit))
+    return [
+        f"output '{name}': {what} {value:.4f}, least {limit:.4f}" for what, value, limit in figures if value < limit
+    ]
 
 
 def _decibels(signal: float, noise: float) -> float:
     if noise <= 0:
-        return _DB_LIMIT
-    return max(-_DB_LIMIT, min(_DB_LIMIT, 10 * math.log10(signal / noise))) if signal > 0 else -_DB_LIMIT
+        return _MAX_DB
+    return max(-_MAX_DB, min(_MAX_DB, 10 * math.log10(signal / noise))) if signal > 0 else -_MAX_DB
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -370,19 +383,19 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Tests the first bundle that opens, and says why those before it did not."""
+    """Tests the first bundle that opens, and prints why those before it did not open."""
     parser = argparse.ArgumentParser(description="Open and self-test the bundles of this package.")
     parser.add_argument("--only", help="the name of one bundle")
     parser.add_argument("--cpu", action="store_true", help="without the provider")
     parser.add_argument("--plugin", default="", help="the library of the provider, where it is a plug-in")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     for variant in read_variants():
-        if given.only not in {None, variant["name"]}:
+        if arguments.only not in {None, variant["name"]}:
             continue
         folder = find_folder(variant)
         try:
-            session = open_session(variant, folder, on_cpu=given.cpu, plugin=given.plugin)
+            session = open_session(variant, folder, on_cpu=arguments.cpu, plugin=arguments.plugin)
         except LoaderError as error:
             sys.stdout.write(f"{variant['name']}: not opened: {error}\n")
             continue
