@@ -40,7 +40,7 @@ The share that percentile-99.9 clips at an end is then exact to 0.009 points (`t
 tools/bench/calibrate_ratio.py shows what it costs.
 """
 
-# The values picked from so many tensors are joined into one output: a single output for all would be in memory twice.
+# The values picked from so many tensors are joined into one output; a single output for all would be in memory twice.
 # Chosen by hand.
 _PICKED_TOGETHER = 16
 
@@ -67,7 +67,7 @@ _NAN_OPS = frozenset(
 
 
 class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph that measures its activations, and the tensors that its added outputs describe, in order.
+    """A graph that measures its activations, and which tensors the entries of its added outputs belong to, in order.
 
     `extremes` lists all measured tensors with their channel axis. `lows` and `highs` are the tensors in the vectors of
     minima and maxima, with the number of entries of each; they omit `bounds`, which follow from the operator alone,
@@ -248,7 +248,7 @@ class _Builder:
     def lowest_score(self, scores: AttentionScores) -> str:
         """Adds the lowest value before a Softmax that is not masked; fully masked rows are ignored.
 
-        The extremes of rows are kept: those of the whole tensor follow from them, without another look at all scores.
+        The extremes of rows are reused: those of the whole tensor follow from them.
         """
         last = [len(self._graph.dims(scores.tensor)) - 1]
         lowest, highest = (
@@ -283,7 +283,7 @@ class _Builder:
             yield (layer, *(other for other, _ in others)), where
 
     def _gather_open(self, name: str, count: int) -> str:
-        """Returns rows of a tensor whose number of rows varies between samples, picked as in `sample_positions`."""
+        """Adds `count` rows of a tensor with a varying number of rows, picked as in `sample_positions`."""
         axis, double = len(self._graph.dims(name)) - 2, onnx.TensorProto.DOUBLE
         shape = self._node("Shape", [name])
         rows = self._node("Gather", [shape, self._constant(f"edgekit.axes.{axis}", np.array([axis]))], axis=0)

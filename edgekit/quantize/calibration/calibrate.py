@@ -36,7 +36,7 @@ from edgekit.quantize.ranges import (
 )
 
 MEASURED_SAMPLES = 64
-"""So many samples give histograms, moments and the held-out samples.
+"""How many samples at most are measured in full, for histograms and moments, and as held-out samples.
 
 Chosen by hand: tools/bench/calibrate_ratio.py shows the time that more would take, `Calibration.sample_error` the error
 with fewer.
@@ -51,12 +51,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         samples_sha256: a digest of all inputs of all samples.
         samples: the number of samples.
         measured: how many of them were counted in the histograms.
-        picked: the largest number of values of a tensor that a measured sample adds to its histogram.
+        picked: how many values of a tensor a measured sample adds to its histogram at most.
         is_exact: whether the histograms hold all values of all samples.
         sample_error: by how much a share of a tensor's values, read from its histogram, may differ from the share over
             all samples because not all were measured: with 95 % confidence, for the tensor with the largest difference.
         known: how many samples were read from a cache instead of run.
-        notes: problems with a cache, and a remark if few samples judge.
+        notes: problems with a cache, and a remark if only few held-out samples judge plans.
         ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
@@ -119,7 +119,8 @@ def calibrate_model(
 class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `calibrate_model`, and `keep`.
 
-    `keep` gets the outputs of each sample that is not read from the cache, by its index; what it wants it must copy.
+    `keep` is called with the index and the outputs of each sample that runs (not of cached ones); it must copy arrays
+    that it stores.
     """
 
     work: Path
@@ -132,7 +133,7 @@ class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Calibration:
-    """Does what `calibrate_model` does, and hands the outputs of the model to `how.keep`.
+    """Does what `calibrate_model` does, and passes the outputs of the model to `how.keep`.
 
     Raises:
         EdgekitError: as for `calibrate_model`.

@@ -1,7 +1,7 @@
 """The samples of a calibration that are stored: held-out samples, with the float model's outputs, and fitting samples.
 
-Held-out samples judge every candidate, and nothing is fitted to them. Fitting samples are others, on which rounding
-runs the model again.
+Candidates are judged by held-out samples, to which nothing is fitted. Rounding runs the model on other samples, the
+fitting samples.
 """
 
 from collections.abc import Collection, Iterator
@@ -17,9 +17,8 @@ from edgekit.errors import UsageError, reraised
 from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 
-# Weights that were rounded with some samples look better on these than on others, so some samples are not used for
-# rounding; but if there are few samples, rounding needs all. The numbers are chosen by hand with
-# tools/bench/quantize_zoo.py.
+# Weights that were rounded with some samples fit these better than others, so some samples are held out; but if there
+# are few samples, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
 MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20  # of inputs and outputs together, which lie in the cache
 FEWEST_SAMPLES = 8
@@ -27,8 +26,8 @@ FEWEST_SAMPLES = 8
 LEAST_KEPT, LEAST_BYTES = 4, 1 << 30
 """The first 4 held-out samples may take up to 1 GB, more than MOST_BYTES.
 
-Samples may be large, as with the KV cache of a language model. One is kept in any case: without any to judge by, a plan
-would be plain minmax, and nobody would be told.
+Samples may be large, as with the KV cache of a language model. One is kept in any case: without any, no plan could be
+judged, and "auto" would be minmax.
 """
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
 """So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
@@ -47,7 +46,7 @@ class HeldOut:
         self.arrays: dict[str, Array] = {}
 
     def describe_loss(self) -> tuple[str, ...]:
-        """Returns a note with the number of judging samples and the reason, if they are fewer than wanted."""
+        """Returns a note with the number of held-out samples and the reason, if they are fewer than wanted."""
         wanted, kept = len(self._indices), len(self.positions())
         if not kept:
             why = f"{FEWEST_SAMPLES} are needed" if not wanted else "inputs are no plain numbers"

@@ -22,9 +22,9 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration in which the ranges of an image-to-image network leave room for white.
 
     If the brightest pixel of all samples is 0.9, a white wall would be clipped and come out darker. Activations of such
-    a network grow about in proportion to its input, so every range is widened by the factor that the input's range
-    needs, at most by a quarter. The ranges of the images themselves reach from black to white with every method. This
-    is done if pixels lie between 0 and 1, or 0 and 255.
+    a network grow about in proportion to its input, so every range is multiplied by white / (brightest pixel), at most
+    1.25, with every range method. This is done if pixels lie between 0 and 1, or 0 and 255, and the brightest one is
+    at least white / 1.25.
     """
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]

@@ -188,7 +188,7 @@ def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def patches_per_sample(layer: Layer, samples: int) -> int:
-    """Returns how many patches each of so many samples should give: in all about four times the layer's inputs."""
+    """Returns how many patches to take from each of so many samples: in all about four times the layer's inputs."""
     # With fewer patches than inputs E[xx'] is singular; `shrink_moment` compensates for that.
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))

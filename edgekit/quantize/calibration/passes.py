@@ -87,7 +87,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
         return self.statistics.extremes() | self.statistics.sums() | held
 
     def fitted(self) -> list[int]:
-        """Returns the fully measured samples that are not held out: rounding may learn from them."""
+        """Returns the indices of the fully measured samples that are not held out: the candidates for fitting."""
         held = self.held_out.positions()
         return [index for position, index in enumerate(self.task.indices) if position not in held]
 
@@ -282,7 +282,7 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
             maker = graph.producers[name]
             _refuse_weights(graph, maker)
             raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
-    # Only tensors that the graph itself makes infinite are left, such as scores behind a mask of minus infinity.
+    # What is left are tensors that constants make infinite, such as scores behind a mask of minus infinity.
     output = next((name for name in values if name in graph.outputs and _non_finite(values[name])), "")
     raise DataError(
         f"{subject} a value that is not finite in output '{output}'", hint="prepare --outputs A,B leaves outputs out"

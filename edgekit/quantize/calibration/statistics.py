@@ -59,9 +59,11 @@ class ActivationStatistics:
                 moments.add(values[PATCHES + layer.node])
 
     def sum_pending(self) -> None:
-        """Sums pending values."""
-        # A sum of floats depends on where it is split. A resumed calibration must be summed after the same samples as
-        # an uninterrupted one, so that both end with the same bits.
+        """Adds the pending values to the sums.
+
+        A sum of floats depends on where it is split: a resumed calibration must do this after the same samples as an
+        uninterrupted one, so that both end with the same bits.
+        """
         self._flush()
         self._moment_arrays()
 
@@ -77,7 +79,10 @@ class ActivationStatistics:
         return states | self._moment_arrays()
 
     def restore(self, arrays: Tensors) -> bool:
-        """Continues from such arrays; returns False if one does not fit, which makes these statistics unusable."""
+        """Continues from the arrays of `extremes` and `sums`; returns False if one does not fit.
+
+        Then these statistics are unusable.
+        """
         own = self.extremes() | self._moment_arrays()
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
@@ -101,7 +106,7 @@ class ActivationStatistics:
         }
 
     def masked(self) -> dict[str, TensorRange]:
-        """Returns the ranges of the unmasked values of tensors that are masked before a Softmax."""
+        """Returns the ranges of the unmasked values, for tensors before a Softmax that hold masked values."""
         exact = self.exact_ranges()
         lowest = {name: float(values[0]) for (name, _), values in self._scores.entries().items() if name in exact}
         counting = {
@@ -179,7 +184,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples, and the sum over samples of each tensor's lowest.
+    """The lowest (or highest) value of each entry over samples, and the sum over samples of each tensor's extreme.
 
     An empty tensor has infinite extremes, which do not count.
     """

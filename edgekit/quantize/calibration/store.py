@@ -139,7 +139,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalibrationCache:
-    """Reads and writes the parts of one calibration; without a folder it does nothing.
+    """Reads and writes the checkpoints of one calibration, each a part by name; without a folder it does nothing.
 
     `notes` lists problems with them.
     """
@@ -181,7 +181,7 @@ class CalibrationCache:
         self._next = ended + max(_LEAST_SECONDS, _WRITING_SHARE * (ended - began))
 
     def report(self, text: str) -> None:
-        """Reports progress."""
+        """Passes a text to the progress function."""
         self._progress(text)
 
     def note(self, text: str) -> None:

@@ -50,7 +50,7 @@ _Constant = tuple[str, int]
 class ScaledConstants:
     """The constants of a graph with their factors so far, by node and input; all factors are powers of two.
 
-    Since they are exact, the factors of several passes may be multiplied first: the weights get the same bits.
+    Products with powers of two are exact, so the factors of several passes may be multiplied with each other first.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -73,7 +73,7 @@ class ScaledConstants:
             self._read[layer.node] = layer, known_factors * factors
 
     def find_sharing(self, pair: EqualizationPair, per_channel: Collection[str]) -> list[ScaledConstant]:
-        """Returns the weights that make a pair's channels and have one scale for all channels."""
+        """Returns the weights that make a pair's channels and are quantized with one scale for all channels."""
         return [
             each
             for each in pair.constants
@@ -83,7 +83,7 @@ class ScaledConstants:
         ]
 
     def producer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
-        """Returns the largest weight that makes each channel, relative to the largest with the same scale."""
+        """Returns the largest weight that makes each channel, relative to the largest weight with the same scale."""
         sizes = np.zeros(pair.channels)
         for constant in self.find_sharing(pair, per_channel):
             value = np.abs(self.value(constant.node, constant.index))
@@ -92,9 +92,9 @@ class ScaledConstants:
         return sizes
 
     def consumer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array | None:
-        """Returns the largest weight that reads each channel, relative to the largest with the same scale.
+        """Returns the largest weight that reads each channel, relative to the largest weight with the same scale.
 
-        None if the weights that read each channel have a scale of their own.
+        None if each channel's weights have a scale of their own, as in a depthwise convolution.
         """
         sizes = np.zeros(pair.channels)
         for layer in pair.consumers:
@@ -278,12 +278,12 @@ def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange
 def choose_factors(
     graph: Graph, found: MeasuredPairs, per_channel: Collection[str], *, through_silu: bool = False
 ) -> dict[str, tuple[float, ...]]:
-    """Returns channel factors that balance ranges with the weights that read them, for each tensor that needs any.
+    """Returns channel factors that balance channel ranges with the weights that read them, for each tensor to scale.
 
-    If the weights that make a tensor have one scale for all channels (those in `per_channel` have one for each), the
-    size of these weights counts like the range: otherwise a channel that is always zero would be scaled up until its
-    weights are the largest. With `through_silu` channels are scaled through x * sigmoid(x) too, if they are unequal
-    enough to be worth a product before the sigmoid.
+    The weights named in `per_channel` have a scale for each channel. If those that make a tensor have one for all, a
+    channel's weights count like its range: otherwise a channel that is always zero would be scaled up until its weights
+    are the largest. With `through_silu` channels are scaled through x * sigmoid(x) too, if they differ enough to be
+    worth a Mul before the sigmoid.
     """
     pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}

@@ -188,7 +188,7 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes some channels of a pair."""
+    """The constants that make some channels of a pair, and the steps from these to the pair's tensor."""
 
     constants: tuple[ScaledConstant, ...] = ()
     steps: tuple[Step, ...] = ()
@@ -316,7 +316,7 @@ def _is_inner(graph: Graph, name: str) -> bool:
 
 
 def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> tuple[ScaledConstant, ...] | None:
-    """Returns the constants that scale every channel of a node's output, None if it has none."""
+    """Returns the constants by which every channel of a node's output can be scaled, None if there are none."""
     if node.op_type == "Mul":
         return _find_constant_input(graph, node, axis, part)
     axes = _CONSTANT_AXES.get(node.op_type, ())
@@ -368,7 +368,7 @@ def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
 
 
 def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:
-    """Returns an activation function's slope for negative values, and its ceiling; None for other functions."""
+    """Returns an activation function's slope for negative values [channels] and its ceiling; None for others."""
     if node.op_type == "Relu":
         return np.ones(channels), None
     if node.op_type == "LeakyRelu":

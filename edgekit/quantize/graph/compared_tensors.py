@@ -74,8 +74,8 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
     infinite = find_infinite_tensors(graph)
     for output in (value.name for value in graph.proto.output):
         traced = _trace_back(graph, output)
-        # Of a ranked list, all tensors that it takes numbers from are compared: if two of its rows change places, all
-        # their numbers differ, though nothing is wrong.
+        # For a ranked list, the tensors that its numbers come from are compared instead: if two of its rows change
+        # places, all their numbers differ, though nothing is wrong.
         made_of = find_list_sources(graph, output) if traced.tensor == output else ()
         for compared in [_trace_back(graph, name) for name in made_of] or [traced]:
             if not graph.is_float(compared.tensor) or compared.tensor in infinite:

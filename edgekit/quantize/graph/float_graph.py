@@ -1,7 +1,7 @@
-"""Reads the float graph that is calibrated and quantized, and tells properties of its tensors.
+"""Reads the float graph that is calibrated and quantized, and finds properties of its tensors.
 
 Reading renames tensors whose names quantization would use for others, splits a Gemm with a computed bias into MatMul
-and Add, and raises attention masks, whose large negative numbers would widen ranges.
+and Add, and raises attention masks, whose large negative numbers would widen ranges, to -10,000.
 """
 
 import re
@@ -123,7 +123,7 @@ MASK_VALUE = -1e4
 # farther down, since one far below the highest bias may be added to the highest scores. Chosen by hand:
 # tests/quantize/test_quantize_attention_masks.py shows the effect.
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
-"""How far below the highest score of a row scores still matter, and below the highest bias, biases."""
+"""How far below the highest score of a row a score still matters, and below the highest bias a bias."""
 
 # Operators that may lie between a mask and a Softmax: they reshape or cast the mask, and join it with the scores.
 _SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast", "Flatten"})
@@ -133,10 +133,12 @@ _MOST_STEPS = 12
 
 
 class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose rows a Softmax reads; values down to `margin` below the highest of a row matter.
+    """A tensor whose rows a Softmax reads, directly or after additions.
 
-    `added` are the tensors that are added to it on the way. If their values differ by more than the margin, as the
-    scores of a sharp attention do, a mask must lie as far below zero as they differ, or it hides nothing.
+    Values down to `margin` below the highest of a row matter.
+
+    `added` are the tensors that are added to it before the Softmax. A mask must be further below zero than their values
+    differ, or it hides nothing.
     """
 
     tensor: str
@@ -187,7 +189,7 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
             msgspec.structs.replace(each, tensor=name)
             for node, each in made
             if node.op_type in _SHAPE_OPS | {"Concat"}
-            # A Concat adds scores of other things to choose from, such as that of nothing.
+            # A Concat adds scores of other choices, such as an attention sink.
             for name in (node.input if node.op_type == "Concat" else node.input[:1])
         ]
         front += [
@@ -200,7 +202,7 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
-    """Returns True if the lowest value lies farther below the lowest that matters than that below the highest."""
+    """Returns True if the lowest values are a mask: their gap to those that matter exceeds the range of the latter."""
     return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
 
 
@@ -289,8 +291,8 @@ def folded_activations(graph: Graph) -> dict[str, str]:
     """Returns the tensors that only a Relu or Clip reads, each with the output whose range it gets.
 
     A quantized producer clamps to its output range, so the range before the Relu or Clip is the range after it
-    (onnxruntime/quantization/base_quantizer.py, adjust_tensor_ranges). Between a layer and its Relu a Reshape may
-    stand; with another range before it, it would compute in float (targets/qnn/NOTES.md).
+    (onnxruntime/quantization/base_quantizer.py, adjust_tensor_ranges). A Reshape between a layer and its Relu gets that
+    range too; with another one it would compute in float (targets/qnn/NOTES.md).
     """
     folded: dict[str, str] = {}
     kept = graph.outputs | graph.captured
@@ -353,7 +355,7 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:
-    """Gives each Conv and Gemm a bias of its own, whose int32 scale follows from the node's input and weight.
+    """Copies shared biases, so that each Conv and Gemm has its own; its int32 scale follows from input and weight.
 
     The layers of ALBERT share biases, and exporters store equal tensors once. A bias that an Add reads too would get 8
     bits for the Add, and ONNX Runtime computes a Gemm with such a bias in float.

@@ -140,7 +140,7 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
 
 
 def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
-    """Yields a Log or the root of a spectrum, then the nodes whose rounding errors it amplifies, with its kind."""
+    """Yields a Log or the root of a spectrum, and the nodes whose rounding errors it amplifies, each with its kind."""
     # The slopes 1/x and 1/(2 sqrt x) are unbounded near 0, and the power of a spectrum spans many decades: most of its
     # values lie far below the step of any integer grid. A transformer on a log mel spectrum fell from 93 to 47 % with
     # ONNX Runtime's quantizer (docs/reference/measured.md, "Nets that stock quantization ruins"). Roots in

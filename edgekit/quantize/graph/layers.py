@@ -18,8 +18,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A Conv, ConvTranspose, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of `source`.
 
     It makes `groups` x `outputs` channels from `groups` x `inputs` values. `bias` is None if there is none. A patch of
-    a ConvTranspose (of one group) holds, for a position of the output, the value that each tap of the kernel reads, or
-    0.
+    a ConvTranspose (of one group) holds, for a position of the output, the value that each kernel tap reads, or 0.
     """
 
     node: str
@@ -151,11 +150,11 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
     if bias is not None and (vector is None or len(vector.dims) != 1 or len(graph.readers(bias)) != 1):
         return None
     groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)
-    plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
-    if node.op_type not in _CONVOLUTIONS and (not plain or len(weight.dims) != 2):
+    is_product = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
+    if node.op_type not in _CONVOLUTIONS and (not is_product or len(weight.dims) != 2):
         return None
-    sized_else = numbers.get("auto_pad", "NOTSET") != "NOTSET" or numbers.get("output_shape")
-    if node.op_type == "ConvTranspose" and (groups > 1 or sized_else):
+    has_other_pads = numbers.get("auto_pad", "NOTSET") != "NOTSET" or numbers.get("output_shape")
+    if node.op_type == "ConvTranspose" and (groups > 1 or has_other_pads):
         return None
     outputs = weight.dims[1 if transposed else 0]
     return Layer(

@@ -83,7 +83,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan of a draft, its signal-to-noise ratio, and the candidates with tensors out of 8 bits."""
+    """The best plan of a draft, its signal-to-noise ratio, and the candidates that were tried for it."""
 
     plan: QuantPlan
     ratio_db: float
@@ -103,14 +103,14 @@ def plan_quantization(
     """Returns the plan of quantizing a prepared float model for a target.
 
     With the method "auto" several range methods and roundings are built and judged on the held-out samples of the
-    calibration. The one that comes nearest to the float model there is planned, so it is never worse there than plain
-    minmax. "best" then takes the most harmful tensors out of 8 bits, a few more at each step, as long as that helps: to
-    16 bits if the target supports them, else to float; "auto" does so only if the model has collapsed (below 20 dB).
-    Below 40 dB, channels of unequal size are equalized if that helps.
+    calibration. The one closest to the float model is planned, so on these samples it is never worse than minmax with
+    weights rounded to nearest. "best" then gives the most harmful tensors more than 8 bits, a few more at each step, as
+    long as that helps: 16 bits if the target supports them, else float; "auto" does so only if the model has collapsed
+    (below 20 dB). Below 40 dB, channels of unequal size are equalized if that helps.
 
     Without held-out samples (fewer than 8 in all) the plan is minmax with corrected biases. A named range method is
-    used without a search. Without `relieve`, no tensors leave 8 bits even if the model has collapsed. A `memo` from
-    another target saves what both have in common. When its time budget ends, the best candidate so far is planned.
+    used without a search. Without `relieve`, no tensors get more than 8 bits even if the model has collapsed. A `memo`
+    from another target saves what both have in common. When its time budget ends, the best candidate so far is planned.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -136,7 +136,7 @@ def plan_quantization(
 
 
 def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
-    """Returns plain minmax with the same tensors and nodes out of 8 bits as in another plan of the model.
+    """Returns minmax rounded to nearest, with the same tensors and nodes out of 8 bits as in another plan of the model.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -159,7 +159,7 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
 
-    Roundings that learn from samples are slow: where runs are long, only the best draft gets them.
+    Roundings that learn from samples are slow: if runs are long, only the best draft gets them.
     """
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
     equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
@@ -216,7 +216,7 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
 
 def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
-    # A search that takes tensors out of 8 bits fits inputs again, and before it does, a collapsed plan shows nothing.
+    # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
     waits = not subject.relieve and found.ratio_db < COLLAPSED_DB and is_relievable(found.plan)
     if waits or found.ratio_db >= GOOD_DB:
         return found

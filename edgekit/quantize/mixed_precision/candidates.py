@@ -44,11 +44,11 @@ from edgekit.quantize.rounding import Rounding
 
 NOTABLE_DB = 0.3
 """The gain below which a change is not worth making: a choice, 7 % of the noise power."""
-# Rounding weights with second moments of their inputs is tried if rounded weights cost at least this. Below it, it
-# gained at most 0.35 dB on ten networks of the zoo and of tools/bench/architectures.py (measured once).
+# Rounding weights with second moments of their inputs is tried if rounded weights cost at least this. Where they cost
+# less, it gained at most 0.35 dB on ten networks of the zoo and of tools/bench/architectures.py (measured once).
 _WORTH_MOMENTS_DB = 0.5
 # With at most so many weights, rounding with moments takes a tenth of a second, and is tried on every model below
-# FAITHFUL_DB: over eight draws of its samples kws came 0.5 dB nearer on samples that it had not seen. Chosen by hand.
+# FAITHFUL_DB: over eight draws of its samples kws gained 0.5 dB on unseen samples. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
 # Clipping tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
@@ -60,7 +60,7 @@ _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The candidates of a draft, best first, its best range method, and the ratio of that with float weights."""
+    """The candidates of a draft, best first, its best range method, and the ratio in dB of that with float weights."""
 
     candidates: tuple[Candidate, ...]
     method: str
@@ -68,10 +68,16 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """Earlier results, by a digest of everything that they depend on, and the time that is left.
+    """Cached results, by a digest of everything that they depend on, and the time budget.
 
-    One memo is passed from target to target, so that targets whose candidates compute the same share the work. Results
-    for another target never change a plan.
+    One memo is passed from target to target, so that a candidate that several targets share is judged once. A plan does
+    not depend on what is cached.
+
+    Attributes:
+        judged: the judgement of each draft.
+        ranked: the noise of each tensor of a plan, worst first (`rank_tensors`).
+        noises: what rankings of a plan measured so far (`Noises`).
+        budget: the time that is left for searches.
     """
 
     judged: dict[str, Judgement] = {}
@@ -108,7 +114,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, plan=plan)
 
     def use_unsigned(self) -> "Draft":
-        """Returns the draft with unsigned activations: the loss is the same, and x86 computes them faster."""
+        """Returns the draft with uint8 in place of int8 activations: the loss is the same, and x86 is faster."""
         plan = self.plan
         if plan.activation != "int8":
             return self
@@ -135,7 +141,7 @@ def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judgement:
-    """Returns the candidates of a draft: plain minmax, and the best range method with corrected biases.
+    """Returns the candidates of a draft: minmax rounded to nearest, and the best range method with corrected biases.
 
     Range methods are compared with float weights; if a `method` is given, it is used without comparison.
 
@@ -163,7 +169,7 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
     """
     draft, best_db = draft.use_unsigned(), judged.candidates[0].sqnr_db
     weights = count_weights(draft.graph)
-    # Plain minmax may lead before weights are rounded by samples: they are for the method whose ranges are best.
+    # Roundings are tried with the best range method, though minmax may be the best candidate so far.
     tried = [each for each in judged.candidates if each.method == judged.method]
     reached_db = max((each.sqnr_db for each in tried), default=best_db)
     if not weights or not (draft.plan.bits or needs_moments(reached_db, judged.unrounded_db, weights)):
@@ -179,10 +185,10 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
-    """Returns a plan with tensors out of 8 bits, with the range method and the rounding that are best for it.
+    """Returns the plan of a draft with tensors out of 8 bits, with the range method and the rounding chosen again.
 
-    If these few tensors made most of the noise, the present choice was made mostly for them, so it may not be the best
-    for the others.
+    If these few tensors made most of the noise, the former choice was mostly made for them, and may not be the best for
+    the others.
     """
     judged = judge_draft(draft, memo)
     method, rounding = judged.method, draft.plan.rounding
@@ -255,11 +261,11 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
     ranges = _judge_ranges(draft, methods, budget, placed)
     best = max(ranges, key=ranges.__getitem__)
     chosen = draft.choose(best, "nearest")
-    # Plain minmax is always a candidate, so the choice is never worse than it on these samples. Equalized drafts need
-    # none of their own: they are compared with that of the unchanged graph.
+    # Minmax rounded to nearest is always a candidate, so the choice is never worse than that on these samples. An
+    # equalized draft needs none: it is compared with that of the unchanged graph.
     tried = [] if draft.plan.factors else [*_judge_roundings(plain, ("nearest",), budget, placed)]
     placed = placed if best == methods[0] else place_draft(chosen)
-    # On ResNet-50, ViT-S and Whisper's encoder the corrected bias came 0.1 to 3.9 dB nearer (measured once).
+    # On ResNet-50, ViT-S and Whisper's encoder bias correction gained 0.1 to 3.9 dB (measured once).
     corrected = [*_judge_roundings(chosen, ("bias",), budget, placed)] if read_layers(draft.graph) else []
     tried += corrected or _judge_roundings(chosen, ("nearest",), budget, placed)
     return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
@@ -293,9 +299,9 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: 
 def plans_to_inputs(
     draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto
 ) -> tuple[onnx.ModelProto, dict[str, Tensors]]:
-    """Returns a graph that takes scales and zero points as inputs, and those of plans that differ only in ranges.
+    """Returns a graph that takes the scales and zero points of activations as inputs, and the values of each plan.
 
-    `placed` is the QDQ form of one of them. One session can judge them all.
+    So one session can judge all plans, which may differ only in ranges. `placed` is the QDQ form of one of them.
     """
     stripped = strip_weights(placed, draft.graph)
     grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
@@ -359,9 +365,9 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     """Returns the plan with large constants of float nodes stored in 16 or 8 bits, if that costs little.
 
     A session converts them to float32 when it loads the model: placement, memory and run time are those of float32.
-    Their cost is judged in the float model, over a few held-out samples, since beside the rounding noise of activations
-    it would be lost in chance. The cost must be so small that it takes at most EQUAL_DB from the ratio `reached_db`
-    of the plan (by default that of the best candidate). Without held-out samples nothing is changed.
+    Their cost is judged in the float model, over a few held-out samples: in the quantized one, the noise of activations
+    would hide it. It may lower the ratio `reached_db` of the plan (by default that of the best candidate) by at most
+    EQUAL_DB. Without held-out samples nothing is changed.
 
     Raises:
         UsageError: the calibration's statistics are gone.

@@ -1,9 +1,9 @@
-"""The last rung of the ladder of widths, 8 bits, 16 bits, float: tensors that 16 bits do not hold.
+"""Keeps tensors in float that even 16 bits cannot represent.
 
-The step of 16 bits is 257 times finer than that of 8, and as long as noise follows the step there are 48 dB less of it.
-It does not where values span many decades, as the powers of a spectrum do: a step that the largest value needs hides
-most of the others, in 16 bits too. Float has steps in proportion to each value, down to the smallest that its type
-holds: 6e-8 in half precision, in which some providers compute all floats (`Target.float_bits`).
+The step of 16 bits is 257 times finer than that of 8, which usually lowers the noise by 48 dB. Not so for values that
+span many decades, as the powers of a spectrum do: a step that the largest value needs hides most of the others, in 16
+bits too. Floats have steps in proportion to each value, down to the smallest that their type holds: 6e-8 in float16, in
+which some providers compute all floats (`Target.float_bits`).
 """
 
 import math
@@ -35,9 +35,10 @@ _COUNTS = (1, 3, 8)
 
 
 class WideRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors that 16 bits do not hold: in each of `steps` those that are worth a trial in float, worst first.
+    """Tensors whose values 16 bits cannot represent well.
 
-    Those that the target's float holds no better are in `beyond_float`.
+    Each of `steps` names tensors to try in float, worst first. `beyond_float` names those that the target's float16
+    represents no better.
     """
 
     steps: tuple[tuple[str, ...], ...] = ()
@@ -47,10 +48,10 @@ class WideRange(msgspec.Struct, frozen=True, kw_only=True):
 def find_wide_range(
     model: Model, calibration: Calibration, target: Target, first: QuantPlan, plan: QuantPlan, memo: Memo
 ) -> WideRange:
-    """Returns the tensors of 16 bits that make much of a plan's noise; `first` is the plan with the others in 8 bits.
+    """Returns the 16-bit tensors that cause much of the noise of `plan`; `first` is the plan with no added 16 bits.
 
-    Only a tensor that alone ruins the outputs in 8 bits can be one: of all others 16 bits leave no noise. So where none
-    does, no other ranking is made.
+    Only tensors that ruin the outputs by themselves in 8 bits qualify: from all others 16 bits remove the noise. So if
+    there is none, the ranking with 16 bits is not made.
 
     Raises:
         UsageError: the statistics are gone.
@@ -62,7 +63,7 @@ def find_wide_range(
             return WideRange()
     draft = open_draft(model, calibration, plan)
     noise = rank_tensors(draft, memo)
-    # As many as the last step takes, each with less, would not gain enough together.
+    # The largest step, of tensors with less noise than this, would not gain enough.
     least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _COUNTS[-1]
     wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
     wide = wide[: _COUNTS[-1]]
@@ -92,25 +93,29 @@ def find_wide_range(
 def keep_tensors_float(
     model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]
 ) -> QuantPlan | None:
-    """Returns a plan with some tensors of 16 bits in float, None if nothing would be quantized.
+    """Returns a plan with some 16-bit tensors in float, None if nothing would be quantized.
 
-    Tensors that only move their values are in float too: else the next operator would read them in 16 bits.
+    Tensors with the same values in other positions, such as behind a Reshape, are kept float too: else the next
+    operator would read them in 16 bits.
     """
     graph = open_draft(model, calibration, plan).graph
     moved = [name for name in float_activations(graph) if range_source(graph, name) in names]
-    lifted = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
-    return lifted if quantizes_any(graph, lifted) else None
+    kept = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
+    return kept if quantizes_any(graph, kept) else None
 
 
 def explain_wide_range(name: str, target: Target) -> str:
-    """Returns in one line why a tensor has no width that holds it, and what to do."""
+    """Returns a line that says why neither 16 bits nor float16 represent a tensor, and what to do."""
     half = np.finfo(np.float16)
     holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"
     return f"'{name}' loses most, in 16 bits as in {holds}; scale it, or take its logarithm before the model"
 
 
 def name_worst(first: Draft, plan: QuantPlan, memo: Memo) -> str:
-    """Returns in one line which tensor of 8 bits loses most, "" if none is left; `first` was ranked for the plan."""
+    """Returns a line that names the 8-bit tensor of a plan that loses most, "" if none is left.
+
+    `first` is the draft with no tensors out of 8 bits, whose ranking is in the memo.
+    """
     floats = {node.name for node in plan.float_nodes}
     for name, noise in rank_tensors(first, memo).items() if is_relievable(plan) else ():
         if name not in plan.wide and any(node.name not in floats for node in first.graph.readers(name)):

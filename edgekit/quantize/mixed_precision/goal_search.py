@@ -1,4 +1,4 @@
-"""The plan to write: what a search found is held against other plans, and advice says what would lose less."""
+"""Chooses the plan to write: the result of a search is compared with other plans, and advice says what would help."""
 
 from collections.abc import Callable
 from functools import partial
@@ -63,10 +63,10 @@ def find_plan(
 ) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
-    It is compared with plain minmax with the same float nodes, and with other range methods where much is lost, by the
-    decisions of the outputs over all samples; the better plan is returned. With `narrow`, large constants that stay
-    float get 8 or 16 bits before the final measurement, which is that of the written file. Where more than 2 points are
-    lost, `advice` says what would help.
+    It is compared with minmax rounded to nearest with the same float nodes, and, if much is lost, with other range
+    methods, by how far they move the outputs of all samples; the better plan is returned. With `narrow`, large
+    constants that stay float get 8 or 16 bits before the final measurement, which is that of the written file. If more
+    than 2 points are lost, `advice` says what would help.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -99,8 +99,8 @@ def find_plan(
 def _compare_with_rivals(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns the search result after its plan was compared with others, each of which is chosen if it loses less.
 
-    The others are plain minmax, and where more than two points are lost, the plan with other range methods: the method
-    was chosen by 16 samples, before tensors left 8 bits.
+    The others are minmax rounded to nearest, and, if more than two points are lost, the plan with other range methods:
+    the method was chosen by at most 16 samples, before tensors left 8 bits.
 
     Of two plans the better is the one that meets the goal. If both do, or neither, it is the one that moves the
     decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.distances`), to which every
@@ -111,8 +111,8 @@ def _compare_with_rivals(search: Search, searched: Searched, max_drop: float) ->
     # No decision changed, so none can be saved.
     if found.drop_estimate is not None and found.drop_estimate <= _NEGLIGIBLE and found.top1_agreement in {None, 1.0}:
         return searched
-    plain = partial(plan_minmax, search.model, search.calibration, search.target, first.plan)
-    rivals: dict[str, Callable[[], QuantPlan | None]] = {"minmax": plain}
+    minmax = partial(plan_minmax, search.model, search.calibration, search.target, first.plan)
+    rivals: dict[str, Callable[[], QuantPlan | None]] = {"minmax": minmax}
     if loses_much(found) and search.relievable:
         for method in AUTO_METHODS:
             rivals[f"{first.step}, {method}"] = partial(
@@ -126,11 +126,11 @@ def _compare_with_rivals(search: Search, searched: Searched, max_drop: float) ->
 
 
 def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
-    """Returns the search result with trials in which what integers do not hold is in float.
+    """Returns the search result with more trials, if the chosen plan misses the goal: with more nodes in float.
 
-    These are tensors that 16 bits do not hold (`find_wide_range`), then layers whose weights 8 bits do not hold
-    (`find_coarse_layers`). They are made where the chosen plan misses the goal. One is chosen if that saves more than
-    it costs, and the target still takes as much of the work, of which enough stays in integers.
+    These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`), then layers whose weights 8
+    bits cannot represent (`find_coarse_layers`). A trial is chosen if it meets the goal or saves more than a tolerated
+    loss, the target still takes as much of the work, and enough of it stays in integers.
     """
     before, first, memo = searched.chosen, searched.trials[0], search.memo
     if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
@@ -138,7 +138,7 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked:
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
     least = (LEAST_INTEGER_SHARE if is_asked or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
-    def lift(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
+    def adopt(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors or weights in float; returns True if it is chosen."""
         nonlocal searched
         if searched.chosen.prediction.meets(max_drop):
@@ -153,27 +153,27 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked:
             return True
         return False
 
-    wide_range, lifted = WideRange(), list[tuple[str, ...]]()
+    wide_range, kept = WideRange(), list[tuple[str, ...]]()
     if before.plan.wide or not search.relievable:
         find = partial(find_wide_range, search.model, search.calibration, search.target, first.plan, before.plan, memo)
         wide_range = memo.budget.attempt(MORE_RELIEF, find) or wide_range
-        lifted = [names for names in wide_range.steps if lift(before, "tensors", keep_tensors_float, names)]
-        # Without the noise of these tensors, more 16 bits for others may pay: they hardly showed beside it.
-        wider = [each for each in searched.trials if lifted and len(each.plan.wide) > len(before.plan.wide)]
+        kept = [names for names in wide_range.steps if adopt(before, "tensors", keep_tensors_float, names)]
+        # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
+        wider = [each for each in searched.trials if kept and len(each.plan.wide) > len(before.plan.wide)]
         for base in wider:
-            lift(base, "tensors", keep_tensors_float, lifted[-1])
+            adopt(base, "tensors", keep_tensors_float, kept[-1])
     if not searched.chosen.prediction.meets(max_drop):
         base = searched.chosen
         coarse = memo.budget.attempt(
             MORE_RELIEF, partial(find_coarse_layers, search.model, search.calibration, base.plan)
         )
         for names in coarse or ():
-            lift(base, "layers", keep_layers_float, names)
+            adopt(base, "layers", keep_layers_float, names)
     return msgspec.structs.replace(searched, wide_range=wide_range.beyond_float)
 
 
 def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result with shorter ranges of state, as long as less is lost over whole sequences.
+    """Returns the search result with the ranges of state halved, as long as that loses less over whole sequences.
 
     Example: the cell state of an LSTM counts up to 300, but reaches its outputs through a Tanh, which is flat beyond 9.
     With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
@@ -201,7 +201,7 @@ def _adopt(searched: Searched, trial: Trial, max_drop: float) -> Searched:
 
 
 def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
-    # It was clearly worse after some of the samples.
+    # `other` was clearly worse after some of the samples.
     if not other.is_whole:
         return False
     is_met, meets = (each.prediction.meets(max_drop) for each in (chosen, other))
@@ -253,7 +253,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         # Advice needs no more samples than show which of the two loses less.
         look = look_against(search, chosen, is_advice=True)
         searched, trial = _add_trial(search, searched, step, make, look)
-    # Of plans that the search tried anyway, only one that loses less is worth a word.
+    # A plan with tensors out of 8 bits that the search had tried is only mentioned if it loses less.
     if trial is None or (
         wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
     ):
@@ -281,7 +281,7 @@ def _advise(search: Search, searched: Searched, advice: str) -> Searched:
 
 
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
-    """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
+    """Returns in words what `other` loses, with its bytes relative to the chosen trial's and its work in integers."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:z.2f} points are lost"
     one, two = chosen.prediction, other.prediction
@@ -302,8 +302,8 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
         EdgekitError: as for `quantize_model`.
     """
     known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
-    # A model refers to its external data by file name, so it cannot be copied under another name. In a trial an LSTM is
-    # one node, which QNN needs in parts.
+    # A model refers to its external data by file name, so it cannot be copied under another name. A trial has an LSTM
+    # as one node, of which QNN needs the parts.
     if quantized is None or known != plan or quantized.model.external_files or _has_lstm(quantized.model):
         return quantize_model(search.model, plan, search.calibration, out)
     copy_file(quantized.model.path, out)

@@ -31,12 +31,12 @@ from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision, Target
 
-# How many of the most harmful tensors may leave 8 bits, about 2.5 times as many at each step. Ranking more tensors
+# How many of the most harmful tensors get more than 8 bits, about 2.5 times as many at each step. Ranking more tensors
 # takes more runs, so the first few are ranked by themselves.
 _FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
-# With 16 bits, which leave all work in integers, and short runs.
+# Further steps, for targets with 16 bits, which keep all work in integers, and models whose runs are short.
 _MOST = (120, 160)
-# The default mode keeps at least this share of the work in integers: a choice.
+# The default mode keeps at least this share of the first plan's work in integers: a choice.
 DEFAULT_INTEGER_SHARE = 0.75
 # A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
 # SiLU, which without this bound kept nine nodes in float for 0.1 points (measured once, the program is gone).
@@ -48,24 +48,32 @@ _LEAST_SAME = 0.9
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
 LEAST_INTEGER_SHARE = 0.5
-# The assumed error of a forecast: a factor for a drop, dB for a ratio. Choices, so wide that only steps which would
-# miss the goal are skipped.
+"""The share of the work that is kept in integers for a collapsed model, or with a goal if possible: a choice."""
+# The assumed error of the predicted effect of a step: a factor for a drop, dB for a ratio. Choices, so wide that only
+# steps which would miss the goal are skipped.
 _NEAR, _NEAR_DB = 2.0, 2.0
-# The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
+# The least share of the noise that is predicted to be left; not 0, because later shares are divided by it.
 _NONE_LEFT = 1e-9
 MORE_RELIEF = "plans with more tensors out of 8 bits"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
+    """What is to be quantized, and how quantized models are measured.
 
-    `compare` returns by how much farther the first of two quantized models moves the decisions, over the same samples,
-    and 0 where none are known. `look` measures a model by as few samples as show that it is not the one to write
-    (`FloatReference.look`; None: all are measured by all samples). `work` is a folder for intermediate files. The
-    `memo` may be shared with other targets, and says how long the search may take. `tried` holds the models that were
-    written there, by the step of the search. With `may_widen` the user did not ask for this precision: if none of its
-    plans meets a goal, 16 bits for all activations may be used. `feeds` has the inputs that hold state of the step
-    before, each with the output that it comes from.
+    Attributes:
+        model, calibration, target, precision: those of `plan_quantization`.
+        measure: returns what a quantized model loses over all samples.
+        compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
+            samples (`FloatReference.compare`); 0 if no output can be judged.
+        look: measures a model by as few samples as show that it is not the one to write (`FloatReference.look`). None:
+            every model is measured by `measure`.
+        work: a folder for intermediate files.
+        memo: cached results, which other targets may share, and the time budget.
+        progress: gets messages.
+        may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
+            activations may be used.
+        feeds: for each input that holds state, the output of the step before that it comes from.
+        tried: the plans and the models written for them, by the name of the step; filled by the search.
     """
 
     model: Model
@@ -99,10 +107,10 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search: every trial in order, and the chosen one; `note` qualifies `met`.
+    """The result of a search: every trial in order, the chosen one, and whether it met the goal; `note` qualifies that.
 
-    If much is lost, `advice` says what would lose less, with the measured figure. `wide_range` names tensors of 16 bits
-    that make much of the noise, and that the target's float holds no better.
+    If much is lost, `advice` says what would lose less, with the measured figure. `wide_range` names the 16-bit tensors
+    that cause much of the noise and that the target's float16 represents no better.
     """
 
     trials: tuple[Trial, ...]
@@ -114,13 +122,13 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share): the user asked for it (`is_asked`), or it is that of the default mode."""
+    """A drop of at most `max_drop` (a share): the user's (`is_asked`), or that of the default mode."""
 
     max_drop: float = DEFAULT_MAX_DROP
     is_asked: bool = False
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
-        """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
+        """Returns True if a plan may meet the goal once this share of the noise of its activations is removed."""
         is_unknown = prediction.drop_estimate is None
         return _least_drop(prediction, share) <= (_NEAR_DB - GOOD_DB if is_unknown else _NEAR * self.max_drop)
 
@@ -135,8 +143,8 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
        8 bits are considered: in 16 bits if the target supports that, else in float. Each plan costs a measurement, so
        one that cannot meet the goal, by the noise that it would remove, is skipped (`_try_plans`).
     4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
-       first plan. Else the largest number of tensors that pays is tried, and then smaller ones, to see whether they
-       do as well. If the largest is best and tensors get 16 bits, more of them are tried (`_try_most`).
+       first plan. Else the largest number of tensors that is worth its cost is tried, and then smaller ones, to see
+       whether they do as well. If the largest is best and tensors get 16 bits, more of them are tried (`_try_most`).
     5. `choose_trial` selects one of the trials, which is measured over all samples.
 
     Each trial is written to the file of the `state`, from which an interrupted search continues.
@@ -161,7 +169,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
 def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial]) -> Searched:
     """Returns the result of a search, whose chosen trial is measured over all samples.
 
-    Those that were measured over a part are then compared with it, until they are clearly worse.
+    Trials that were measured over a part of the samples are measured over more, until they are clearly worse than it.
     """
     searched, best = choose_trial(trials, goal), ""
     while best != searched.chosen.step and not all(trial.is_whole for trial in searched.trials):
@@ -195,35 +203,36 @@ def complete_trial(search: Search, trial: Trial) -> Trial:
 
 
 def loses_much(prediction: Prediction) -> bool:
-    """Returns True for a loss that is worth advice, or a plan with less of the work in integers."""
+    """Returns True for a drop of more than two points (but not of values that `is_near`), or below 20 dB."""
     drop = prediction.drop_estimate
     return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
 
 
 def changes_many(prediction: Prediction) -> bool:
-    """Returns True if more than a tenth of the decisions change, whatever that costs.
+    """Returns True if more than a tenth of the decisions change.
 
-    Where the float model is not sure of its answers, a changed one is as likely to be right, and no drop is expected.
+    The estimated drop may be small all the same: if the float model is uncertain, a changed decision is as likely to be
+    right as the old one.
     """
     same = prediction.top1_agreement
     return same is not None and same < _LEAST_SAME
 
 
 def is_near(prediction: Prediction) -> bool:
-    """Returns True if outputs are plain values near the float model's: they make no decision that could change."""
+    """Returns True if outputs are values that decide nothing, with at least GOOD_DB."""
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB
 
 
 def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     """Returns the trial to write.
 
-    In the default mode that is the one with the fewest tensors out of 8 bits after which more hardly save anything: the
-    first that meets the goal, or whose loss is so near the least of all that the difference is not worth more tensors
-    (`find_tolerated_loss`).
+    In the default mode that is the trial with the fewest tensors out of 8 bits that meets the goal, or whose loss is so
+    close to the least of all that the difference is not worth more tensors (`find_tolerated_loss`).
 
-    If the user gave the goal, it is the one with most work on the target of those that meet it, else the one that loses
-    least. If that keeps less than half of the work in integers, another is used instead, if it keeps half: one that
-    loses more by no more than the goal, and, if any meets the goal, misses it by less than the sampling error.
+    If the user gave the goal, it is the one with most work on the target among those that meet the goal, else the one
+    that loses least. If that keeps less than half of the work in integers, the best of the following is chosen instead,
+    if there is any: trials that keep half of it, lose at most `max_drop` more than needed (than the goal, or than the
+    least loss if none meets it), and, if any trial meets the goal, may meet it within the interval of their drop.
     """
     meeting, every = [trial for trial in trials if trial.prediction.meets(goal.max_drop)], tuple(trials)
     if not goal.is_asked:
@@ -255,13 +264,13 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow where one is to
     be chosen (`_choose_measured`).
 
-    1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
-       in the default mode, if outputs are plain values that hardly differ.
+    1. The plan with no tensor out of 8 bits is measured. It is the only one if activations have 16 bits anyway, or, in
+       the default mode, if outputs are values that hardly differ (`is_near`).
     2. Few tensors (1, 3, 8) are ranked first, then many (20, 40, 80), because a longer ranking takes more runs. The
-       ranking forecasts the share of the noise that each number of tensors removes, which bounds the drop from below.
+       ranking bounds the share of the noise that each number of tensors removes, and so the drop from below.
     3. Rising numbers are tried, except those whose bound is more than twice the goal. The first that is good enough
        ends the search.
-    4. If none is good enough, the largest number is tried that removes enough noise to pay for its cost.
+    4. If none is good enough, the largest number is tried that may gain a decibel (any, if the user gave the goal).
     5. Then fewer tensors may do: among the numbers between the chosen trial and the next smaller trial, the middle
        one of those whose bound allows a good enough drop is tried, until none is left.
     6. If the largest number is chosen and misses the goal, more tensors (120, 160) may get 16 bits (`_try_most`).
@@ -280,7 +289,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
             return attempts.in_order
         left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
         for count in counts:
-            # The last trial is without part of the noise already.
+            # The last trial has lost part of the noise already.
             if goal.may_meet(last.prediction, 1 - left[count] / left[max(attempts.trials)]):
                 trial = attempts.run(count)
                 if trial is None:
@@ -298,7 +307,10 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
 
 
 def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> None:
-    """Tries numbers of tensors between the chosen trial and the next smaller one; each leaves a share of the noise."""
+    """Tries numbers of tensors between the chosen trial and the next smaller one.
+
+    `left` holds, for each number, the share of the noise that is left.
+    """
     while True:
         chosen = attempts.choose()
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
@@ -312,7 +324,7 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
 def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
     """Tries still more tensors in 16 bits, as long as the largest number was chosen and the next may gain a decibel.
 
-    A transformer has hundreds of tensors with about the same noise: 80 of them make half of it.
+    A transformer has hundreds of tensors with about the same noise, half of which 80 of them cause.
     """
     if _MORE_THAN_FEW[-1] not in attempts.trials or not search.target.widens(search.precision):
         return
@@ -350,7 +362,11 @@ class _Attempts:
         return [self.trials[count] for count in sorted(self.trials)]
 
     def run(self, count: int, *, may_meet: bool = True) -> Trial | None:
-        """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers."""
+        """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers.
+
+        With `may_meet` the plan of a collapsed model is measured even if too little of the work stays in integers: it
+        is a trial if it meets the goal or loses little.
+        """
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         done, left = len(self._seconds), ", known" if step in self._known else ""
         if done and not left:
@@ -383,7 +399,7 @@ class _Attempts:
         return next(count for count, trial in self.trials.items() if trial is searched.chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
-        """Returns a trial that keeps enough of the first plan's work in integers: in the default mode most of it.
+        """Returns a trial that keeps enough of the first plan's work in integers: 3/4 of it in the default mode.
 
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal, or loses little where the first plan loses much.
@@ -399,7 +415,7 @@ class _Attempts:
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
         share = 0.0 if self._goal.is_asked else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
         least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
-        # A model is not written to find out that too little of it is left in integers, where its plan shows that.
+        # If the plan alone shows that too little is left in integers, the model is not written.
         if must_keep and share and bound_integer(self._search, plan) < least:
             return None
         work = measure_work(self._search, step, plan)
@@ -414,8 +430,8 @@ class _Attempts:
 def find_tolerated_loss(trials: Sequence[Trial]) -> float:
     """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
-    That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
-    amplitude.
+    That is the least drop plus 0.2 points, or times 1.12 if that is more: a decibel is 12 % of the noise amplitude, to
+    which changed decisions are proportional. If the drop is unknown, it is one decibel less than the best.
     """
     best = min(trials, key=lambda trial: trial.prediction.loss())
     drop = best.prediction.drop_estimate
@@ -427,7 +443,7 @@ def find_tolerated_loss(trials: Sequence[Trial]) -> float:
 
 
 def _least_drop(prediction: Prediction, share: float) -> float:
-    """Returns a lower bound of the drop (as `Prediction.loss`) once a share of the noise of the activations is gone.
+    """Returns a lower bound of the drop (as `Prediction.loss`) once a share of the activations' noise is removed.
 
     A drop falls no faster than the power of the noise.
     """
@@ -467,7 +483,7 @@ def bound_integer(search: Search, plan: QuantPlan) -> float:
 
 
 def measure_work(search: Search, step: str, plan: QuantPlan) -> Work:
-    """Returns the shares of the work of a plan, whose model is written."""
+    """Returns the shares of the work of a plan; its model is written to compute them."""
     quantized = quantize_step(search, step, plan)
     check = check_model(quantized.model, search.target, advises=False)
     floats, total = {node.name for node in quantized.float_nodes}, sum(node.macs for node in check.node_list)

@@ -1,4 +1,7 @@
-"""Mixed precision: the tensors that suffer most from 8 bits get 16 bits or stay float, a few more at each step."""
+"""Mixed precision: the tensors that lose most in 8 bits get 16 bits or stay float, a few more at each step.
+
+A tensor that gets 16 bits or float instead of 8 bits is called relieved.
+"""
 
 import math
 from collections import Counter
@@ -36,11 +39,11 @@ from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio, where the amplitude of the error is a tenth of the signal's, a model has collapsed: a choice."""
-# Beyond this number, tensors out of 8 bits hardly change which range method is best for the others.
+# Taking more than this number of tensors out of 8 bits hardly changes which range method is best for the others.
 _FEW_RELIEVED = 8
-# The share of the noise that dominates the choice of ranges: a choice.
+# Tensors that cause more than this share of the noise decide which range method is best: a choice.
 _MOST_NOISE = 0.5
-# So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
+# How many tensors a ranking looks for: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, 80, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
@@ -59,7 +62,7 @@ def relieve_plan(
 ) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the plan of a draft with the worst tensors out of 8 bits, and the tried candidates.
 
-    More and more are taken out until the ratio is good enough, or two steps in a row gain less than a decibel. A step
+    More and more are taken out until the ratio is `enough_db`, or two steps in a row gain less than a decibel. A step
     that gained less is not kept, and one that cannot gain it (`bound_relief`) is not built. `lead` is the judged
     candidate of the draft's own plan.
 
@@ -100,10 +103,12 @@ def relieve_step(
     before: QuantPlan,
     memo: Memo,
 ) -> QuantPlan | None:
-    """Returns a plan with its `count` most harmful tensors out of 8 bits, None if it has too few.
+    """Returns a plan with its `count` most harmful tensors out of 8 bits.
+
+    None if it has less than half as many tensors, or if nothing would be quantized.
 
     They get 16 bits if the target supports them, and stay float otherwise. `before` is the plan with the next smaller
-    number of them. Its ranges and its rounding are used again, unless few tensors make most of the noise: then ranges
+    number of them. Its ranges and its rounding are used again, unless few tensors cause most of the noise: then ranges
     and rounding had been chosen mostly for these tensors, and are chosen again for the others.
 
     Raises:
@@ -132,9 +137,9 @@ def relieve_step(
 
 
 def change_method(model: Model, calibration: Calibration, plan: QuantPlan, method: str) -> QuantPlan | None:
-    """Returns a plan with another range method for its tensors of 8 bits; inputs keep their range.
+    """Returns a plan with another range method for its 8-bit tensors; inputs keep their range.
 
-    None where runs of the model take too long for another trial.
+    None if runs of the model take too long for another trial, or if the calibration has no ranges of the method.
     """
     draft = open_draft(model, calibration, plan)
     if not draft.effort.is_short or method not in calibration.ranges:
@@ -148,9 +153,9 @@ def fit_inputs(draft: Draft) -> QuantPlan:
     """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
 
     Range methods clip rare values without regard to the outputs, and with 16 bits the only method is minmax. But the
-    tail of an input, such as the powers of a spectrum, may be too long for any grid, while the layer that reads it is
-    saturated there. Each end with such a tail is halved, which gives all other values one more bit, as long as the
-    outputs gain.
+    tail of an input, such as the powers of a spectrum, may be too long for any step size, while the layer that reads it
+    is saturated there. Each end with such a tail is halved, which gives all other values one more bit, as long as that
+    gains NOTABLE_DB.
     """
     plan, ends = draft.plan, _find_tails(draft)
     if not ends:
@@ -196,7 +201,7 @@ _SIGNS = {"low": -1, "high": 1}
 def bound_relief_by_count(
     model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
 ) -> dict[int, float]:
-    """Returns for each count the largest share of the noise that goes if so many of the worst tensors leave 8 bits.
+    """Returns, for each count, an upper bound of the noise share that the `count` worst tensors cause (`bound_relief`).
 
     Raises:
         UsageError: the statistics are gone.
@@ -206,7 +211,7 @@ def bound_relief_by_count(
 
 
 def bound_relief(noise: Sequence[float], count: int) -> float:
-    """Returns an upper bound of the noise share that goes once the `count` worst tensors leave 8 bits.
+    """Returns an upper bound of the noise share that is removed once the `count` worst tensors leave 8 bits.
 
     `noise` holds n_1, n_2, ..., the noise power at the outputs if one tensor alone has 8 bits, worst first. These add
     up, together with w >= 0, the noise of rounded weights. A step removes n_1 + ... + n_count of the total. Since w is
@@ -230,7 +235,7 @@ def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft
 
 
 def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
-    """Returns a draft with interpolated class maps out of 8 bits, which affects no multiplications."""
+    """Returns a draft with interpolated class logits out of 8 bits (`find_enlarged`); no layer with weights changes."""
     names = find_enlarged(draft.graph, draft.calibration)
     if not names or not is_relievable(draft.plan):
         return draft
@@ -260,7 +265,7 @@ def relieve_tensors(
 
 
 def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
-    """Returns the ranges of the constants that are added to these tensors or scale them.
+    """Returns the ranges of the constants that are added to these tensors or multiplied with them.
 
     Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
     steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend.
@@ -275,7 +280,7 @@ def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, Tens
 def _widen_joined(
     graph: Graph, wide: Mapping[str, TensorRange], seen: Mapping[str, TensorRange]
 ) -> dict[str, TensorRange]:
-    """Returns `wide` with whatever a Concat in it joins that has finer steps in 8 bits, for QNN.
+    """Returns `wide` with those inputs of its Concats added whose steps are finer even in 8 bits, for QNN.
 
     Example: a network returns the states of its LSTM in one tensor. The hidden state lies within 1 and has 8 bits, the
     cell state reaches 300, so the Concat got 16 bits. QNN's HTP requantizes the hidden state from 8 bits to the steps
@@ -306,9 +311,9 @@ def keep_float(graph: Graph, plan: QuantPlan, names: Sequence[str]) -> QuantPlan
 
 
 def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
-    """Returns the noise of each tensor in 8 bits, worst first; at least the first `count` are measured by themselves.
+    """Returns the noise power of each tensor in 8 bits, as a share of the signal's, worst first.
 
-    The memo keeps the result for later steps.
+    At least the first `count` are measured by themselves. The memo keeps the result for later steps.
     """
     unsigned, effort = draft.use_unsigned(), draft.effort
     worst = next(each for each in _RANKED if each >= count)

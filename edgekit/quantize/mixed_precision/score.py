@@ -1,6 +1,7 @@
-"""Measures how near a quantized candidate comes to the float model on held-out samples.
+"""Measures how close a quantized candidate is to the float model on held-out samples.
 
-Variants of a QDQ graph show where a loss comes from: one with float weights, and one with a switch for each activation.
+Variants of a graph show where a loss comes from: a QDQ graph with float weights, and float graphs with a switch that
+quantizes each activation, or each layer's weights.
 """
 
 import math
@@ -86,10 +87,11 @@ def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
 def switch_activations(
     qdq: onnx.ModelProto, graph: Graph, *, only: Collection[str] | None = None, as_float16: bool = False
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Returns the float graph with a switch that quantizes each activation, and the names of the activations.
+    """Returns the float graph with a switch for each activation, and the names of these activations.
 
-    The extra input SWITCHES, bool [N], says for each whether its readers get it through the Q and DQ of `qdq`, or with
-    `as_float16` rounded to float16. `only` are the activations that get a switch, by default all.
+    The added input SWITCHES, bool [N], says for each activation whether its readers get it quantized by the Q and DQ of
+    `qdq` (rounded to float16, if `as_float16`) or as it is. `only` are the activations that get a switch, by default
+    all that `qdq` quantizes.
     """
     proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
@@ -118,10 +120,10 @@ def switch_activations(
 
 
 def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> onnx.ModelProto:
-    """Returns the float graph with a switch that rounds the weight and bias of each of some layers.
+    """Returns the float graph with a switch for the weight and bias of each layer in `rounded`.
 
-    `rounded` holds the values of each layer by the index of the input (`list_rounded`). The extra input SWITCHES, bool
-    [N], says for each of them, in this order, whether it has these.
+    `rounded` holds the rounded constants of each layer by the index of the input (`list_rounded`). The added input
+    SWITCHES, bool [N], says for each layer, in this order, whether it uses these or the float ones.
     """
     proto = _copy(graph.model)
     places = {name: index for index, name in enumerate(rounded)}
@@ -142,7 +144,7 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
 
 
 def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Array]]:
-    """Returns, for each node of a graph whose QDQ form has such, its dequantized constants, float32, by their input."""
+    """Returns, for each node with quantized constants in the QDQ form, these dequantized to float32, by input index."""
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
     floats = {node.name: node for node in graph.nodes}
@@ -159,9 +161,9 @@ def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Arra
 
 
 def _switch(name: str, site: onnx.NodeProto | None) -> list[onnx.NodeProto]:
-    """Returns an If between an activation through Q and DQ and the plain one: a Where would compute both.
+    """Returns an If that gives a quantized activation or the activation itself: a Where would compute both.
 
-    Without a `site`, a node whose scale and zero point are used, the activation is rounded to float16.
+    `site` is the QuantizeLinear whose scale and zero point are used; without it, the activation is rounded to float16.
     """
     fewer, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("fewer", "rounded", "plain", "switch"))
     if site is None:
@@ -188,8 +190,6 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-FEW_SAMPLES = 4
-"""After so many held-out samples clearly worse candidates are judged no further: a choice, to save time."""
 # A candidate is clearly worse from this difference on: a choice.
 _CLEARLY_DB = 1.0
 EQUAL_DB = 0.1
@@ -237,10 +237,10 @@ def open_judge(
 ) -> Callable[[Tensors, float], float]:
     """Returns a function that judges values for added inputs of a graph with float weights, all in one session.
 
-    It takes the values and the ratio that is wanted, and returns the ratio over all held-out samples, or the first
-    `most`. Noise only adds up, so as soon as it rules the wanted ratio out, no more samples are run, and the result is
-    an upper bound of the ratio. `at_once` runs are in parallel. The outputs are compared with those of the float model,
-    or of this very session with the values `whole`, whose rounding of sums is the same.
+    It takes the values and a wanted ratio in dB, and returns the ratio over all held-out samples, or the first `most`.
+    Noise only adds up: once the ratio is below the wanted one, no more samples are run, and the result is an upper
+    bound. `at_once` runs are in parallel. The outputs are compared with those of the float model, or, with `whole`,
+    with those of this session for these values: then both round sums in the same way.
 
     Raises:
         UsageError: the statistics are gone.
@@ -286,37 +286,37 @@ def judge_grids(
     grids: Mapping[str, Tensors],
     *,
     most: int | None = None,
-    few: int = FEW_SAMPLES,
+    few: int,
     at_once: int | None = None,
 ) -> dict[str, float]:
     """Returns the ratio in dB of each of several sets of scales and zero points, inputs of a graph with float weights.
 
-    They are judged by all held-out samples, or the first `most`. A set that is clearly worse after the first `few` gets
-    the best ratio less its lag on these. `at_once` runs are in parallel.
+    They are judged by all held-out samples, or the first `most`. A set that is clearly worse on the first `few` is run
+    no further: its ratio is the best one minus its difference on these. `at_once` runs are in parallel.
 
     Raises:
         UsageError: the statistics are gone.
     """
     session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
     powers: dict[str, list[Array]] = {name: [] for name in grids}
-    behind = dict[str, float]()
+    lags = dict[str, float]()
 
     def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
         return session.run({**task[1], **grids[task[0]]})
 
     def rate() -> dict[str, float]:
-        return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in behind}
+        return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in lags}
 
     held = islice(read_held_out(statistics), most)
     for part in (islice(held, few), held):
-        tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
+        tasks = ((name, *pair) for pair in part for name in grids if name not in lags)
         for (name, _, expected), found in map_in_order(run, tasks, at_once):
             powers[name].append(_all_powers(names, expected, found))
-        if not behind:
-            behind = find_clearly_worse(rate())
+        if not lags:
+            lags = find_clearly_worse(rate())
     ratios = rate()
     best = max(ratios.values())
-    return ratios | {name: best - lag for name, lag in behind.items()}
+    return ratios | {name: best - lag for name, lag in lags.items()}
 
 
 def find_clearly_worse(judged: Mapping[str, float]) -> dict[str, float]:

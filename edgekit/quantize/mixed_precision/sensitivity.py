@@ -1,6 +1,7 @@
 """Sensitivity: the noise at the outputs when a single activation is quantized.
 
-If the tensors that the last parts of a graph read from earlier parts are known, only the last parts are run.
+Before that activation everything is float: the tensors across a cut of the graph are computed once and fed, and only
+the nodes after the cut are run.
 """
 
 import math
@@ -74,10 +75,10 @@ def find_cuts(
 
 
 def nest_parts(proto: onnx.ModelProto, cuts: Sequence[Cut], dims: Callable[[str], Sequence[int | None] | None]) -> None:
-    """Puts all nodes before each cut into an If that takes the tensors across it from inputs instead, in place.
+    """Puts all nodes before each cut into one branch of an If, whose other branch returns fed tensors; in place.
 
-    Parts lie in each other, so one session can start at each cut, where a session for each would hold the weights as
-    often. The tensor `x` is fed as `x.edgekit.fed`; `dims` returns the dimensions of a tensor.
+    The Ifs are nested, so that one session can start at any cut; a session for each would hold the weights several
+    times. The tensor `x` is fed as `x.edgekit.fed`; `dims` returns the dimensions of a tensor.
     """
     every, body, start = list[str](), list[onnx.NodeProto](), 0
     for index, cut in enumerate(cuts):
@@ -117,11 +118,11 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked, or from how many the noisiest are taken: a choice, to
-# save time.
+# How many held-out samples rank activations if all are ranked; a search (`Bound`) takes the noisiest of them. A choice,
+# to save time.
 _SAMPLES = 6
-# The number of spans that activations are divided into at first, and the largest number of judged spans per activation
-# sought: bisection takes about log2(100) = 7 to find one of a hundred.
+# The number of spans that activations are divided into at first, and the largest number of judged spans for each of the
+# worst activations that are sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
 # At how many cuts a run may start: a choice. With 7 instead of 3 the ranking of ViT-S takes a third less time.
 _PARTS = 7
@@ -144,9 +145,13 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """A search for the `worst` activations, which judges at most so many spans of them, and these by so many samples.
+    """The limits of a search for the worst activations.
 
-    `guesses` of the noise of each activation decide what is judged first.
+    Attributes:
+        worst: how many activations are sought.
+        most: the largest number of spans that are judged.
+        samples: by how many held-out samples.
+        guesses: a guess of the noise of each activation, by name, which decides what is judged first.
     """
 
     worst: int
@@ -178,13 +183,12 @@ def search_spans(
     *,
     judges_both: bool = False,
 ) -> list[float]:
-    """Returns the ratio in dB of each of several items in a row, found by judging spans of items together.
+    """Returns the ratio in dB of each of several items in a row, by bisection: `judge` measures spans of items.
 
-    The noise of items adds up, so the span with the most noise is halved first, until the `worst` items are isolated,
-    or seven times as many spans were judged, or `most`. Only one half is judged, and the other gets the rest of the
-    noise, unless the search `judges_both`: noise adds up only about. An item that is not isolated gets an equal share
-    of its span's noise. `guesses` of the noise of each item decide where spans begin and where they are halved, so that
-    bad items are isolated soon.
+    The noise of items about adds up, so the span with the most noise is halved first, until the `worst` items are
+    isolated, or 7 x `worst` or `most` spans were judged. With `judges_both` both halves are judged, else only the
+    first, and the second gets the rest of the noise. Items that are not isolated share their span's noise equally.
+    `guesses` of the noise of each item decide where spans begin and are halved, so that bad items are isolated soon.
     """
     count, most = len(guesses), min(_SPANS_EACH * worst, most)
     mass = np.cumsum([0.0, *guesses])
@@ -232,10 +236,10 @@ def rank_activations(
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With a `bound` only the worst are searched, among spans of activations that are quantized together (`search_spans`),
-    over the noisiest samples, fewer if there are many activations. What was found is then judged by all samples of the
-    bound; the others follow with their share of their span's noise. Activations for which the budget leaves no time
-    come last. `known` holds what earlier rankings of the same graph measured, and gets what this one measures.
+    With a `bound` the worst are searched by bisection (`search_spans`) over the noisiest samples, or over fewer of them
+    if there are many activations. The worst found are then judged by all samples of the bound; the others follow with
+    an equal share of their span's noise. Activations for which the budget leaves no time come last. `known` holds what
+    earlier rankings of the same graph measured, and is filled.
 
     Raises:
         UsageError: the statistics are gone.
@@ -271,7 +275,7 @@ def rank_activations(
 def measure_float16(
     graph: Graph, qdq: onnx.ModelProto, compared: Sequence[ComparedTensor], statistics: Path, names: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the outputs' ratio in dB for each of some quantized activations if it alone is rounded to float16.
+    """Returns the outputs' signal-to-noise ratio in dB when each of some activations alone is rounded to float16.
 
     Raises:
         UsageError: the statistics are gone.
@@ -286,7 +290,7 @@ def measure_float16(
 class _Switched:
     """The session that measures all activations: its graph has a switch for each.
 
-    Runs start at the last of a few cuts before which everything is float anyway.
+    A run starts at the last cut before the first quantized activation.
     """
 
     def __init__(
@@ -358,7 +362,7 @@ class _Switched:
     def _feed(self, sample: int) -> Tensors:
         """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
         if sample not in self._floats:
-            # Fed to a run that starts at the first node, these are not read.
+            # The inputs of the cuts must be given, though this run, which starts at the first node, does not read them.
             zeros = np.zeros(max(map(math.prod, self._fed.values()), default=0), np.float32)
             unread = {
                 f"{name}.edgekit.fed": zeros[: math.prod(shape)].reshape(shape) for name, shape in self._fed.items()

@@ -1,4 +1,4 @@
-"""State that a model feeds back to itself: the tensors that hold it, and shorter ranges for them."""
+"""State that a model feeds back to itself: finds the tensors that hold it, and shortens their ranges."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,7 +15,7 @@ _PASSING = frozenset(
 
 
 def find_state(graph: Graph, feeds: Mapping[str, str]) -> frozenset[str]:
-    """Returns the tensors that hold state: those fed back, and those that operators make of them by moving values."""
+    """Returns the tensors that hold state: fed back, or with the values of such a tensor moved or gated."""
     found = set[str]()
     left = [name for feed in feeds.items() for name in feed]
     while left:

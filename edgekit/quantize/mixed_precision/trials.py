@@ -19,10 +19,11 @@ MAX_STATE_BYTES = 1 << 28
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tried plan: the step that made it, its predicted loss, and the share of the work that the target runs.
+    """A tried plan, with the name of its step and its predicted loss.
 
-    `integer_macs` is the share of the work that is computed in integers, 1.0 if everything is. `is_whole` is False if
-    the loss is predicted over a part of the samples, which is enough to see that another plan is better.
+    `taken_macs` is the share of the MACs that the target's provider takes, `integer_macs` the share that is computed in
+    integers. `is_whole` is False if the loss is predicted over a part of the samples, which was enough to see that
+    another plan is better.
     """
 
     step: str

@@ -1,7 +1,7 @@
 """Mixed precision of weights, which are ranked by the noise that each alone adds to the outputs.
 
-Weights of 4 bits that lose most for their size keep 8 bits, as few as are needed. A layer whose weights of 8 bits make
-much of a plan's noise is tried in float.
+In plans with 4-bit weights those that lose most for their size keep 8 bits, as few as are needed. A layer whose 8-bit
+weights cause much of a plan's noise is tried in float.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
-    """Returns errors scaled so that their sum is the measured noise of all: single errors are not independent."""
+    """Returns errors scaled so that their sum is `noise`, that of all together: single errors are not independent."""
     factor = max(noise, 0.0) / max(sum(error.noise for error in errors), 1e-12)
     return tuple(msgspec.structs.replace(error, noise=factor * error.noise) for error in errors)
 
@@ -168,11 +168,11 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
 
 
 def find_coarse_layers(model: Model, calibration: Calibration, plan: QuantPlan) -> tuple[tuple[str, ...], ...]:
-    """Returns the weights that 8 bits do not hold: in each step those that are worth a trial in float, worst first.
+    """Returns steps of weights that are worth a trial in float, each with more of them, worst first.
 
-    All float weights together must gain a decibel, which takes two judgements, before each is measured by itself; and
-    the weights of a step must gain one too. Example: behind an LSTM with a state in 16 bits, a last Gemm with 8-bit
-    weights has 41 dB where the state has 71. Models whose runs take long have no such search.
+    First all weights in float must gain a decibel, which takes two judgements. Then each is measured by itself, and a
+    step must be able to gain a decibel too. Example: behind an LSTM with a state in 16 bits, a last Gemm with 8-bit
+    weights has 41 dB where the state has 71. There is no such search for models whose runs take long.
 
     Raises:
         UsageError: the statistics are gone.

@@ -1,6 +1,6 @@
 """Stores weights of MatMul and Gemm, and tables of Gather, in 8 or 4 bits with a scale for each block.
 
-Weights are rounded to nearest, or together so that the error of the layer's output on samples is least.
+Weights are rounded to nearest, or by COMQ, which minimizes the error of the layer's output on samples.
 """
 
 import math
@@ -63,8 +63,8 @@ def pack_weights(
         proto: the model.
         form: how the weights are stored: 4 or 8 bits, in blocks of a power of two from 16 on.
         kept: names of nodes to leave as they are.
-        learned: returns the blocks of a node's weight, rounded by samples, or None where only rounding to the nearest
-            is possible. Its second argument says whether the weight is also the table of a Gather, as with a tied head.
+        learned: returns the blocks of a node's weight, rounded by samples, or None if only rounding to nearest is
+            possible. Its second argument says whether the weight is also the table of a Gather, as with a tied head.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}

@@ -31,8 +31,8 @@ _WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
 def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields a line for each node with symmetric 4-bit weights that has all-zero or clipped blocks.
 
-    A block is clipped where more than a quarter of its values lie at an end of the range. A table that a MatMulNBits
-    reads too is reported for that node.
+    A block is clipped if more than a quarter of its values lie at an end of the range. A table that a MatMulNBits reads
+    too is reported for that node.
     """
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
