@@ -75,6 +75,7 @@ SPELLINGS = _by_id(
     stored.store_float_weights,
     layout.narrow_indices,
     layout.plain_gather,
+    layout.unsqueeze_arg,
     layout.pad_reflect,
     products.plain_gemm,
     products.matmul_to_2d,
@@ -109,7 +110,7 @@ For a target, those are applied by which the check finds that it takes more.
 
 ASKED = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
-    activations.flatten_softplus, recurrent.split_lstm
+    activations.flatten_softplus, layout.cast_by_int32, recurrent.split_lstm
 )  # fmt: skip
 """Rewrites that gain no node but that a target needs all the same: in a float model (`list_asked`), or in integers
 (`fix_quantized`)."""
@@ -119,7 +120,9 @@ REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 
 
 # Around kernels of QNN's HTP that are wrong or coarse.
-_AROUND_QNN = (activations.part_silu.id, activations.flatten_softplus.id, recurrent.split_lstm.id)
+_AROUND_QNN = (
+    activations.part_silu.id, activations.flatten_softplus.id, layout.cast_by_int32.id, recurrent.split_lstm.id,
+)  # fmt: skip
 
 
 def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_co
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites.activations import flatten_softplus, part_silu
+from edgekit.prepare.rewrites.layout import cast_by_int32
 from edgekit.prepare.rewrites.products import store_unsigned
 from edgekit.prepare.rewrites.recurrent import split_lstm
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -86,6 +87,7 @@ def quantize_model(
     if plan.scheme == "qnn":
         part_silu(quantized.graph, read_opset(quantized))
         flatten_softplus(quantized.graph, read_opset(quantized))
+        cast_by_int32(quantized.graph, read_opset(quantized))
         if not is_trial and split_lstm(quantized.graph, read_opset(quantized)):
             drop_idle_nodes(quantized.graph)
     narrow_constants(quantized.graph, plan.narrow.bits)

@@ -12,7 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.check.check import check_model
 from edgekit.jobs.build import build
+from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
@@ -234,6 +236,44 @@ def test_a_softplus_in_16_bits_is_quantized_so(tmp_path: Path) -> None:
         sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
         one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
         assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("result", "tail", "id_"),
+    [
+        ("int64[1,1,8,6]", "y = ArgMax<axis=1>(c)", "unsqueeze-arg"),
+        ("int64[1,5,6]", "y = ArgMax<axis=2, keepdims=0>(c)", ""),
+        ("uint8[1,5,8,6]", "r = Relu(c) y = Cast<to=2>(r)", ""),
+    ],
+)
+def test_the_change_to_nhwc_leaves_a_transpose_at_the_end(result: str, tail: str, id_: str, tmp_path: Path) -> None:
+    weight, target = np.random.default_rng(0).normal(size=(5, 4, 1, 1)).astype(np.float32), load_target("qnn")
+    text = f"(float[1,4,8,6] x) => ({result} y) {{ c = Conv(x, w) {tail} }}"
+    model = save_net(text, tmp_path / "m.onnx", w=weight)
+    fixed = fix_for_target(model, tmp_path / "fixed.onnx", target)
+    assert [fix.id for fix in fixed.fixes] == [id_] * bool(id_)
+    reports = {model.path: check_model(model, target), fixed.model.path: fixed.after}
+    assert [report.verdict == "yes" for report in reports.values()] == [False, bool(id_)]
+    for path, report in reports.items():
+        job = make_job(path, "qnn", [{"x": np.ones((1, 4, 8, 6), np.float32)}])
+        run = run_in(present("qnn-htp-sim", "qnn"), job, tmp_path / path.stem)
+        # If the first of them runs as a whole with a new version of QNN, the rule of check can go.
+        assert (run.failure is None and not run.notes) == (report.verdict == "yes")
+
+
+@pytest.mark.slow
+def test_a_cast_of_uint8_makes_ones_and_is_avoided(tmp_path: Path) -> None:
+    path = parse_model("g (uint8[1,64] x) => (float[1,64] y) { c = Cast<to=1>(x) y = Neg(c) }", tmp_path / "m.onnx")
+    sample: Tensors = {"x": np.arange(64, dtype=np.uint8)[None]}
+    fixed = fix_for_target(load_model(path), tmp_path / "fixed.onnx", load_target("qnn"), stays_float=True).model
+    found = []
+    for each in (path, fixed.path):
+        job = make_job(each, "qnn", [sample], precision="fp32")
+        run = run_in(present("qnn-htp-sim", "qnn"), job, tmp_path / each.stem)
+        found.append(np.abs(next(iter(run.outputs))["y"] + sample["x"]).max())
+    # If the first is 0 with a new version of QNN, its kernel is right, and the rewrite can go.
+    assert found == pytest.approx([62, 0], abs=0.1)
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ WITH = {
     "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
+    "unsqueeze-arg": """g (float[2,3,4] x) => (int64[2,1,4] y, int64[2,3,1] z)
+        { y = ArgMax<axis=1>(x) z = ArgMin<axis=-1, select_last_index=1>(x) }""",
+    "cast-by-int32": "g (uint8[2,3] x) => (float[2,3] y) { a = Cast<to=1>(x) y = Neg(a) }",
     "index-to-int32": (
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
@@ -132,6 +135,10 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    "unsqueeze-arg": "g (float[2,3,4] x) => (int64[2,4] y) { y = ArgMax<axis=1, keepdims=0>(x) }",
+    # QNN fuses a Cast with a QuantizeLinear; its other kernels are right.
+    "cast-by-int32": """g (uint8[2,3] x, int32[2] w) => (uint8[2,3] y, float16[2,3] z, float[2] v) <float s = {0.5}>
+        { a = Cast<to=1>(x) y = QuantizeLinear(a, s) z = Cast<to=10>(x) v = Cast<to=1>(w) }""",
     "split-lstm": """g (float[3,1,4] x, float[1,8,4] w, float[1,8,2] r, int32[1] n) => (float[3,1,1,2] y) {
         y = LSTM<hidden_size=2>(x, w, r, , n) }""",
     # Planes already, a weight that is computed, places of maxima.

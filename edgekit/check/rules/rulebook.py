@@ -1,13 +1,13 @@
 """The rules of a target as `targets/<name>/rules.toml` states them, decoded strictly.
 
-The kinds of rule are in `rules.py` and `operators.py` in the same folder.
+The kinds of rule are in `rules.py`, `operators.py` and `nhwc.py` in the same folder.
 """
 
 from typing import Literal
 
 import msgspec
 
-from edgekit.check.rules import operators, rules
+from edgekit.check.rules import nhwc, operators, rules
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
 from edgekit.serialize import read_toml
@@ -26,6 +26,7 @@ Rule = (
     | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast | operators.Bounds | operators.ConvKernel
     | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.PadReach
     | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
+    | nhwc.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

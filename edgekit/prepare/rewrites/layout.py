@@ -179,6 +179,36 @@ def gather_from_start(writer: Writer) -> None:
 
 
 @node_rewrite(
+    "unsqueeze-arg",
+    {"ArgMax", "ArgMin"},
+    "let {count} of ArgMax or ArgMin drop their axis, with an Unsqueeze behind them, which is the same",
+    since=13,
+)
+def unsqueeze_arg(writer: Writer) -> None:
+    """Writes an ArgMax or ArgMin that keeps its axis as one that drops it, and an Unsqueeze.
+
+    Behind a layer, the change of the layout to NHWC leaves no Transpose of the indices then.
+    """
+    node = writer.node
+    if node.integer("keepdims", 1):
+        dropped = writer.add(node.op_type, node.input, "dropped", **{**node.attributes, "keepdims": 0})
+        writer.add("Unsqueeze", [dropped, writer.constant("axis", [node.integer("axis", 0)], "int64")])
+
+
+@node_rewrite("cast-by-int32", {"Cast"}, since=6)
+def cast_by_int32(writer: Writer) -> None:
+    """Casts uint8 to int32 and that to float32, for QNN, whose own kernel makes each number but 0 a 1.
+
+    Before a QuantizeLinear the provider fuses the Cast with it, which is right (targets/qnn/NOTES.md).
+    """
+    graph, node = writer.graph, writer.node
+    ops = {reader.op_type for reader in graph.readers(node.output[0])}
+    if writer.dtype == "uint8" and node.integer("to", 0) == onnx.TensorProto.FLOAT and ops != {"QuantizeLinear"}:
+        whole = writer.add("Cast", node.input, "whole", to=onnx.TensorProto.INT32)
+        writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
+
+
+@node_rewrite(
     "pad-reflect", {"Pad"}, "write {count} of Pad with mode reflect as slices and Concat, which is the same", since=13
 )
 def pad_reflect(writer: Writer) -> None:
