@@ -94,6 +94,26 @@ def test_outputs_that_memory_does_not_hold_lie_in_a_file(
     assert found == predict_drop(good, other, samples)
 
 
+def test_what_calibration_gave_is_not_computed_again(
+    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three samples count; kinds of outputs are guessed from 16.
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
+    expected, reference = FloatReference(good, samples, most=3).predict_drop(bad), FloatReference(good, samples, most=3)
+    session = CpuSession(good.path, SessionSettings())
+    for index, sample in enumerate(samples.read()):
+        reference.keep(index, session.run(sample))
+    runs, run = list[CpuSession](), CpuSession.run
+
+    def count(session: CpuSession, inputs: Tensors) -> dict[str, Array]:
+        runs.append(session)
+        return run(session, inputs)
+
+    monkeypatch.setattr(CpuSession, "run", count)
+    assert reference.predict_drop(bad) == expected
+    assert len(runs) == 3
+
+
 def predicted(
     low: float, high: float, agreement: float | None, source: str = "labels", samples: int = 100
 ) -> Prediction:

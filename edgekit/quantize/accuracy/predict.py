@@ -157,10 +157,10 @@ class FloatReference:
         self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
-        """Stores the float model's outputs for a sample, so that it need not run; ignored if one is missing."""
+        """Stores the float model's outputs for a sample, so that it need not run; ignored if it is not read here."""
         names = [spec.name for spec in self._model.outputs]
         # Calibration reads tensors only: a sequence or map is not among them.
-        if index in self.indices and outputs.keys() >= set(names):
+        if (index in self.indices or index in self._few) and outputs.keys() >= set(names):
             self._kept.keep(index, {name: outputs[name] for name in names})
 
     @cached_property
@@ -170,6 +170,11 @@ class FloatReference:
         if steps == 1:
             return spread_indices(self._samples.count, most)
         return range(min(self._samples.count, most if most < steps else most // steps * steps))
+
+    @cached_property
+    def _few(self) -> Sequence[int]:
+        """The samples from which kinds of outputs are guessed."""
+        return spread_indices(self._samples.count, KIND_SAMPLES)
 
     @cached_property
     def _effort(self) -> Effort:
@@ -364,7 +369,7 @@ class FloatReference:
 
     def _run_few(self) -> list[Tensors]:
         few = list[Tensors]()
-        for index, sample in self._read(spread_indices(self._samples.count, KIND_SAMPLES)):
+        for index, sample in self._read(self._few):
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
