@@ -188,7 +188,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     notes = run.notes
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")
-    if is_xnnpack and providers:
+    if is_xnnpack and opened and run.placement_source == "session":
         # XNNPACK's own float nodes are not listed (see `goes_unnamed`), and only its operators can be there. Any other
         # unlisted node was removed, recreated, or decomposed, as a HardSwish without a kernel is. Nodes that the model
         # lacks, such as a Transpose for the layout, are left out.
@@ -255,9 +255,21 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
     """Returns True for a float node that XNNPACK takes by itself: the session does not list such nodes.
 
     A session does list nodes on the CPU, QDQ groups, and operators with a fused activation (observed with ONNX Runtime
-    1.29 for Android).
+    1.29 for Android). A node that XNNPACK takes by itself is assigned to it before the layout changes, and recorded
+    only if it is assigned later (graph_partitioner.cc, TryAssignNodes and IsIndexedSubGraphAvailableForAssignment).
     """
     return target.provider == XNNPACK and node.taken and not node.integers and not node.is_quantizer
+
+
+def shows_places(run: DeviceRun, job: Job) -> bool:
+    """Returns True if a run shows which provider took which node.
+
+    An empty list shows it too where each node goes unnamed: a node on the CPU would be listed.
+    """
+    if run.placement or run.placement_source != "session" or run.failure is not None:
+        return bool(run.placement)
+    nodes = job.check.node_list
+    return bool(nodes) and all(goes_unnamed(node, job.target) and node.op not in _FUSED for node in nodes)
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
@@ -267,8 +279,7 @@ def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
     listed.
     """
     counts = Counter(node.provider for node in run.placement)
-    # An empty placement means that nothing was observed.
-    if counts and run.placement_source == "session":
+    if shows_places(run, job) and run.placement_source == "session":
         lost = {node.name for node in find_lost(run, job.check)}
         listed = read_places(run, job.check)
         unnamed = [node for node in job.check.node_list if goes_unnamed(node, job.target) and node.op not in _FUSED]

@@ -14,7 +14,15 @@ from edgekit.check.report import CheckedNode, Placed
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.observe import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, read_places
+from edgekit.devices.observe import (
+    FAMILIES,
+    count_nodes,
+    find_lost,
+    goes_unnamed,
+    match_nodes,
+    read_places,
+    shows_places,
+)
 from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
@@ -76,7 +84,7 @@ def find_placed(run: DeviceRun, job: Job) -> Placed | None:
 
 def _read_places(run: DeviceRun, job: Job) -> dict[str, str] | None:
     """Returns the provider of each node that a device reports, by its name in the model; None if none was observed."""
-    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
+    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not shows_places(run, job):
         return None
     return read_places(run, job.check)
 

@@ -25,7 +25,7 @@ from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
-from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap
+from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed
 from edgekit.verify.report import recheck_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import PlacementGap, RunReport
@@ -339,6 +339,28 @@ def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
     assert (there.get(CPU_PROVIDER, 0), there.get(xnnpack.provider, 0)) == counts
     # A provider that names what it takes took no more than it names.
     assert count_nodes(run, job).get(npu, 0) == placed.count("npu")
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "seen"),
+    [
+        ({}, {}, True),
+        ({}, {"source": "profile"}, False),
+        ({"taken": False}, {}, False),
+        ({"op": "Relu"}, {}, False),
+        ({"integers": True}, {}, False),
+    ],
+)
+def test_an_empty_list_is_one_without_the_cpu_where_each_node_goes_unnamed(
+    change: dict[str, Any], more: dict[str, Any], seen: bool
+) -> None:
+    nodes = (checked("a", "MatMul", 10), replace(checked("b", "MatMul", 10), **change))
+    run, job = observe("", nodes, **{"source": "session", **more})
+    on_xnnpack = replace(job, target=load_target("xnnpack"))
+    assert count_nodes(run, on_xnnpack) == ({"XnnpackExecutionProvider": 2} if seen else {})
+    placed = find_placed(run, on_xnnpack)
+    assert (None if placed is None else placed.taken) == (2 if seen else None)
+    assert count_nodes(replace(run, failure="it ended"), on_xnnpack) == count_nodes(run, job) == {}
 
 
 @pytest.mark.parametrize(("macs", "told"), [(5, False), (6, True)])
