@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -319,6 +320,14 @@ def work_folder(parent: Path | None = None) -> Generator[Path]:
     place = parent or Path(tempfile.gettempdir())
     with _temporary_folder(place, place, ".edgekit-" if parent else "edgekit-") as folder:
         yield folder
+
+
+_IN_WORK = re.compile(r"[^\s'\"]*[/\\]\.?edgekit-[a-z0-9_]{8}[/\\]")
+
+
+def hide_work(text: str) -> str:
+    """Returns a text in which paths of files in work folders, which are gone when it is read, are their names."""
+    return _IN_WORK.sub("", text)
 
 
 def move_file(source: Path, path: Path) -> None:

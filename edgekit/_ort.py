@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import onnxruntime as _ort
 
+from edgekit._files import hide_work
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.external import point_into
 from edgekit.model.model import has_large_weights_inside
@@ -159,7 +160,8 @@ def translated(subject: str) -> Generator[None]:
         text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
         # The other lines are a stack trace with file names of the machine that built ONNX Runtime.
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
+        message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
+        raise RuntimeRefusal(message, hint=_hint(first)) from error
 
 
 def external_config(folder: Path) -> dict[str, str]:
@@ -191,6 +193,11 @@ def _hint(message: str) -> str:
         return "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"
     if "is not a registered function/op" in message:
         return "give the library that has the operator, if the command takes one: --custom-ops LIB.so"
+    # flatbuffers_utils.cc, where a model is saved in ORT format.
+    if "We do not support type" in message:
+        return (
+            "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES"
+        )
     if "same node name" in message:
         return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:

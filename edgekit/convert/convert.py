@@ -198,7 +198,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
         RuntimeRefusal: ONNX Runtime cannot load or convert the model.
     """
     path = folder / ORT_FILES[options.style]
-    write_ort(source.model, path, options)
+    write_ort(source.model, path, options, subject=str(source.origin.path))
     graph = read_graph(path)
     nodes = replay_saved(graph)
     unfused = find_unfused(nodes, graph.outputs)

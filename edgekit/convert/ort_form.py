@@ -37,8 +37,10 @@ class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
     level: Level = Level.ALL
 
 
-def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
+def write_ort(model: Model, out: Path, options: OrtOptions, *, subject: str | None = None) -> None:
     """Writes a model in canonical ORT format to `out`, whole or not at all, after loading it as an app would.
+
+    Errors call the model `subject`.
 
     Raises:
         ModelError: the model is too large for the format.
@@ -53,14 +55,15 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
         if options.style == "runtime":
             config["optimization.minimal_build_optimizations"] = "save"
         settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
-        optimize_graph(model.path, temporary, settings)
+        optimize_graph(model.path, temporary, settings, subject=subject)
         canonicalize_file(temporary)
         # Loads a file as an app would, with its weights left in the file: only its graph and kernels can be refused.
         settings = load_settings(options, model)
         # Mapped, so that this test does not hold the weights in memory a second time.
         mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
         config = {**settings.config, **mapped}
-        CpuSession(temporary, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
+        settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
+        CpuSession(temporary, settings, subject=subject)
 
 
 def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:

@@ -13,6 +13,7 @@ from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import (
     Model,
     iterate_graphs,
+    iterate_nodes,
     list_names,
     load_model,
     move_data,
@@ -37,6 +38,19 @@ from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_input
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
+
+
+def _needs_two_passes(proto: onnx.ModelProto, opset: int) -> bool:
+    """Returns True if a graph has to be optimized before it is converted to an opset, and again behind it.
+
+    Constant folding removes operators that onnx's converter cannot lower. ONNX Runtime has no kernel for a
+    GroupNormalization, and writes it in parts, whose shapes only the next session folds; its scale is that of a group
+    before opset 21, and that of a channel since.
+    """
+    own = read_opset(proto)
+    is_parted = any(node.op_type == "GroupNormalization" for node in iterate_nodes(proto.graph))
+    return own <= MAX_OPSET and (opset < own or is_parted)
+
 
 # Before this IR version every initializer had to be listed among the inputs, and was a constant all the same.
 _OVERRIDING = 4
@@ -89,8 +103,7 @@ def prepare_model(
     origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
-        # Optimized once in the old opset too: constant folding removes operators that onnx's converter cannot lower.
-        if folds_first or chosen < read_opset(proto) <= MAX_OPSET:
+        if folds_first or _needs_two_passes(proto, chosen):
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if folds_first:
@@ -170,7 +183,7 @@ def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.
     """Writes what ONNX Runtime makes of a graph in this opset, without the values of large weights."""
     shells = strip_weights(proto)
     with replacing_file(out) as temporary:
-        if opset < read_opset(proto) <= MAX_OPSET:
+        if _needs_two_passes(proto, opset):
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
         proto = optimize_basic(convert_opset(proto, opset), model, temporary, model.path.parent)
         put_weights(proto.graph, shells)

@@ -42,6 +42,8 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     old: Any = defs.get_schema(node.op_type, opset)
     if new.since_version == old.since_version:
         return True
+    if node.op_type == "GroupNormalization":
+        return (own < _CHANNELS_SINCE) == (opset < _CHANNELS_SINCE)
     # Most new versions only add element types: so the signatures are compared.
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         return False
@@ -53,6 +55,23 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     return given <= set(before) and all(
         name in after and after[name].default_value == before[name].default_value for name in set(before) - given
     )
+
+
+def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
+    """Drops attributes that the older opset lacks, and that only say what a node without them does, in place."""
+    if not defs.has(node.op_type, own) or not defs.has(node.op_type, opset):
+        return
+    new: Any = defs.get_schema(node.op_type, own).attributes
+    old: Any = defs.get_schema(node.op_type, opset).attributes
+    read = helper.get_attribute_value
+    plain = [
+        attribute
+        for attribute in node.attribute
+        if attribute.name in set(new) - set(old)
+        and not new[attribute.name].required
+        and read(attribute) == read(new[attribute.name].default_value)
+    ]
+    refill(node.attribute, [attribute for attribute in node.attribute if attribute not in plain])
 
 
 MAX_OPSET = formats_of(VERSION).opset
@@ -73,6 +92,8 @@ _NEWEST_PORTABLE_TYPE = onnx.TensorProto.FLOAT8E5M2FNUZ
 _SCAN_SINCE = 9
 # Since these opsets a Resize says how positions are mapped, and a Hardmax compares along its axis alone.
 _RESIZE_SINCE, _HARDMAX_SINCE = 11, 13
+# A GroupNormalization had a scale and a bias for each group before this opset, and has them for each channel since.
+_CHANNELS_SINCE = 21
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
 
@@ -123,6 +144,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             hint=f"export the model with opset {opset}",
         )
     nodes = [node for node in iterate_nodes(proto.graph) if not node.domain] if opset < own else []
+    for node in nodes:
+        _drop_defaults(node, own, opset)
     # Those in use that have another meaning in the older opset, or do not exist there.
     newer = sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)})
     if opset < own and not newer:

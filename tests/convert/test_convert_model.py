@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from convert_models import all_forms, make_float, make_qdq, run_ort
+from onnx import TensorProto, helper
 from tiny_models import parse_model
 
 from edgekit._files import digest_file
@@ -95,6 +96,22 @@ def test_a_refused_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeRefusal):
         write_ort(model, tmp_path / "out/m.ort", OrtOptions(style="full", cpu="arm"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_names_the_user_s_file_and_says_what_the_format_holds(tmp_path: Path) -> None:
+    path, inner = tmp_path / "mine.onnx", helper.make_tensor_type_proto(TensorProto.FLOAT, [2])
+    (x, y) = (
+        helper.make_value_info(name, kind)
+        for name, kind in (("x", inner), ("y", helper.make_optional_type_proto(inner)))
+    )
+    proto = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Optional", ["r"], ["y"])], "g", [x], [y]
+    )
+    onnx.save(helper.make_model(proto, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), str(path))
+    with pytest.raises(RuntimeRefusal, match="We do not support type") as caught:
+        convert_for(path, tmp_path / "out", Recipe(targets=()), ConvertOptions())
+    assert f"refuses '{path}'" in caught.value.message
+    assert "edgekit prepare --outputs" in str(caught.value.hint)
 
 
 def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None:

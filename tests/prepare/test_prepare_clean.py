@@ -13,7 +13,7 @@ from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.basic import guard_half, strip_casts
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET
+from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
     <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>
@@ -269,6 +269,27 @@ def test_what_an_old_opset_means_by_a_node_stays(body: str, opset: int, tmp_path
         run_model(path, inputs)["y"] for path in (model.path, prepare_model(model, tmp_path / "o.onnx").path)
     )
     assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("own", "opset"), [(18, 18), (18, 20), (18, 21), (18, 23), (21, 18), (21, 20), (21, 22)])
+def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, opset: int, tmp_path: Path) -> None:
+    scales = "1, 2, 3, 4, 5, 6" if own >= 21 else "1, 2, 3"
+    count = scales.count(",") + 1
+    text = f"""g (float[2,6,4] x) => (float[2,6,4] y) <float[{count}] s = {{{scales}}}, float[{count}] b = {{{scales}}}>
+        {{ y = GroupNormalization<num_groups = 3>(x, s, b) }}"""
+    model = make_model(text, tmp_path / "m.onnx", opset=own, ir_version=10)
+    prepared, inputs = prepare_model(model, tmp_path / "o.onnx", opset=opset), make_inputs(model)
+    np.testing.assert_allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=2e-6)
+    assert prepared.opsets["ai.onnx"] == opset
+    # Its parts have the shapes of constants, which every provider wants.
+    assert "Shape" not in {node.op_type for node in onnx.load(str(prepared.path)).graph.node}
+
+
+def test_an_older_group_normalization_is_another_operator(tmp_path: Path) -> None:
+    text = "g (float[2,6,4] x, float[6] s) => (float[2,6,4] y) { y = GroupNormalization<num_groups = 3>(x, s, s) }"
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", opset=21, ir_version=10).path))
+    with pytest.raises(ModelError, match="it uses GroupNormalization"):
+        convert_opset(proto, 20)
 
 
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
