@@ -63,33 +63,31 @@ class ScaledConstants:
     def scale(self, pair: EqualizationPair, factors: Array) -> None:
         """Multiplies a pair's channels in the constants that make them, and divides in the weights that read them."""
         for constant in pair.constants:
-            place, its = (constant.node, constant.index), factors[slice(*constant.part)]
+            place = constant.node, constant.index
             self._scaled.add(place)
             known = self._along.setdefault(place, {})
-            known[constant.axis] = known.get(constant.axis, 1.0) * its
+            known[constant.axis] = known.get(constant.axis, 1.0) * factors
         for layer in pair.consumers:
             self._scaled.add((layer.node, 1))
             known_factors = self._read[layer.node][1] if layer.node in self._read else 1.0
             self._read[layer.node] = layer, known_factors * factors
 
-    def find_sharing(self, pair: EqualizationPair, per_channel: Collection[str]) -> list[ScaledConstant]:
-        """Returns the weights that make a pair's channels and are quantized with one scale for all channels."""
-        return [
-            each
-            for each in pair.constants
-            if each.index == 1
-            and (node := self._nodes[each.node]).op_type in _ONE_SCALE_OPS
-            and node.input[1] not in per_channel
-        ]
+    def find_sharing(self, pair: EqualizationPair, per_channel: Collection[str]) -> ScaledConstant | None:
+        """Returns the weight that makes a pair's channels if it is quantized with one scale for all of them."""
+        for each in pair.constants:
+            node = self._nodes[each.node]
+            if each.index == 1 and node.op_type in _ONE_SCALE_OPS and node.input[1] not in per_channel:
+                return each
+        return None
 
     def producer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
         """Returns the largest weight that makes each channel, relative to the largest weight with the same scale."""
-        sizes = np.zeros(pair.channels)
-        for constant in self.find_sharing(pair, per_channel):
-            value = np.abs(self.value(constant.node, constant.index))
-            others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + constant.axis)
-            sizes[slice(*constant.part)] = value.max(axis=others) / max(float(value.max()), TINY)
-        return sizes
+        constant = self.find_sharing(pair, per_channel)
+        if constant is None:
+            return np.zeros(pair.channels)
+        value = np.abs(self.value(constant.node, constant.index))
+        others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + constant.axis)
+        return np.asarray(value.max(axis=others) / max(float(value.max()), TINY))
 
     def consumer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array | None:
         """Returns the largest weight that reads each channel, relative to the largest weight with the same scale.
@@ -152,24 +150,16 @@ def along(values: Array, axis: int, rank: int) -> Array:
     return values.reshape([-1 if place == axis else 1 for place in range(-rank, 0)])
 
 
-# Pooling seldom shrinks extremes by more than this; beyond, the two tensors are not comparable. Chosen by hand.
-_MOST_GROWN = 4.0
 # A sum of many inputs is about normally distributed, and of 64 samples some 10^6 values lie within 5 standard
 # deviations of the mean.
 _MOST_DEVIATIONS = 6.0
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
-    """The lowest and highest value of each channel of a tensor: the channels of a pair from `start` on."""
+    """The lowest and highest value of each channel of a tensor."""
 
-    start: int
     low: Array
     high: Array
-
-    @property
-    def part(self) -> slice:
-        """The channels of the pair that the tensor has."""
-        return slice(self.start, self.start + len(self.low))
 
     def magnitude(self) -> Array:
         """Returns the largest magnitude of each channel."""
@@ -203,30 +193,20 @@ def _trace_back(
 ) -> dict[str, ChannelRange]:
     """Returns the channel ranges of a pair's tensors, computed from the extremes of its own tensor."""
     low, high = (each.astype(np.float64) for each in ends)
-    ranges = {pair.tensor: ChannelRange(start=0, low=low, high=high)}
+    ranges = {pair.tensor: ChannelRange(low=low, high=high)}
     for step in pair.steps:
-        after = ranges[step.output]
-        part = slice(step.part[0] - after.start, step.part[1] - after.start)
         is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
-        floor = _estimate_floor(graph, step, stored, seen) if is_hidden else after.low[part]
+        floor = _estimate_floor(graph, step, stored, seen) if is_hidden else low
         if step.sigmoid:
             node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
-            low, high = invert_silu(node, after.low[part], after.high[part], floor)
+            low, high = invert_silu(node, low, high, floor)
         else:
-            low, high = after.low[part] - step.shift, after.high[part] - step.shift
-            if step.pooled and step.tensor in seen and step.output in seen:
-                # Pooling may shrink the extremes.
-                one, two = seen[step.tensor], seen[step.output]
-                ratios = (
-                    first / second if second else 1.0 for first, second in ((one.low, two.low), (one.high, two.high))
-                )
-                growth = [float(np.clip(ratio, 1.0, _MOST_GROWN)) for ratio in ratios]
-                low, high = low * growth[0], high * growth[1]
+            low, high = low - step.shift, high - step.shift
             if step.negative_only:
                 # A negative slope turns negative values positive, and a slope of zero hides them.
                 turned = np.maximum(high / np.minimum(step.slope, -TINY), np.minimum(floor, 0.0))
                 low = np.where(step.slope > 0, low / np.where(step.slope > 0, step.slope, 1.0), turned)
-        ranges[step.tensor] = ChannelRange(start=step.part[0], low=low, high=high)
+        ranges[step.tensor] = ChannelRange(low=low, high=high)
     return ranges
 
 
@@ -293,7 +273,7 @@ def choose_factors(
             step.sigmoid
             for pair in pairs
             for step in pair.steps
-            if step.sigmoid and np.ptp(np.log2(total[pair.tensor][slice(*step.part)])) < np.log2(LEAST_RATIO)
+            if step.sigmoid and np.ptp(np.log2(total[pair.tensor])) < np.log2(LEAST_RATIO)
         }
     total = _equalize(graph, pairs, magnitudes, per_channel, unscaled)
     return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
@@ -301,10 +281,8 @@ def choose_factors(
 
 def scales_silu(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
     """Returns True if factors scale channels through x * sigmoid(x)."""
-    pairs = [pair for pair in find_equalization_pairs(graph) if pair.tensor in factors]
-    return any(
-        step.sigmoid and set(factors[pair.tensor][slice(*step.part)]) != {1.0} for pair in pairs for step in pair.steps
-    )
+    pairs = [pair for pair in find_equalization_pairs(graph) if set(factors.get(pair.tensor, ())) - {1.0}]
+    return any(step.sigmoid for pair in pairs for step in pair.steps)
 
 
 def _equalize(
@@ -314,7 +292,7 @@ def _equalize(
     per_channel: Collection[str],
     unscaled: Collection[str],
 ) -> dict[str, Array]:
-    """Returns the channel factors of each pair, which are 1 for channels that pass through `unscaled` sigmoids."""
+    """Returns the channel factors of each pair, which are 1 if the channels pass through `unscaled` sigmoids."""
     constants = ScaledConstants(graph)
     total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
     # The lower bound is applied once, not in each pass: otherwise a channel that is always zero would be scaled up in
@@ -323,11 +301,11 @@ def _equalize(
     shared = any(constants.find_sharing(pair, per_channel) for pair in pairs)
     for _ in range(_PASSES if shared else _PASSES_PER_CHANNEL):
         for pair in pairs:
+            if any(step.sigmoid in unscaled for step in pair.steps):
+                continue
             magnitude = least[pair.tensor] * total[pair.tensor]
             made_by = constants.producer_sizes(pair, per_channel)
             factors = balance_channels(magnitude, made_by, constants.consumer_sizes(pair, per_channel), pair.ceiling)
-            for start, stop in (*pair.fixed, *(step.part for step in pair.steps if step.sigmoid in unscaled)):
-                factors[start:stop] = 1.0
             constants.scale(pair, factors)
             total[pair.tensor] *= factors
     return total
@@ -362,11 +340,10 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
         renamed |= {tensor: tensor + SUFFIX for tensor in pair.tensors}
         powers |= dict.fromkeys((name, *pair.reshaped), write_powers(values))
         for step in pair.steps:
-            part = values[slice(*step.part)]
-            powers[step.tensor] = write_powers(part)
-            if step.sigmoid and (part != 1).any():
+            powers[step.tensor] = write_powers(values)
+            if step.sigmoid and (values != 1).any():
                 rank = len(graph.dims(step.tensor)) or -pair.axis
-                sigmoids[step.sigmoid] = along(part, pair.axis, rank)
+                sigmoids[step.sigmoid] = along(values, pair.axis, rank)
     proto = constants.write(renamed, None if kept is None else work)
     restore_sigmoid_inputs(proto, sigmoids)
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
@@ -394,10 +371,9 @@ def equalize_calibration(
     changed: dict[str, TensorRange] = {}
     saturations: dict[str, float] = {}
     for pair, found in read_channel_ranges(graph, pairs, Path(calibration.statistics), calibration.ranges["minmax"]):
+        scale = np.asarray(factors[pair.tensor])
         for name, its in found.items():
-            scale = np.asarray(factors[pair.tensor])[its.part]
-            if (scale != 1).any():
-                changed[name] = snap_range(TensorRange(low=(its.low * scale).min(), high=(its.high * scale).max()))
+            changed[name] = snap_range(TensorRange(low=(its.low * scale).min(), high=(its.high * scale).max()))
         changed |= dict.fromkeys(pair.reshaped, changed[pair.tensor])
         through = [step for step in pair.steps if step.sigmoid and step.tensor in changed]
         saturations |= {step.tensor: saturation_of(nodes[step.sigmoid]) for step in through}
@@ -431,8 +407,7 @@ def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Ar
     share = own / max(float(own.max()), TINY)
     for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):
         before = ranges[step.tensor].magnitude()
-        part = slice(*step.part)
-        share[part] = np.maximum(share[part], before / max(float(before.max()), TINY))
+        share = np.maximum(share, before / max(float(before.max()), TINY))
     return np.asarray(share * own.max())
 
 

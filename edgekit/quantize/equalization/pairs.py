@@ -126,40 +126,27 @@ _CONSTANT_AXES: dict[str, tuple[tuple[int, int], ...]] = {
     "LayerNormalization": ((1, -1), (2, -1)),
     "MatMul": ((1, -1),),
 }
-# Operators that average or select values within a channel: f(s x) = s f(x) for s > 0, as for Relu and similar
-# functions. Equalization requires nothing else of a function between two layers (M. Nagel et al., arXiv:1906.04721,
-# section 4.1).
-_POOLING = frozenset({"Resize", "Upsample", "MaxPool", "AveragePool"})
 
 
 class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
-    """A constant to multiply: an input of a node, and its channel axis, counted from the end (negative).
-
-    `part` says which channels of the pair it has.
-    """
+    """A constant to multiply: an input of a node, and its channel axis, counted from the end (negative)."""
 
     node: str
     index: int
     axis: int
-    part: tuple[int, int]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor before that of a pair, and how to invert the node after it: value = (value - shift) / slope.
 
     With `negative_only` the slope applies to negative values only; if it is not positive, the node cannot be inverted.
-    With `pooled` the node selects or averages neighbours, so extremes are only about equal. With `sigmoid`, the name of
-    a Sigmoid or HardSigmoid node, the node multiplies the tensor by its sigmoid. `output` is the node's output, `part`
-    the channels of the pair that the tensor has.
+    With `sigmoid`, the name of a Sigmoid or HardSigmoid node, the node multiplies the tensor by its sigmoid.
     """
 
     tensor: str
-    output: str
-    part: tuple[int, int]
     shift: Array
     slope: Array
     negative_only: bool = False
-    pooled: bool = False
     sigmoid: str = ""
 
 
@@ -167,14 +154,12 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose channels `constants` make, and that only layers with weights, its `consumers`, read.
 
     `axis` is the channel axis, counted from the end. `ceiling` is the upper bound of a Clip. `reshaped` are reshaped
-    forms of the tensor that layers read instead. `fixed` are channels, from some inputs of a Concat, that cannot be
-    scaled.
+    forms of the tensor that layers read instead.
     """
 
     tensor: str
     axis: int
     channels: int
-    fixed: tuple[tuple[int, int], ...]
     constants: tuple[ScaledConstant, ...]
     steps: tuple[Step, ...]
     ceiling: float | None
@@ -188,21 +173,11 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants that make some channels of a pair, and the steps from these to the pair's tensor."""
+    """The constants that make the channels of a pair, and the steps from these to the pair's tensor."""
 
     constants: tuple[ScaledConstant, ...] = ()
     steps: tuple[Step, ...] = ()
-    fixed: tuple[tuple[int, int], ...] = ()
     ceiling: float | None = None
-
-    def join(self, other: "_Origin") -> "_Origin":
-        """Returns both combined; the ceiling is that of the other if it has one."""
-        return _Origin(
-            constants=self.constants + other.constants,
-            steps=self.steps + other.steps,
-            fixed=self.fixed + other.fixed,
-            ceiling=self.ceiling if other.ceiling is None else other.ceiling,
-        )
 
 
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
@@ -240,49 +215,33 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
     if len(places) != 1 or reshaped is None:
         return None
     ((axis, channels),) = places
-    origin = _trace(graph, name, axis, (0, channels))
+    origin = _trace(graph, name, axis, channels)
     if origin is None:
         return None
     return EqualizationPair(
         tensor=name, axis=axis, channels=channels, constants=origin.constants, steps=origin.steps,
-        ceiling=origin.ceiling, consumers=consumers, reshaped=reshaped, fixed=origin.fixed,
+        ceiling=origin.ceiling, consumers=consumers, reshaped=reshaped,
     )  # fmt: skip
 
 
-def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin | None:
+def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
     """Returns the origin of a tensor, back to the constants that determine the size of its channels."""
     found = _Origin()
     node = graph.producers.get(name)
     while node is not None:
-        made = _find_constants(graph, node, axis, part)
+        made = _find_constants(graph, node, axis, channels)
         if made is not None:
-            return found.join(_Origin(constants=made))
-        if node.op_type == "Concat":
-            inner = _trace_concat(graph, node, axis, part) if found.ceiling is None else None
-            return inner and found.join(inner)
-        passed = _pass_back(graph, node, axis, part)
+            return msgspec.structs.replace(found, constants=found.constants + made)
+        passed = _pass_back(graph, node, axis, channels)
         if passed is None or not (passed.steps[0].sigmoid or _is_read_once(graph, passed.steps[0].tensor)):
             return None
-        found, node = found.join(passed), graph.producers.get(passed.steps[0].tensor)
+        found = _Origin(
+            constants=found.constants + passed.constants,
+            steps=found.steps + passed.steps,
+            ceiling=found.ceiling if passed.ceiling is None else passed.ceiling,
+        )
+        node = graph.producers.get(passed.steps[0].tensor)
     return None
-
-
-def _trace_concat(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
-    """Returns the origin of a Concat's inputs; those that cannot be scaled are fixed (None if all are)."""
-    shapes = [graph.static_shape(name) for name in node.input]
-    joined = node.integer("axis", 0)
-    if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):
-        return None
-    ends = part[0] + np.cumsum([0, *(shape[axis] for shape in shapes if shape is not None)])
-    found = _Origin()
-    for name, start, stop in zip(node.input, ends, ends[1:], strict=False):
-        own_part = (int(start), int(stop))
-        own = _trace(graph, name, axis, own_part) if _is_read_once(graph, name) else None
-        if own is None or own.ceiling is not None:
-            found = found.join(_Origin(fixed=(own_part,)))
-        else:
-            found = found.join(_Origin(steps=(_unchanged(name, node.output[0], own_part),))).join(own)
-    return found if found.constants else None
 
 
 def _is_read_once(graph: Graph, name: str) -> bool:
@@ -315,10 +274,10 @@ def _is_inner(graph: Graph, name: str) -> bool:
     return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
 
 
-def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> tuple[ScaledConstant, ...] | None:
+def _find_constants(graph: Graph, node: Node, axis: int, channels: int) -> tuple[ScaledConstant, ...] | None:
     """Returns the constants by which every channel of a node's output can be scaled, None if there are none."""
     if node.op_type == "Mul":
-        return _find_constant_input(graph, node, axis, part)
+        return _find_constant_input(graph, node, axis, channels)
     axes = _CONSTANT_AXES.get(node.op_type, ())
     if node.op_type == "Gemm":
         axes = ((1, 0 if node.integer("transB", 0) else 1), (2, -1))
@@ -331,17 +290,16 @@ def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) 
         if not node.has_input(index):
             continue
         dims = graph.constants[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
-        if not dims or dims[own_axis] != part[1] - part[0]:
+        if not dims or dims[own_axis] != channels:
             return None
         from_end = own_axis if own_axis < 0 else own_axis - len(dims)
-        found.append(ScaledConstant(node=node.name, index=index, axis=from_end, part=part))
+        found.append(ScaledConstant(node=node.name, index=index, axis=from_end))
     return tuple(found) or None
 
 
-def _pass_back(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
+def _pass_back(graph: Graph, node: Node, axis: int, channels: int) -> _Origin | None:
     """Returns how scaled channels pass through a node: the tensor before it, constants to scale, and a ceiling."""
-    channels = part[1] - part[0]
-    step = _unchanged(node.input[0], node.output[0], part)
+    step = Step(tensor=node.input[0], shift=np.zeros(channels), slope=np.ones(channels))
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _read_slope(graph, node, channels)
         sloped = bounds and msgspec.structs.replace(step, slope=bounds[0], negative_only=True)
@@ -349,22 +307,13 @@ def _pass_back(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _O
     sigmoid = find_silu(graph, node)
     if sigmoid is not None:
         return _Origin(steps=(msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),))
-    if node.op_type in _POOLING:
-        shapes = [graph.dims(name) or (None,) * -axis for name in (node.input[0], node.output[0])]
-        keeps = all(len(shape) >= -axis and shape[axis] == channels for shape in shapes)
-        return _Origin(steps=(msgspec.structs.replace(step, pooled=True),)) if keeps else None
-    constants = _find_constant_input(graph, node, axis, part) if node.op_type == "Add" else None
+    constants = _find_constant_input(graph, node, axis, channels) if node.op_type == "Add" else None
     value = graph.constant(node.input[constants[0].index]) if constants else None
     if constants is None or value is None or value.size != channels:
         return None
     before = node.input[1 - constants[0].index]
     step = msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64))
     return _Origin(steps=(step,), constants=constants)
-
-
-def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
-    size = part[1] - part[0]
-    return Step(tensor=tensor, output=output, part=part, shift=np.zeros(size), slope=np.ones(size))
 
 
 def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:
@@ -383,15 +332,13 @@ def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float |
     return (np.ones(channels), high) if low == 0 and (high is not None or not node.has_input(2)) else None
 
 
-def _find_constant_input(
-    graph: Graph, node: Node, axis: int, part: tuple[int, int]
-) -> tuple[ScaledConstant, ...] | None:
+def _find_constant_input(graph: Graph, node: Node, axis: int, channels: int) -> tuple[ScaledConstant, ...] | None:
     """Returns the input that is a float constant with these channels; None if both or neither are constants."""
     found = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
     dims = graph.constants[node.input[found[0]]].dims if len(found) == 1 and len(node.input) == 2 else ()
-    if len(dims) < -axis or dims[axis] != part[1] - part[0]:
+    if len(dims) < -axis or dims[axis] != channels:
         return None
-    return (ScaledConstant(node=node.name, index=found[0], axis=axis, part=part),)
+    return (ScaledConstant(node=node.name, index=found[0], axis=axis),)
 
 
 # The factors in the model's metadata: they are needed to compare the layers of the quantized model with those of the
