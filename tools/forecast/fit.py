@@ -2,7 +2,7 @@
 
     python tools/forecast/fit.py [--dry]
 
-Prints the tables of docs/reference/measured.md; with --dry it writes nothing.
+Prints the figures of docs/reference/measured.md; with --dry it writes nothing.
 """
 
 import json
