@@ -13,55 +13,21 @@ from edgekit.quantize.graph.float_graph import range_source
 
 # Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
 _ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
-# Operators from which exporters compose a Sigmoid or HardSigmoid.
-_SIGMOID_OPS = frozenset({"Add", "Clip", "Div", "HardSigmoid", "Mul", "Sigmoid"})
 
 
 def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
     """Returns the tensors inside the activation function that makes a tensor, back to a layer or another operator.
 
-    For y = Relu(x) that is x, for y = x * sigmoid(x) both factors, and further back if an activation function makes x
-    too. If one of them has 8 bits, 16 bits for y itself gain nothing.
+    For y = Relu(x) that is x, and further back if an activation function makes x too. If x has 8 bits, 16 bits for y
+    itself gain nothing.
     """
     found: dict[str, None] = {}
-    waiting = [name]
-    while waiting:
-        maker = graph.producers.get(waiting.pop())
-        if maker is None:
-            continue
-        inner = maker.input[:1] if maker.op_type in _ACTIVATIONS else ()
-        for moved in _find_silu_inputs(graph, maker) if maker.op_type in {"Mul", "Div"} else inner:
-            for before in (moved, range_source(graph, moved)):
-                if before in graph.producers and before not in found:
-                    found[before] = None
-                    waiting.append(before)
+    maker = graph.producers.get(name)
+    while maker is not None and maker.op_type in _ACTIVATIONS:
+        source = range_source(graph, maker.input[0])
+        found |= dict.fromkeys(before for before in (maker.input[0], source) if before in graph.producers)
+        maker = graph.producers.get(source)
     return tuple(found)
-
-
-def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
-    """Returns the tensors inside a SiLU or HardSwish, which may be scaled by a constant; none for other nodes."""
-    inputs = _list_variables(graph, node)
-    if len(inputs) == 1 and inputs[0] in graph.producers:
-        inner = graph.producers[inputs[0]]
-        before = _find_silu_inputs(graph, inner) if inner.op_type == "Mul" else []
-        return [inputs[0], *before] if before else []
-    if node.op_type == "Mul" and len(inputs) == 2:
-        for value, sigmoid in (inputs, inputs[::-1]):
-            # From the sigmoid back to the value that it is computed from, and from nothing else.
-            between, name = list[str](), sigmoid
-            while name != value and (maker := graph.producers.get(name)) and maker.op_type in _SIGMOID_OPS:
-                between.append(name)
-                sources = _list_variables(graph, maker)
-                if len(sources) != 1:
-                    break
-                name = sources[0]
-            if name == value and between:
-                return [*between, value]
-    return []
-
-
-def _list_variables(graph: Graph, node: Node) -> list[str]:
-    return [name for name in node.input if name and name not in graph.constants]
 
 
 # Operators with weights: the layers of a network begin with the first of them.
