@@ -26,6 +26,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     Searched,
     bound_integer,
     measure_work,
+    plan_step,
     search_plan,
 )
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_step, rise_db
@@ -207,6 +208,19 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
         bounds.append(bound_integer(search, plan))
         assert known.integer >= bounds[-1] >= measure_work(search, f"relieve {count}", plan).integer
     assert 0.25 < bounds[-1] < 0.75
+
+
+def test_a_step_goes_on_from_a_plan_with_the_same_factors_of_channels(
+    deep: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
+    first = run_search(search)[1].trials[0]
+    # Its ranges are of tensors that the first plan does not have.
+    rival = msgspec.structs.replace(first.plan, factors={"x": (1.0, 2.0)}, ranges={})
+    trials = (first, msgspec.structs.replace(first, plan=rival))
+    plan = plan_step(search, trials, 20)
+    assert plan is not None
+    assert plan == plan_step(search, trials[:1], 20)
 
 
 @pytest.mark.parametrize(

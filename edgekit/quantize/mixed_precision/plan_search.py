@@ -454,7 +454,9 @@ def _least_drop(prediction: Prediction, share: float) -> float:
 
 def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
     """Returns the plan of the first trial with `count` tensors out of 8 bits, None if it has too few."""
-    first, before = trials[0].plan, trials[-1].plan
+    first = trials[0].plan
+    # A rival with other factors of channels, or none, has ranges of other tensors.
+    before = next(trial.plan for trial in reversed(trials) if trial.plan.factors == first.factors)
     return relieve_step(
         search.model, search.calibration, search.target, first, count, before=before, memo=search.memo
     )  # fmt: skip
