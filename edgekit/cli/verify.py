@@ -69,12 +69,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given.
 
         Raises:
-            UsageError: the bundle asks for a function of somebody's own.
+            UsageError: the bundle asks for a function of somebody's own, or there are limits and no metric.
         """
         return self._limit(bundled_task(manifest) if self.metric is None else load_metric(self.metric))
 
     def apply(self, thresholds: Thresholds) -> Thresholds:
-        """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
+        """Returns the thresholds with the limits that were given; a share that the user names grants no sample more.
+
+        Raises:
+            UsageError: there are limits of a metric and no metric.
+        """
         given = {name: it for name in Thresholds.__struct_fields__ if (it := getattr(self, name, None)) is not None}
         if self.min_top1_agreement is not None:
             # The samples that may differ were granted for the target's own share.
@@ -86,6 +90,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
         given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}
         set_ones = {name: value for name, value in given.items() if value is not None}
+        if task is None and set_ones.keys() - {"gate"}:
+            raise UsageError(
+                "--max-metric-drop and --min-metric-share limit a metric, and none is named",
+                hint="add --metric NAME, such as top1",
+            )
         return None if task is None else msgspec.structs.replace(task, **set_ones)
 
 

@@ -78,6 +78,8 @@ WRONG = {
     "verify BUNDLE --junit BUNDLE/v.xml": "lies in the bundle",
     "verify BUNDLE --html BUNDLE/manifest.json": "lies in the bundle",
     "verify BUNDLE --min-cosine 1.5": "--min-cosine",
+    "verify BUNDLE --on host --max-metric-drop 5": "add --metric NAME",
+    "verify BUNDLE --on host --min-metric-share 0.99 --gate bound": "add --metric NAME",
     "verify BUNDLE --min-sqnr nan": "'nan' is no number",
     "verify BUNDLE --min-top1 x": "--min-top1",
     "verify BUNDLE --max-latency-ratio 1.2": "give --baseline FILE or --history",
