@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from edgekit.data.data_check import accept_pixels, check_samples, warn_if_few
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array, Tensors
 
@@ -54,6 +54,19 @@ def test_what_is_not_finite_is_refused_with_sample_and_input(value: float, word:
     rows[1][0, 0, 0, 0] = value
     with pytest.raises(DataError, match=f"sample 1 of 'test data' has {word} in input 'x'"):
         check_samples(samples_of(*rows))
+
+
+def test_a_sample_has_the_number_that_it_has_in_the_data() -> None:
+    rows = [row.copy() for row in noise(9)]
+    rows[7][0, 0, 0, 0] = np.nan
+    # Two were held out before it, and one of the rest is not used.
+    chosen = select_samples(select_samples(samples_of(*rows), [1, 2, 3, 5, 6, 7, 8]), [1, 2, 3, 4, 5])
+    with pytest.raises(DataError, match="sample 7 of 'test data' has NaN in input 'x'"):
+        check_samples(chosen)
+    rows[6][:] = rows[7][:] = 0.5
+    repeated, constant = check_samples(chosen).warnings
+    assert repeated.endswith("sample 7 is sample 6 again")
+    assert constant.endswith("first in sample 6")
 
 
 def test_another_number_of_samples_than_was_promised_is_refused() -> None:

@@ -195,6 +195,24 @@ def test_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, obje
         load_samples(_save(tmp_path / "d.npz", **arrays), [X])
 
 
+@pytest.mark.parametrize(
+    ("shape", "wanted", "hint"),
+    [
+        ((3, 8, 8), (1, 8, 8, 3), "numpy.transpose"),
+        ((8, 8, 1), (1, 8, 8, 3), "a batch axis of one is added"),
+        ((7, 8, 3), (1, 8, 8, 3), "a batch axis of one is added"),
+        ((1, 5), (1, 8), "build with several sizes"),
+    ],
+)
+def test_a_wrong_shape_is_told_what_mends_it(
+    tmp_path: Path, shape: tuple[int, ...], wanted: tuple[int, ...], hint: str
+) -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=wanted)
+    with pytest.raises(DataError) as caught:
+        load_samples(_save(tmp_path / "d.npz", x=np.zeros((2, *shape), np.float32)), [spec])
+    assert hint in caught.value.hint
+
+
 def test_a_missing_input_and_unequal_lengths_are_refused(tmp_path: Path) -> None:
     other = TensorSpec(name="y", dtype="float32", shape=(1, 2))
     with pytest.raises(DataError, match="lacks the model input 'y'"):
@@ -260,7 +278,7 @@ def test_another_dtype_or_shape_among_the_samples_is_named(tmp_path: Path) -> No
         check_samples(load_samples(str(tmp_path), [X]))
     # One size was fixed, and a sample is shorter.
     np.savez(tmp_path / "1.npz", x=np.zeros((1, 1), np.float32))
-    with pytest.raises(DataError, match="fill it yourself, or build with several sizes, as --dim NAME=64,128"):
+    with pytest.raises(DataError, match="fill them, or build with several sizes, as --dim NAME=64,128"):
         check_samples(load_samples(str(tmp_path), [X]))
 
 

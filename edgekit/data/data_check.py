@@ -68,7 +68,7 @@ def refusing_bad(samples: Samples) -> Samples:
             for name, value in sorted(sample.items(), key=lambda item: item[0]):
                 if value.dtype.kind == "f" and not np.isfinite(value).all():
                     kind = "NaN" if np.isnan(value).any() else "infinity"
-                    where = f"sample {count} of '{samples.source}'"
+                    where = f"sample {samples.place(count)} of '{samples.source}'"
                     raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
             yield sample
             count += 1
@@ -93,7 +93,7 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
     digest, contents, inputs = hashlib.sha256(), list[bytes](), dict[str, _Input]()
     for sample in refusing_bad(samples):
         for name in sorted(sample.keys() - set(computed)):
-            inputs.setdefault(name, _Input()).add(sample[name])
+            inputs.setdefault(name, _Input(samples.place)).add(sample[name])
         contents.append(digest_sample(sample))
         # A digest of digests, so that the order of samples matters and no sample has to stay in memory.
         digest.update(contents[-1])
@@ -102,13 +102,13 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
     others = dict[str, _Input]()
     for sample in () if golden is None else refusing_bad(golden):
         for name in inputs.keys() & sample.keys():
-            others.setdefault(name, _Input()).add(sample[name])
+            others.setdefault(name, _Input(samples.place)).add(sample[name])
     apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))
     return SampleFacts(
         sha256=digest.hexdigest(),
         count=len(contents),
         digests=tuple(contents),
-        warnings=(*cut, *_repeated(contents), *doubts, *_unlike(inputs), *apart),
+        warnings=(*cut, *_repeated(contents, samples.place), *doubts, *_unlike(inputs), *apart),
         raw_pixels={name: line for name, seen in inputs.items() if (line := seen.pixels(name))},
     )
 
@@ -137,9 +137,10 @@ def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
 
 
 class _Input:
-    """Statistics of one input over the samples."""
+    """Statistics of one input over the samples, which messages name by their `place`."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[int], int]) -> None:
+        self._place = place
         self.measures: dict[str, list[float]] = {"smallest value": [], "largest value": [], "mean": [], "spread": []}
         self._lows, self._highs = self.measures["smallest value"], self.measures["largest value"]
         self._is_float = True
@@ -277,7 +278,7 @@ class _Input:
             return
         if self._constant:
             some = _some(len(self._constant), len(self._lows))
-            yield f"input '{name}' is one number throughout in {some}, first in sample {self._constant[0]}"
+            yield f"input '{name}' is one number throughout in {some}, first in sample {self._place(self._constant[0])}"
         if self.order():
             yield f"input '{name}' {self.order()}: ranges and plans that are made from it hold for nothing else"
         if self._colored and not any(self._colored):
@@ -294,8 +295,8 @@ class _Input:
         # Compared with the median, which the outlier itself does not move.
         if self._is_float and reach[farthest] > _OUTLIER * usual > 0:
             yield (
-                f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
-                " it stretches every range"
+                f"sample {self._place(farthest)} reaches {reach[farthest]:g} in input '{name}',"
+                f" half of them no more than {usual:g}: it stretches every range"
             )
 
 
@@ -316,11 +317,11 @@ def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
         )
 
 
-def _repeated(contents: Sequence[bytes]) -> Iterator[str]:
+def _repeated(contents: Sequence[bytes], place: Callable[[int], int]) -> Iterator[str]:
     first: dict[bytes, int] = {}
     again = [(index, first[own]) for index, own in enumerate(contents) if first.setdefault(own, index) != index]
     if again:
-        index, before = again[0]
+        index, before = map(place, again[0])
         yield f"{_some(len(again), len(contents))} repeat an earlier one: sample {index} is sample {before} again"
 
 

@@ -149,8 +149,9 @@ def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
         for index, sample in enumerate(samples):
             length = padding.measure(sample)
             if not 0 < length <= size:
+                where = f"sample {samples.place(index)} of '{samples.source}'"
                 raise DataError(
-                    f"sample {index} of '{samples.source}' has {length} of '{padding.dim}', the largest bucket {size}",
+                    f"{where} has {length} of '{padding.dim}', the largest bucket {size}",
                     hint=f"add a larger bucket, or leave out the sample: --dim {padding.dim}=...,{length}",
                 )
             yield padding.fill(sample, size)

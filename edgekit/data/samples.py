@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -49,6 +50,7 @@ _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_
 # So many samples are read to see whether all have the same sizes: a choice.
 _LOOKED_AT = 8
 _UNCOUNTED = -1
+_IMAGE_RANK = 4
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +58,8 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     `read` starts a new pass and yields one sample at a time, each with a tensor for every model input, batch axis
     included. `source` is their origin, for messages. `class_names` holds the name of each sample's folder, for images
-    in folders. `batches` says how many batches were cut into samples, 0 if they came singly.
+    in folders. `batches` says how many batches were cut into samples, 0 if they came singly. `places` holds the place
+    of each sample in its origin, where these are some of its samples.
     """
 
     source: str
@@ -64,6 +67,11 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     read: Callable[[], Iterator[Tensors]]
     class_names: tuple[str, ...] = ()
     batches: int = 0
+    places: tuple[int, ...] = ()
+
+    def place(self, index: int) -> int:
+        """Returns which sample of its origin one of these is: the user knows no other number."""
+        return self.places[index] if index < len(self.places) else index
 
     def __iter__(self) -> Iterator[Tensors]:
         return self.read()
@@ -157,7 +165,8 @@ def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
                     yield sample
 
     names = tuple(samples.class_names[index] for index in wanted) if samples.class_names else ()
-    return Samples(source=samples.source, count=len(wanted), read=read, class_names=names)
+    places = tuple(map(samples.place, wanted))
+    return Samples(source=samples.source, count=len(wanted), read=read, class_names=names, places=places)
 
 
 def map_samples(samples: Samples, function: Callable[[Tensors], Tensors], *, source: str | None = None) -> Samples:
@@ -285,16 +294,19 @@ def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
     for candidate in (value, value[np.newaxis]):
         if shape_matches(candidate.shape, spec):
             return candidate
-    raise DataError(
-        f"{where} has shape {list(value.shape)} for input '{spec.name}', the model wants {spec}",
-        hint="one size fills no sample: fill it yourself, or build with several sizes, as --dim NAME=64,128"
-        if any(_is_shorter(shape, spec.shape or ()) for shape in (value.shape, (1, *value.shape)))
-        else "sample i is array[i]; a batch axis of one is added where it is missing",
-    )
+    wanted, hint = spec.shape or (), "sample i is array[i]; a batch axis of one is added where it is missing"
+    shapes = value.shape, (1, *value.shape)
+    if any(_is_shorter(shape, wanted) for shape in shapes):
+        hint = "samples are not filled up to one size: fill them, or build with several sizes, as --dim NAME=64,128"
+    elif any(Counter(shape) == Counter(wanted) for shape in shapes):
+        hint = "its axes have another order: numpy.transpose, before you save it"
+    raise DataError(f"{where} has shape {list(value.shape)} for input '{spec.name}', the model wants {spec}", hint=hint)
 
 
 def _is_shorter(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
     """Returns True if padding along one axis would make a sample fit, as for text; a padded image is another image."""
+    if len(wanted) == _IMAGE_RANK:
+        return False
     known = [(size, want) for size, want in zip(shape, wanted, strict=False) if isinstance(want, int) and size != want]
     return len(shape) == len(wanted) and len(known) == 1 and known[0][0] < known[0][1]
 

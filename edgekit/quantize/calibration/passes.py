@@ -233,18 +233,19 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
         # Both passes and the cache identify samples by position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
             raise DataError(
-                f"sample {index} of '{task.samples.source}' is another one than before",
+                f"sample {task.samples.place(index)} of '{task.samples.source}' is another one than before",
                 hint="it must give the same at each pass",
             )
         if isinstance(values, RuntimeRefusal):
-            text = f"sample {index} of '{task.samples.source}' does not run: {values.message}"
+            text = f"sample {task.samples.place(index)} of '{task.samples.source}' does not run: {values.message}"
             raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
             _refuse(task, index, sample, values)
         # If an axis is an input, as for a DFT, shapes depend on the sample.
         if not run.statistics.fits(values):
             raise DataError(
-                f"sample {index} of '{task.samples.source}' gives a tensor another shape than '{task.model.path.name}'",
+                f"sample {task.samples.place(index)} of '{task.samples.source}' gives a tensor another shape than"
+                f" '{task.model.path.name}'",
                 hint="give samples with the axes and sizes that the model's shapes were declared for",
             )
         task.keep(index, values)
@@ -267,7 +268,8 @@ def _has_non_finite(values: Tensors) -> bool:
 def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors) -> NoReturn:
     """Raises an error that names the first input, weight or tensor that is not finite, in the order of the graph."""
     graph, work = task.graph, task.work
-    subject, hint = f"sample {index} of '{task.samples.source}' gives", "mend or drop the sample"
+    subject = f"sample {task.samples.place(index)} of '{task.samples.source}' gives"
+    hint = "mend or drop the sample"
     for name, value in sample.items():
         if kind := _non_finite(value):
             raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
