@@ -39,7 +39,8 @@ def as_path(given: AnyPath) -> Path:
     try:
         return Path(given)
     except TypeError as error:
-        raise UsageError(f"{given!r:.100} is no path", hint="give a str or a pathlib.Path") from error
+        hint = "give its .path" if hasattr(given, "path") else "give a str or a pathlib.Path"
+        raise UsageError(f"{given!r:.100} is no path", hint=hint) from error
 
 
 def digest_file(path: Path) -> str:

@@ -2,23 +2,27 @@
 
 import functools
 import inspect
+import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from edgekit.errors import UsageError
 
+_LISTS = (Sequence, Collection)
+
 
 def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that refuses text where it wants one of edgekit's values, such as a Model or a Target.
+    """Returns a function that refuses text where it wants one of edgekit's values, such as a Model, or a list.
 
-    Without it the error would come from inside, and name an attribute that the caller never asked for.
+    Without it the error would come from inside, and name an attribute that the caller never asked for, or a letter.
     """
     signature, hints = inspect.signature(function), typing.get_type_hints(function)
     kinds = {name: found for name in signature.parameters if (found := _list_kinds(hints.get(name)))}
+    lists = {name: typing.get_args(hint)[0] for name, hint in hints.items() if typing.get_origin(hint) in _LISTS}
 
     @functools.wraps(function)
     def checked(*given: Any, **named: Any) -> Any:
@@ -30,9 +34,21 @@ def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
                     f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}",
                     hint=f"what makes one: help(edgekit.{kind})",
                 )
+            if name in lists:
+                _check_list(function.__name__, name, value, _list_kinds(lists[name]))
         return function(*given, **named)
 
     return checked
+
+
+def _check_list(function: str, name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if isinstance(value, str | os.PathLike):
+        problem, hint = f"{value!r:.60}", f"[{value!r:.60}] is a list of one"
+    elif kinds and isinstance(value, Sequence) and (other := [one for one in value if not isinstance(one, kinds)]):
+        problem, hint = f"{other[0]!r:.60} in it", f"it holds a {kinds[0].__name__} each"
+    else:
+        return
+    raise UsageError(f"{function} wants a list as '{name}', and was given {problem}", hint=hint)
 
 
 def _list_kinds(hint: Any) -> tuple[type, ...]:

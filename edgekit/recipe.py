@@ -13,7 +13,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
-from edgekit.serialize import read_toml
+from edgekit.serialize import name_choices, read_toml
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
@@ -115,6 +115,22 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     float_constants: Literal["auto", "float32"] = "auto"
     # Not written where there is none: bundles keep the bytes that they had before.
     forecast: ForecastGoal | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        # One that is made in Python is held to the types that a file is held to, but may give settings as numbers.
+        for field in msgspec.structs.fields(Recipe):
+            given = getattr(self, field.name)
+            if given is msgspec.UNSET:
+                continue
+            if field.name == "settings" and isinstance(given, dict):
+                given = {name: str(value) for name, value in given.items()}
+            try:
+                msgspec.structs.force_setattr(self, field.name, msgspec.convert(given, field.type))
+            except msgspec.ValidationError as error:
+                raise UsageError(
+                    f"a Recipe has {given!r:.60} as '{field.name}': {error}",
+                    hint=name_choices(str(error), field.type) or "help(edgekit.Recipe) says what it holds",
+                ) from error
 
 
 def load_recipe(path: AnyPath) -> Recipe:

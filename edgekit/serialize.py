@@ -4,11 +4,12 @@ import errno
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
+import msgspec.inspect
 
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 
@@ -55,7 +56,8 @@ def read_toml(
     except (msgspec.DecodeError, UnicodeDecodeError) as fault:
         said = keys(str(fault)) if callable(keys) else keys
         named = ", ".join(getattr(kind, "__struct_fields__", ()))
-        raise error(f"'{path}' is malformed: {fault}", hint=said or f"the keys are {named}") from fault
+        hint = name_choices(str(fault), kind) or said or f"the keys are {named}"
+        raise error(f"'{path}' is malformed: {fault}", hint=hint) from fault
 
 
 def _read_toml(path: Path, kind: type[_T]) -> _T:
@@ -75,6 +77,50 @@ def suggest_key(said: str, valid: Iterable[str], otherwise: str) -> str:
     """Returns the key that is meant by the unknown one of which msgspec says that it is none, else another hint."""
     unknown = re.search(r"unknown field `([^`]*)`", said)
     return suggest_name(unknown[1], valid) if unknown else otherwise
+
+
+def name_choices(said: str, kind: Any) -> str:
+    """Returns a hint with the valid values where msgspec says that one is none of a type, "" where it says otherwise.
+
+    `kind` is the type that was read, `said` the message, which has the path of the value in it.
+    """
+    found = re.match(r"Invalid enum value .*?(?: - at `\$(.*)`)?$", said)
+    if found is None:
+        return ""
+    here = [msgspec.inspect.type_info(kind)]
+    for key in re.findall(r"\.(\w+)|\[", found[1] or ""):
+        here = [inner for outer in here for inner in _enter(outer, key)]
+    values = [value for each in here for value in _list_values(each)]
+    return f"valid: {', '.join(map(str, dict.fromkeys(values)))}" if values else ""
+
+
+def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Type]:
+    """Yields the types of the field `key` of a type; of its items where the key is empty."""
+    match outer:
+        case msgspec.inspect.UnionType():
+            for member in outer.types:
+                yield from _enter(member, key)
+        case msgspec.inspect.StructType():
+            yield from (field.type for field in outer.fields if field.encode_name == key)
+        case msgspec.inspect.DictType():
+            yield outer.value_type
+        case msgspec.inspect.VarTupleType():
+            yield outer.item_type
+        case _:
+            pass
+
+
+def _list_values(kind: msgspec.inspect.Type) -> Iterator[object]:
+    match kind:
+        case msgspec.inspect.UnionType():
+            for member in kind.types:
+                yield from _list_values(member)
+        case msgspec.inspect.LiteralType():
+            yield from kind.values
+        case msgspec.inspect.EnumType():
+            yield from (member.value for member in kind.cls)
+        case _:
+            pass
 
 
 def to_builtins(value: object) -> Any:

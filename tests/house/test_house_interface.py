@@ -55,6 +55,8 @@ def test_paths_are_text_and_settings_numbers_from_end_to_end(tmp_path: Path) -> 
     assert edgekit.load_samples(Path(data), prepared.inputs).count == 32
     given = edgekit.Data(source=tmp_path / "d.npz", labels=None, golden=str(tmp_path))  # type: ignore[arg-type]
     assert (given.source, given.golden) == (data, tmp_path)
+    recipe = edgekit.Recipe(targets=("cpu",), precision="fp32", settings={"weights": 8})  # type: ignore[dict-item]
+    assert recipe.settings == {"weights": "8"}
     recipe = edgekit.Recipe(targets=("cpu",), precision="fp32")
     edgekit.build(model, edgekit.Data(source=data), str(tmp_path / "out"), recipe, verify=False)
     bundle = edgekit.open_bundle(str(tmp_path / "out" / "m-cpu"))
@@ -64,12 +66,25 @@ def test_paths_are_text_and_settings_numbers_from_end_to_end(tmp_path: Path) -> 
 
 
 def test_what_is_of_another_kind_is_refused_in_one_line_that_says_what_makes_one(tmp_path: Path) -> None:
+    data = tmp_path / "d.npz"
+    write_small_net(tmp_path / "m.onnx", data)
+    model = edgekit.load_model(tmp_path / "m.onnx")
     for call, words in (
         (lambda: edgekit.load_model(7), "7 is no path"),  # type: ignore[arg-type]
         (lambda: edgekit.prepare_model("m.onnx", "p.onnx"), "prepare_model wants a Model as 'model', and was given 'm"),  # type: ignore[arg-type]
         (lambda: edgekit.build("m.onnx", "d.npz", tmp_path), "build wants a Data as 'data'"),  # type: ignore[arg-type]
         (lambda: edgekit.build("m.onnx", edgekit.Data(source="d"), tmp_path, "r.toml"), "build wants a Recipe"),  # type: ignore[arg-type]
         (lambda: edgekit.package_bundles([tmp_path], "rar", "p.rar"), "no package of kind 'rar'"),  # type: ignore[arg-type]
+        (
+            lambda: edgekit.package_bundles("out", "tar", "p.tar"),
+            r"wants a list as 'paths', and was given 'out' \(\['out'",
+        ),
+        (lambda: edgekit.load_samples(data, ["x"]), "wants a list as 'inputs', and was given 'x' in it"),  # type: ignore[list-item]
+        (lambda: edgekit.prepare_model(model, "p.onnx", outputs="y"), "wants a list as 'outputs', and was given 'y'"),
+        (lambda: edgekit.build(model, edgekit.Data(source="d"), tmp_path), r"Model\(.* is no path \(give its .path"),  # type: ignore[arg-type]
+        (lambda: edgekit.Recipe(targets="cpu"), "a Recipe has 'cpu' as 'targets': Expected `array`"),  # type: ignore[arg-type]
+        (lambda: edgekit.Recipe(precision="int9"), r"Invalid enum value 'int9' \(valid: auto, fp16"),  # type: ignore[arg-type]
+        (lambda: edgekit.Recipe(dims={"batch": "1"}), "as 'dims': Expected `int`, got `str`"),  # type: ignore[dict-item]
     ):
         with pytest.raises(edgekit.EdgekitError, match=words) as caught:
             call()
