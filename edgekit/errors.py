@@ -91,9 +91,11 @@ _MOST_NAMES = 40
 def suggest_name(word: str, valid: Iterable[str]) -> str:
     """Returns a hint for a misspelled word: the nearest valid name, or a list of them, of very many the first ones."""
     names = sorted(valid)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    # NNAPI is nnapi.
+    spellings = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(word.casefold(), spellings, n=1, cutoff=0.5)
     if near:
-        return f"did you mean '{near[0]}'?"
+        return f"did you mean '{spellings[near[0]]}'?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"valid: {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to choose from"
 

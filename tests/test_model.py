@@ -59,6 +59,22 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, mess
         load_model(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b"\x1c\0\0\0TFL3" + bytes(40), "tf2onnx"),
+        (b"PK\x03\x04" + bytes(40), "torch.onnx.export"),
+        (b"\x80\x02}q\0" + bytes(40), "torch.onnx.export"),
+        (b"{}", "or export it again"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_what_makes_a_model_of_it(tmp_path: Path, content: bytes, hint: str) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        load_model(tmp_path / "m.onnx")
+    assert hint in caught.value.hint
+
+
 def test_a_cut_off_model_is_refused(relu_model: Path) -> None:
     relu_model.write_bytes(relu_model.read_bytes()[:-7])
     with pytest.raises(ModelError, match="cut off"):

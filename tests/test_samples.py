@@ -162,7 +162,13 @@ def test_a_photo_whose_exif_is_damaged_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("size = [8, 8]\nmeen = [1.0]", "meen"), ("size = [8, 8]\nstd = [0.0]", "std"), ("size = 8", "malformed")],
+    [
+        ("size = [8, 8]\nmeen = [1.0]", "meen"),
+        ("size = [8, 8]\nstd = [0.0]", "std"),
+        ("size = 8", "malformed"),
+        ("size = [8, 8]\nlayout = 'CHW'", r"Invalid enum value 'CHW' - at `\$.layout` \(valid: NCHW, NHWC\)"),
+        ("size = [8, 8]\nmean = [123.68, 116.78, 103.94]", "mean = 123.68 lies outside the pixels, which reach 1"),
+    ],
 )
 def test_a_wrong_preprocessing_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "p.toml").write_text(text)

@@ -68,7 +68,7 @@ _Read = Callable[[str, str, str], Any]
 def _parse_size(option: str, name: str, value: str) -> int:
     # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
     if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
-        hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0"
+        hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0 to 2147483647"
         raise UsageError(f"{option} {name}={value}: '{value}' is no size", hint=hint)
     return int(value)
 
@@ -249,11 +249,12 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
     for name, text in parse_assignments(pairs, "--shape").items():
         if name not in specs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
-        given = [_parse_size("--dim", f"{name}:{axis}", size) for axis, size in enumerate(text.split(","))]
+        given = [_parse_size("--shape", name, size.strip()) for size in text.split(",")]
         # An input without a rank takes as many axes as are given.
         wanted = specs[name].shape or tuple(None for _ in given)
         if len(wanted) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(wanted, given, strict=True)):
-            raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint="one size an axis")
+            hint = "the model fixes the numbers" if len(wanted) == len(given) else "one size an axis"
+            raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint=hint)
         for axis, (dim, size) in enumerate(zip(wanted, given, strict=True)):
             if not isinstance(dim, int):
                 sizes[dim or f"{name}:{axis}"] = size

@@ -33,6 +33,8 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _MOST_CHANNELS = 4
+# A scale may be written with a few digits, such as 0.0039.
+_ROUNDED = 1.01
 ImageType = Literal["float32", "float16", "uint8", "int8"]
 
 
@@ -80,6 +82,13 @@ def load_preprocess(path: Path) -> Preprocess:
         raise DataError(
             f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0",
             hint="for example mean = [0.485, 0.456, 0.406] and std = [0.229, 0.224, 0.225]",
+        )
+    # Subtracted from pixels that are all smaller, or all larger, it leaves a picture hardly any contrast.
+    farthest, reach = max(preprocess.mean, key=abs), 255 * abs(preprocess.scale)
+    if abs(farthest) > reach * _ROUNDED:
+        raise DataError(
+            f"'{path}': mean = {farthest:g} lies outside the pixels, which reach {reach:g} once they are scaled",
+            hint="scale = 1, where mean and std are of pixels from 0 to 255",
         )
     return preprocess
 

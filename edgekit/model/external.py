@@ -174,6 +174,22 @@ def point_into(path: Path) -> onnx.ModelProto:
     return _read(path, location=path.name)
 
 
+# What files of other kinds begin with, at an offset, and how a model is made of each.
+_OTHER_KINDS = (
+    (4, b"TFL3", "it is a TensorFlow Lite model, of which tf2onnx makes one: python -m tf2onnx.convert --tflite"),
+    (0, b"PK\x03\x04", "it is an archive: unpack it, or, if PyTorch wrote it, use torch.onnx.export"),
+    (0, b"\x80", "it is a pickle, as PyTorch writes: torch.onnx.export makes a model of it"),
+    (0, b"\x89HDF", "it is an HDF5 file, as Keras writes: tf2onnx makes a model of it"),
+)
+
+
+def _tell_kind(path: Path) -> str:
+    """Returns what to do with a file of another kind, "" if it is not known."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    return next((hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic)), "")
+
+
 def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
         # Mapped, so that skipped weights are never read from the disk.
@@ -183,7 +199,7 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
         # A file that lists several models is no model itself.
-        hint = "give the path of an .onnx file, or export it again"
+        hint = _tell_kind(path) or "give the path of an .onnx file, or export it again"
         if path.suffix == ".toml":
             hint = "edgekit group takes a .toml, edgekit run an edgekit.toml"
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error
