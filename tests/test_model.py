@@ -17,7 +17,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
 from edgekit.model import external
 from edgekit.model.external import DataPlace, count_bytes, list_files, point_into, point_to, read_place, skim_model
-from edgekit.model.model import load_model, order_nodes, read_proto, save_proto
+from edgekit.model.model import copy_without_weights, load_model, order_nodes, read_proto, save_proto
 from edgekit.model.tensors import Array
 
 
@@ -223,8 +223,23 @@ def test_skimming_reads_no_lists_of_numbers(tmp_path: Path, monkeypatch: pytest.
         return read(data, at)
 
     monkeypatch.setattr(external, "_read_varint", count)
-    assert skim_model(tmp_path / "m.onnx") == onnx.load(str(tmp_path / "m.onnx"))
+    whole = onnx.load(str(tmp_path / "m.onnx"))
+    assert skim_model(tmp_path / "m.onnx", lists=True) == whole
+    for attribute in whole.graph.node[0].attribute:
+        attribute.ClearField("floats" if attribute.type == onnx.AttributeProto.FLOATS else "ints")
+    assert skim_model(tmp_path / "m.onnx") == whole
     assert len(reads) < 100
+    assert skim_model(tmp_path / "m.onnx").ByteSize() < 200
+
+
+@pytest.mark.parametrize(("op", "name"), [("Constant", "value_ints"), ("TfIdfVectorizer", "ngram_indexes")])
+def test_a_long_list_on_which_a_shape_depends_stays(op: str, name: str, tmp_path: Path) -> None:
+    node = onnx.helper.make_node(op, [], ["y"])
+    node.attribute.append(onnx.helper.make_attribute(name, list(range(300_000))))
+    whole = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [], []))
+    onnx.save(whole, str(tmp_path / "m.onnx"))
+    assert skim_model(tmp_path / "m.onnx") == whole
+    assert copy_without_weights(whole, lists=False) == whole
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])

@@ -13,15 +13,13 @@ import onnx
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, read_spec, tensor_dtype
+from edgekit.model.model import Model, is_long_list, read_spec, tensor_dtype
 from edgekit.model.soundness import find_captured, list_bodies, read_opsets
 from edgekit.model.tensors import Array
 
 Shape = tuple[int | None, ...]
 _T = TypeVar("_T")
 
-# Only trees have longer lists, of millions of numbers, which no rule looks at.
-_MOST_ENTRIES = 1 << 16
 _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributeProto.STRINGS)
 
 
@@ -327,7 +325,7 @@ def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:
-    if max(len(attribute.floats), len(attribute.ints), len(attribute.strings)) > _MOST_ENTRIES:
+    if is_long_list(attribute):
         return "long list"
     value: object = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, (int, float)):

@@ -94,12 +94,12 @@ _MOST_BYTES = 1 << 14
 
 
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy with the types and shapes that onnx can infer, without the data of large initializers.
+    """Returns a copy with types and shapes that onnx can infer, without large initializers' data and lists of trees.
 
     Contrib operators of ONNX Runtime are inferred too (`contrib.py`). A graph with contradictory shapes keeps those it
     has.
     """
-    light, large = copy_light(proto, _MOST_BYTES)
+    light, large = copy_light(proto, _MOST_BYTES, lists=False)
     light.graph.name = proto.graph.name or "graph"
     substituted = substitute_contrib(light)
     hidden = hide_untyped(light)
@@ -138,13 +138,16 @@ def _try_inference(light: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProt
     return None
 
 
-def copy_light(proto: onnx.ModelProto, most: int) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
+def copy_light(
+    proto: onnx.ModelProto, most: int, *, lists: bool = True
+) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
     """Returns a copy with inputs in place of large initializers, and these initializers.
 
     Large are those of more than `most` bytes, and external ones: tools of onnx copy the whole model, and fail on an
-    initializer without data. Small ones stay, because tools read shapes and axes from them.
+    initializer without data. Small ones stay, because tools read shapes and axes from them. Without `lists`, very long
+    lists of trees are empty.
     """
-    light, large = copy_without_weights(proto), list[onnx.TensorProto]()
+    light, large = copy_without_weights(proto, lists=lists), list[onnx.TensorProto]()
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > most:
             large.append(tensor)

@@ -146,6 +146,11 @@ _INSIDE: dict[str, dict[int, str]] = {
     "tensor": {},
     "constant": {},
 }
+LISTS_OF_TREES = ("nodes_", "class_", "target_", "leaf_")
+"""How attributes of tree ensembles begin that hold an entry for each node: no shape and no rule depends on them."""
+# The bytes of an attribute from which on such a list is very long; its name is field 1, a text.
+_LONG_LIST = 1 << 16
+_NAME = 0x0A
 # Last in an attribute stands its type (onnx.proto), as field 20: a number, a text, or a list of these holds no tensor.
 _WITHOUT_TENSORS = tuple(b"\xa0\x01" + bytes([kind]) for kind in (1, 2, 3, 6, 7, 8))
 _TENSORS = frozenset({"tensor", "constant"})
@@ -154,13 +159,15 @@ _RAW_DATA = 9
 _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 
 
-def skim_model(path: Path) -> onnx.ModelProto:
+def skim_model(path: Path, *, lists: bool = False) -> onnx.ModelProto:
     """Returns the model without the data of its large tensors; their names, types and shapes stay.
+
+    Very long lists of trees are empty but with `lists`: a session wants them.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
     """
-    return _read(path, location="")
+    return _read(path, location="", lists=lists)
 
 
 def point_into(path: Path) -> onnx.ModelProto:
@@ -171,7 +178,7 @@ def point_into(path: Path) -> onnx.ModelProto:
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
     """
-    return _read(path, location=path.name)
+    return _read(path, location=path.name, lists=True)
 
 
 # What files of other kinds begin with, at an offset, and how a model is made of each.
@@ -190,11 +197,12 @@ def _tell_kind(path: Path) -> str:
     return next((hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic)), "")
 
 
-def _read(path: Path, location: str) -> onnx.ModelProto:
+def _read(path: Path, location: str, *, lists: bool) -> onnx.ModelProto:
     try:
         # Mapped, so that skipped weights are never read from the disk.
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0, location)))
+            kept = _skim(data, "model", (0, len(data)), 0, location, lists=lists)
+            return onnx.ModelProto.FromString(b"".join(kept))
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
@@ -205,10 +213,13 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error
 
 
-def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str) -> Iterator[bytes]:
+def _skim(
+    data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str, *, lists: bool
+) -> Iterator[bytes]:
     """Yields the bytes of a message that stay; `span` is its begin and end.
 
-    With a `location`, raw data that are left out become external data there, and other data stay.
+    With a `location`, raw data that are left out become external data there, and other data stay. With `lists`, very
+    long lists in attributes stay.
     """
     at, end = span
     place = b""
@@ -233,10 +244,13 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         # Trees have millions of numbers in attributes, each a field of its own.
         if inner == "attribute" and data[at - 3 : at] in _WITHOUT_TENSORS:
             inner = None
+            if not lists and size > _LONG_LIST and (named := _read_name(data, body)):
+                yield write_varint(key) + write_varint(len(named) + 3) + named + data[at - 3 : at]
+                continue
         # A message as small as the data that stay holds nothing that is left out.
         if inner is not None and depth < _MAX_DEPTH and size > MAX_DATA_BYTES:
             # The length changes with what is left out, so the field is written anew.
-            kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
+            kept = b"".join(_skim(data, inner, (body, at), depth + 1, location, lists=lists))
             yield write_varint(key) + write_varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]
@@ -250,6 +264,15 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             yield data[start:at]
     # Written last, where it wins: a tensor loaded from external data states earlier that its data lie in the message.
     yield place
+
+
+def _read_name(data: mmap.mmap, body: int) -> bytes:
+    """Returns the name of an attribute as a field, empty where it is not first or is none of `LISTS_OF_TREES`."""
+    if data[body] != _NAME:
+        return b""
+    size, at = _read_varint(data, body + 1)
+    name = data[at : at + size].decode(errors="replace")
+    return data[body : at + size] if name.startswith(LISTS_OF_TREES) else b""
 
 
 def _read_varint(data: mmap.mmap, at: int) -> tuple[int, int]:

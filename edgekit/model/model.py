@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
-from edgekit.model.external import list_files, load_external, point_into, skim_model
+from edgekit.model.external import LISTS_OF_TREES, list_files, load_external, point_into, skim_model
 from edgekit.model.soundness import (
     find_flaws,
     find_invalid_text,
@@ -288,6 +288,9 @@ def keep_used_opsets(proto: onnx.ModelProto) -> None:
 def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
     """Replaces the values of a protobuf list in place; the new ones may be some of its own."""
     kept = list(values)
+    # Each message would be copied, and the nodes of trees are hundreds of megabytes.
+    if len(kept) == len(field) and all(new is old for new, old in zip(kept, field, strict=True)):
+        return
     del field[:]
     field.extend(kept)
 
@@ -305,15 +308,33 @@ def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
             setattr(target, field.name, value)
 
 
-def copy_without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+def copy_without_weights(proto: onnx.ModelProto, *, lists: bool = True) -> onnx.ModelProto:
     """Returns a copy of a model without the initializers of its main graph.
 
-    It is built anew: a copy of the whole would hold all weights once more before they could be dropped.
+    It is built anew: a copy of the whole would hold all weights once more before they could be dropped. Without
+    `lists`, very long lists of trees are empty.
     """
     copy = onnx.ModelProto()
     copy_fields(proto, copy, {"graph"})
-    copy_fields(proto.graph, copy.graph, {"initializer"})
+    copy_fields(proto.graph, copy.graph, {"initializer"} if lists else {"initializer", "node"})
+    for node in () if lists else proto.graph.node:
+        light = copy.graph.node.add()
+        copy_fields(node, light, {"attribute"})
+        for attribute in node.attribute:
+            if attribute.name.startswith(LISTS_OF_TREES) and is_long_list(attribute):
+                light.attribute.add(name=attribute.name, type=attribute.type)
+            else:
+                light.attribute.add().CopyFrom(attribute)
     return copy
+
+
+# A list in an attribute that is longer is not read, as no rule looks at it.
+_MOST_ENTRIES = 1 << 16
+
+
+def is_long_list(attribute: onnx.AttributeProto) -> bool:
+    """Returns True for an attribute that is a very long list of numbers or texts."""
+    return max(len(attribute.floats), len(attribute.ints), len(attribute.strings)) > _MOST_ENTRIES
 
 
 def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

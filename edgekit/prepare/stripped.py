@@ -29,7 +29,7 @@ _FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad
 
 def skim_weights(path: Path) -> onnx.ModelProto | None:
     """Returns a model without its large weights, or None where a rewrite turned out to need one of their values."""
-    proto = skim_model(path)
+    proto = skim_model(path, lists=True)
     absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
     is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
     return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
