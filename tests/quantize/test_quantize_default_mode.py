@@ -31,7 +31,6 @@ from edgekit.quantize.mixed_precision.plan_search import (
 )
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_step, rise_db
 from edgekit.quantize.mixed_precision.trials import State, open_state
-from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.target import Target, load_target
 
 # Judgements and rankings have digests of all that they depend on, so these tests share them.
@@ -328,22 +327,6 @@ def test_plain_minmax_is_taken_where_it_loses_less(
     assert drops.keys() <= set(steps)
     assert ("minmax" in steps) == ("minmax" in drops)
     assert (plan.method, plan.rounding) == ("minmax", "nearest") or chosen != "minmax"
-
-
-@pytest.mark.parametrize(("lost", "is_tried"), [(0.05, True), (0.015, False)])
-def test_where_much_is_lost_the_other_range_methods_are_tried(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, lost: float, *, is_tried: bool
-) -> None:
-    steps = list[str]()
-    measure = told(lambda step: 0.003 if step.startswith("all, ") else lost, steps=steps)
-    search = begin_search(collapsing, measure, tmp_path)
-    plan, searched = run_all(search)
-    first = next(trial.plan for trial in searched.trials if trial.step == "all")
-    others = [f"all, {method}" for method in AUTO_METHODS if method != first.method]
-    assert [step for step in steps if step.startswith("all, ")] == (others if is_tried else [])
-    assert (plan.method != first.method) == is_tried
-    assert plan.rounding == first.rounding or not is_tried
-    assert plan.ranges["x"] == first.ranges["x"]
 
 
 def test_a_plan_that_loses_much_says_what_16_bits_would_lose(

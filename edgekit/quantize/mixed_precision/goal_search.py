@@ -42,7 +42,6 @@ from edgekit.quantize.mixed_precision.plan_search import (
 )
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
-    change_method,
     open_draft,
 )
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
@@ -50,7 +49,6 @@ from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import find_coarse_layers, keep_layers_float
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.ranges import AUTO_METHODS
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
@@ -63,10 +61,9 @@ def find_plan(
 ) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
-    It is compared with minmax rounded to nearest with the same float nodes, and, if much is lost, with other range
-    methods, by how far they move the outputs of all samples; the better plan is returned. With `narrow`, large
-    constants that stay float get 8 or 16 bits before the final measurement, which is that of the written file. If more
-    than 2 points are lost, `advice` says what would help.
+    It is compared with minmax rounded to nearest with the same float nodes, by how far they move the outputs of all
+    samples; the better plan is returned. With `narrow`, large constants that stay float get 8 or 16 bits before the
+    final measurement, which is that of the written file. If more than 2 points are lost, `advice` says what would help.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -75,7 +72,7 @@ def find_plan(
     plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
     if searched is not None:
         searched = _try_float(search, searched, goal, is_asked=max_drop is not None)
-        searched = _compare_with_rivals(search, searched, goal)
+        searched = _compare_with_minmax(search, searched, goal)
         searched = _cut_state(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
         plan = searched.chosen.plan
@@ -96,33 +93,22 @@ def find_plan(
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
 
 
-def _compare_with_rivals(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result after its plan was compared with others, each of which is chosen if it loses less.
-
-    The others are minmax rounded to nearest, and, if more than two points are lost, the plan with other range methods:
-    the method was chosen by at most 16 samples, before tensors left 8 bits.
+def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
+    """Returns the search result after its plan was compared with minmax rounded to nearest, chosen if it loses less.
 
     Of two plans the better is the one that meets the goal. If both do, or neither, it is the one that moves the
     decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.distances`), to which every
     sample contributes. The few decisions that changed would tell less, and the ratio to the signal counts errors of
     logits that decide nothing.
     """
-    first, found = searched.chosen, searched.chosen.prediction
+    found = searched.chosen.prediction
     # No decision changed, so none can be saved.
     if found.drop_estimate is not None and found.drop_estimate <= _NEGLIGIBLE and found.top1_agreement in {None, 1.0}:
         return searched
-    minmax = partial(plan_minmax, search.model, search.calibration, search.target, first.plan)
-    rivals: dict[str, Callable[[], QuantPlan | None]] = {"minmax": minmax}
-    if loses_much(found) and search.relievable:
-        for method in AUTO_METHODS:
-            rivals[f"{first.step}, {method}"] = partial(
-                change_method, search.model, search.calibration, first.plan, method
-            )
-    for step, make in rivals.items():
-        searched, trial = _add_trial(search, searched, step, make, look_against(search, searched.chosen))
-        if trial is not None and _loses_less(search, searched.chosen, trial, max_drop):
-            searched = _adopt(searched, trial, max_drop)
-    return searched
+    minmax = partial(plan_minmax, search.model, search.calibration, search.target, searched.chosen.plan)
+    searched, trial = _add_trial(search, searched, "minmax", minmax, look_against(search, searched.chosen))
+    is_better = trial is not None and _loses_less(search, searched.chosen, trial, max_drop)
+    return _adopt(searched, trial, max_drop) if trial is not None and is_better else searched
 
 
 def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:

@@ -136,19 +136,6 @@ def relieve_step(
     return fitted or relieved
 
 
-def change_method(model: Model, calibration: Calibration, plan: QuantPlan, method: str) -> QuantPlan | None:
-    """Returns a plan with another range method for its 8-bit tensors; inputs keep their range.
-
-    None if runs of the model take too long for another trial, or if the calibration has no ranges of the method.
-    """
-    draft = open_draft(model, calibration, plan)
-    if not draft.effort.is_short or method not in calibration.ranges:
-        return None
-    changed = draft.choose(method, plan.rounding).plan
-    kept = {name: plan.ranges[name] for name in draft.graph.inputs if name in plan.ranges}
-    return plan if method == plan.method else msgspec.structs.replace(changed, ranges={**changed.ranges, **kept})
-
-
 def fit_inputs(draft: Draft) -> QuantPlan:
     """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
 
