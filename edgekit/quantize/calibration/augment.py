@@ -46,18 +46,6 @@ _PICKED_TOGETHER = 16
 
 # Operators whose output size depends on their data.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
-# The channels in a block of ONNX Runtime's blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
-# (onnxruntime/core/mlas/lib/platform.cpp, NchwcBlockSize).
-_BLOCK = 16
-# Operators whose outputs are most likely in that layout, if they are images
-# (onnxruntime/core/optimizer/nchwc_transformer.cc).
-_BLOCKED_OPS = frozenset(
-    {
-        "Add", "AveragePool", "Clip", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Relu",
-        "Sigmoid",
-    }
-)  # fmt: skip
-_BLOCKED, _PLANES, _OTHER = 0, 1, 2
 TensorAxis = tuple[str, int | None]
 """A tensor, and its channel axis or None: two layers may read one tensor with channels on different axes."""
 # Operators that can turn finite values into NaN.
@@ -160,14 +148,14 @@ def picked_values(samples: int) -> int:
 
 
 def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
-    """Returns each tensor with the channel axes that its layers use, in the order of `_layout`."""
+    """Returns each tensor with the channel axes that its layers use, images first."""
     axes: dict[str, list[int | None]] = {}
     for layer in layers:
         axis = layer.channel_axis(graph)
         if axis not in axes.setdefault(layer.source, []):
             axes[layer.source].append(axis)
     extremes = [(name, axis) for name in names for axis in axes.get(name, [None])]
-    return sorted(extremes, key=lambda each: _layout(graph, *each))
+    return sorted(extremes, key=lambda each: not _is_image(graph, *each))
 
 
 def _find_unsized(graph: Graph) -> frozenset[str]:
@@ -197,19 +185,6 @@ def _is_image(graph: Graph, name: str, axis: int | None) -> bool:
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
-def _layout(graph: Graph, name: str, axis: int | None) -> int:
-    """Returns how a tensor's extremes are computed: in ONNX Runtime's blocked layout, plane by plane, or otherwise.
-
-    A GlobalMaxPool and a Concat of channels run in the blocked layout if all blocks are full, and the Concat only if
-    all its inputs have that layout.
-    """
-    if not _is_image(graph, name, axis):
-        return _OTHER
-    whole = (graph.dims(name)[1] or 1) % _BLOCK == 0
-    is_blocked = whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS
-    return _BLOCKED if is_blocked else _PLANES
-
-
 class _Builder:
     """Adds measuring nodes to a copy of a graph."""
 
@@ -223,18 +198,15 @@ class _Builder:
         self._constant("edgekit.flat", np.array([-1]))
 
     def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
-        """Adds an output with the extremes of tensors, in the order of `_layout`.
+        """Adds an output with the extremes of tensors, images first.
 
         Extremes of images are concatenated before they are flattened, since every small node takes some microseconds.
         """
-        layouts = {each: _layout(self._graph, *each) for each in wanted}
-        parts: list[str] = []
-        for layout in (_BLOCKED, _PLANES):
-            planes = [self._reduce_planes(op, name) for (name, _), own in layouts.items() if own == layout]
-            joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
-            parts += [self._flatten(name) for name in joined]
-        others = [self.reduce(op, *each) for each in wanted if layouts[each] == _OTHER]
-        self.concat(output, parts + others)
+        images = [each for each in wanted if _is_image(self._graph, *each)]
+        planes = [self._reduce_planes(op, name) for name, _ in images]
+        joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
+        others = [self.reduce(op, *each) for each in wanted if not _is_image(self._graph, *each)]
+        self.concat(output, [*map(self._flatten, joined), *others])
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one value for each index of an axis."""
@@ -313,8 +285,8 @@ class _Builder:
         refill(self.proto.graph.node, [self.proto.graph.node[index] for _, index in sorted(order)])
 
     def _reduce_planes(self, op: str, name: str) -> str:
-        # A pool runs in ONNX Runtime's blocked layout, while a reduction would first convert the whole tensor to NCHW.
-        # There is no pooling operator for minima.
+        # A pool runs in ONNX Runtime's blocked layout, NCHWc, while a reduction would first convert the whole tensor to
+        # NCHW. There is no pooling operator for minima.
         name = self._rows.get((op, name), name)
         if op == "ReduceMax":
             return self._node("GlobalMaxPool", [name])

@@ -118,8 +118,8 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked; a search (`Bound`) takes the noisiest of them. A choice,
-# to save time.
+# How many held-out samples rank activations if all are ranked; a search (`Bound`) takes the first of them. A choice, to
+# save time.
 _SAMPLES = 6
 # The number of spans that activations are divided into at first, and the largest number of judged spans for each of the
 # worst activations that are sought: bisection takes about log2(100) = 7 to find one of a hundred.
@@ -236,8 +236,8 @@ def rank_activations(
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With a `bound` the worst are searched by bisection (`search_spans`) over the noisiest samples, or over fewer of them
-    if there are many activations. The worst found are then judged by all samples of the bound; the others follow with
+    With a `bound` the worst are searched by bisection (`search_spans`) over its samples, or over fewer of them if there
+    are many activations. The worst found are then judged by all samples of the bound; the others follow with
     an equal share of their span's noise. Activations for which the budget leaves no time come last. `known` holds what
     earlier rankings of the same graph measured, and is filled.
 
@@ -258,7 +258,7 @@ def rank_activations(
         # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
         guesses = [each / total + 1 / len(guesses) for each in guesses]
-        samples = switched.find_noisiest(samples)[: bound.samples]
+        samples = samples[: bound.samples]
         few = samples[: max(1, _SPANS_EACH * bound.worst // len(names))]
         ratios = search_spans(
             guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most, judges_both=bound.samples > 1
@@ -340,14 +340,6 @@ class _Switched:
         for done, (_, ratio) in enumerate(map_in_order(rate, todo, self._at_once)):
             self._budget.tell("rank activations by what they cost", done, len(spans), began)
             yield ratio
-
-    def find_noisiest(self, samples: Sequence[int]) -> Sequence[int]:
-        """Returns the samples by falling noise when all activations are quantized."""
-        if len(samples) < 2:
-            return samples
-        powers = np.stack([self._measure(range(len(self._places)), sample) for sample in samples])
-        noise = (powers[:, :, 1] / np.maximum(powers[:, :, 0].sum(axis=0), _TINY)).sum(axis=1)
-        return [samples[index] for index in np.argsort(-noise, kind="stable")]
 
     def _measure(self, span: range, sample: int) -> Array:
         key = span.start, span.stop, sample
