@@ -86,7 +86,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def require_place(path: Path) -> None:
-    """Refuses a path that cannot be written, as far as can be known now, so that hours of work do not end in an error.
+    """Refuses a path that cannot be written, as far as can be known now, before hours of work are spent.
 
     Raises:
         OutputError: it is a folder, or lies in one that cannot be written.
@@ -102,10 +102,10 @@ def require_place(path: Path) -> None:
 
 
 def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Refuses to overwrite a file that is read, or to write two files to one path.
+    """Refuses outputs that would overwrite an input or each other.
 
     Raises:
-        OutputError: one is.
+        OutputError: one would.
     """
     taken = {path.resolve(): "one that is read" for path in inputs}
     for path in outputs:
@@ -238,7 +238,7 @@ def one_at_a_time(place: Path) -> Generator[None]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Locks an open file if nobody has the lock; the kernel releases it when its owner ends in any way."""
+    """Locks an open file and returns True, False if another process has the lock; the kernel frees it at exit."""
     if fcntl is None:
         return False
     try:
@@ -390,7 +390,7 @@ def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_b
     `key` identifies the search, for example by the model and the version.
 
     Raises:
-        UsageError: the file is of another search, or no such file.
+        UsageError: the file belongs to another search, or is no state of a search.
         OutputError: it cannot be written.
     """
     require_place(path)

@@ -22,9 +22,9 @@ VERSION: str = _ort.__version__
 AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
 """The providers that this ONNX Runtime was built with; the libraries or hardware that they need may be missing."""
 TESTED_VERSIONS = ("1.31.1", "1.32.0")
-"""The versions of ONNX Runtime that edgekit was tested with; the first is the locked one.
+"""The versions of ONNX Runtime that edgekit was tested with; the first is that of the lock file.
 
-docs/reference/measured.md says in what they differ.
+docs/reference/measured.md lists their differences.
 """
 CPU_PROVIDER = "CPUExecutionProvider"
 
@@ -78,13 +78,16 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `threads` is the number of threads of one run (intra-op), 0 for one per core. Independent runs take fewer CPU
     seconds if they run concurrently with one thread each (`machine.map_in_order`). Without an `arena`, memory is freed
-    as soon as a tensor is no longer needed: this suits sessions with many large outputs, which are copied. `one_block`
-    is ONNX Runtime's memory pattern, on by default: every run after the first allocates one block for all its tensors.
-    That is faster where nodes are small, but the memory of the first run and the blocks of concurrent runs are held at
-    the same time. Without it, tensors do not take the place of earlier ones of the same size either: ONNX Runtime would
-    hold such a place from one layer to the next, which for the attention scores of Whisper's encoder are 108 MB. With
-    `in_order`, nodes run in the order of the file as soon as they are ready; otherwise ONNX Runtime walks back from
-    each output in turn, and keeps tensors that other outputs need until it reaches those.
+    as soon as a tensor is no longer needed: this suits sessions with many large outputs, which are copied.
+
+    `one_block` enables ONNX Runtime's memory pattern and its reuse of buffers. With the pattern, every run after the
+    first allocates one block for all tensors: faster for small nodes, but the arena of the first run and the blocks of
+    concurrent runs are held at the same time. A buffer that a later tensor of equal size will reuse is not freed in
+    between: 108 MB for the attention scores of Whisper's encoder.
+
+    With `in_order`, nodes run in the order of the file as soon as they are ready; otherwise ONNX Runtime walks back
+    from each output in turn, and keeps tensors that other outputs need until it reaches those. `save_to` is where the
+    optimized graph is written.
     """
 
     level: Level = Level.ALL
@@ -119,7 +122,7 @@ class CpuSession:
         self._name = name
 
     def run(self, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
-        """Returns the outputs (all of them, or the named ones) for one sample; sequences and maps become tensors."""
+        """Returns the outputs (all, or the named ones) for one sample; sequences and maps as in `flatten_value`."""
         names = list(self.output_names if outputs is None else outputs)
         with translated(self._name):
             values = self._session.run(names, dict(inputs))
@@ -140,7 +143,7 @@ def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:
 
 
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:
-    """Writes the graph of a model as ONNX Runtime optimises it at `settings.level`; errors call the model `subject`.
+    """Writes a model's graph as ONNX Runtime optimises it at `settings.level`; `subject` names the model in errors.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load or write the model.

@@ -1,4 +1,4 @@
-"""ONNX Runtime as an app ships it: the archive that verifies bundles is the one that packages are made for."""
+"""ONNX Runtime as an app ships it: bundles are verified with the same archive that packages are made for."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class NativeLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """A shared library of an archive; `alignment` is the least of its segments, in bytes."""
+    """A shared library of an archive; `alignment` is the smallest alignment of its segments, in bytes."""
 
     abi: str
     name: str
@@ -14,7 +14,7 @@ class NativeLibrary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """An archive of ONNX Runtime: its version and every shared library in it; `classes` is where its jar lies here."""
+    """An archive of ONNX Runtime, its version and every shared library in it; `classes` is its jar on this machine."""
 
     archive: str
     sha256: str

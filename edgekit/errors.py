@@ -1,7 +1,7 @@
 """The errors a user can meet.
 
 EdgekitError
- ├── UsageError      an option, a name or a combination of options that does not exist
+ ├── UsageError      an option or an argument that is wrong
  ├── ModelError      a model file that cannot be read, or that edgekit cannot handle
  ├── DataError       sample inputs or labels that do not fit the model
  ├── TargetError     a target folder or a target parameter that is wrong
@@ -9,7 +9,7 @@ EdgekitError
  ├── DeviceError     a device, an emulator or a child process that is missing, died or timed out
  │    └── CrashError   a program that ended by a signal
  ├── BundleError     a bundle that is incomplete, altered or unsafe
- ├── OutputError     a place that cannot be written
+ ├── OutputError     a file or folder that cannot be written
  └── MissingExtraError  an optional package that is not installed
 """
 
@@ -31,7 +31,7 @@ class EdgekitError(Exception):
 
 
 class UsageError(EdgekitError):
-    """An option, a name or a combination of options does not exist."""
+    """An option or an argument is wrong."""
 
 
 class ModelError(EdgekitError):
@@ -55,7 +55,7 @@ class DeviceError(EdgekitError):
 
 
 class CrashError(DeviceError):
-    """An emulator's program died, which is no word of the device and proves nothing."""
+    """An emulator's program was ended by a signal, which proves nothing about the device."""
 
 
 class BundleError(EdgekitError):
@@ -63,7 +63,7 @@ class BundleError(EdgekitError):
 
 
 class OutputError(EdgekitError):
-    """A place cannot be written."""
+    """A file or folder cannot be written."""
 
 
 class MissingExtraError(EdgekitError):
@@ -72,7 +72,7 @@ class MissingExtraError(EdgekitError):
 
 @contextlib.contextmanager
 def reraised(caught: type[Exception] | tuple[type[Exception], ...], error: EdgekitError) -> Generator[None]:
-    """Raises an error that the user can mend where the block raises an exception of these types."""
+    """Raises `error`, which the user can mend, if the block raises an exception of the types `caught`."""
     try:
         yield
     except caught as fault:
@@ -80,16 +80,16 @@ def reraised(caught: type[Exception] | tuple[type[Exception], ...], error: Edgek
 
 
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, ValueError, ModelError, RuntimeRefusal, DeviceError)
-"""What a step that can be left out may end in: numbers that it cannot work with (numpy's LinAlgError is a ValueError),
-or a model that ONNX Runtime, or a device, refuses. What the user must mend is not among them."""
+"""The exceptions after which an optional step is left out: numbers that it cannot compute with (numpy's LinAlgError is
+a ValueError), or a model that ONNX Runtime or a device refuses. Errors that the user must mend are not among them."""
 
 
-# A graph has thousands of values, and a provider hundreds of operators: nobody reads so many in a message.
+# A graph may have thousands of tensors, and a provider hundreds of operators: too many for a message.
 _MOST_NAMES = 40
 
 
 def suggest_name(word: str, valid: Iterable[str]) -> str:
-    """Returns a hint for a misspelled word: the nearest valid name, or a list of them, of very many the first ones."""
+    """Returns a hint for a misspelled word: the nearest valid name, or a list of the first valid names."""
     names = sorted(valid)
     # NNAPI is nnapi.
     spellings = {name.casefold(): name for name in names}
@@ -101,5 +101,5 @@ def suggest_name(word: str, valid: Iterable[str]) -> str:
 
 
 def quote_error(error: Exception) -> str:
-    """Returns what others' code says of its error, in a line of at most 300 letters: it may quote a stranger."""
+    """Returns the message of another library's exception as a line of at most 300 letters: it may quote a model."""
     return " ".join(str(error).split())[:300]

@@ -8,7 +8,7 @@ import msgspec
 
 
 class Evidence(enum.StrEnum):
-    """What stood in for the device, best first."""
+    """What a result is based on, best first."""
 
     DEVICE = "device"
     SIMULATOR = "simulator"
@@ -21,12 +21,12 @@ class Evidence(enum.StrEnum):
 
     @property
     def meaning(self) -> str:
-        """What the word stands for."""
+        """A description in words."""
         return _MEANINGS[self]
 
     @property
     def rank(self) -> int:
-        """The place in the order of kinds; the best has 0."""
+        """The position in the order of kinds; the best has 0."""
         return list(Evidence).index(self)
 
     def is_at_least(self, other: "Evidence") -> bool:
@@ -40,9 +40,9 @@ _MEANINGS = {
     Evidence.SAME_BINARY: "ran the target's provider in the very file that an app links",
     Evidence.SAME_EP: "ran the same execution provider on another CPU",
     Evidence.SAME_ARCH: "ran on the same CPU architecture with another execution provider",
-    Evidence.EMULATED: "our arithmetic imitates the target",
+    Evidence.EMULATED: "ran edgekit's emulation of the target's arithmetic",
     Evidence.PREDICTED: "rules only, nothing ran",
-    Evidence.FORECAST: "drawn from what other networks took on such devices, nothing ran",
+    Evidence.FORECAST: "estimated from measured times of other networks on such devices, nothing ran",
 }
 
 
@@ -50,10 +50,10 @@ Verdict = Literal["pass", "fail", "not proven"]
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found about something that has a limit, one line each.
+    """The result of checks against limits, in lines.
 
-    `failures` say why it misses the limit, `unproven` why that cannot be decided without more samples or labels, or
-    without another device.
+    `failures` say which limits are missed, `unproven` which cannot be decided without more samples, labels, or another
+    device.
     """
 
     failures: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it keeps its limit, as far as it was found out."""
+        """The verdict of all checks: a failure counts before what is not proven."""
         return "fail" if self.failures else "not proven" if self.unproven else "pass"
 
 

@@ -16,9 +16,9 @@ _LISTS = (Sequence, Collection)
 
 
 def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that refuses text where it wants one of edgekit's values, such as a Model, or a list.
+    """Decorates a public function: refuses arguments that are no struct of edgekit, or no list, if the types want one.
 
-    Without it the error would come from inside, and name an attribute that the caller never asked for, or a letter.
+    Passing "cpu" for a Target then raises a UsageError, not an AttributeError from inside.
     """
     signature, hints = inspect.signature(function), typing.get_type_hints(function)
     kinds = {name: found for name in signature.parameters if (found := _list_kinds(hints.get(name)))}
@@ -52,7 +52,7 @@ def _check_list(function: str, name: str, value: Any, kinds: tuple[type, ...]) -
 
 
 def _list_kinds(hint: Any) -> tuple[type, ...]:
-    """Returns the classes that a parameter may be of, none where it may be something else than a value of edgekit."""
+    """Returns the types that a type hint allows if all are structs or None, else ()."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     structs = [one for one in members if isinstance(one, type) and issubclass(one, msgspec.Struct)]
     others = [one for one in members if one not in structs and one is not types.NoneType]

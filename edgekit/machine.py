@@ -1,4 +1,4 @@
-"""Describes this machine for reports whose figures depend on it, reads memory use, and spreads work over cores."""
+"""This machine: its description for reports, its memory use, and work in parallel on its cores."""
 
 import ctypes
 import gc
@@ -38,8 +38,8 @@ def spell_install(packages: str, prefix: Path = Path(sys.prefix)) -> str:
     if not receipt.is_file():
         return f"pip install {packages}"
     # uv makes the environment anew, so that packages added earlier must be named again.
-    own, *beside = tomllib.loads(receipt.read_text())["tool"]["requirements"]
-    wanted = [*(f"{each['name']}{each.get('specifier', '')}" for each in beside), *packages.split()]
+    own, *added = tomllib.loads(receipt.read_text())["tool"]["requirements"]
+    wanted = [*(f"{each['name']}{each.get('specifier', '')}" for each in added), *packages.split()]
     return f"uv tool install {own.get('path', own['name'])} " + " ".join(f"--with {each}" for each in wanted)
 
 
@@ -48,7 +48,7 @@ MOST_AT_ONCE = 4
 """Chosen by hand: each concurrent piece of work needs memory of its own."""
 
 VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
-"""Matches the flags of an x86 CPU with VNNI, whose instructions multiply 8-bit values and add up in 32 bits."""
+"""Matches the flags of an x86 CPU with VNNI: multiply-accumulate of 8-bit values in 32 bits."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ def read_cpu_flags() -> str:
 
 
 def _read_cpu(begin: str) -> str:
-    """Returns the first line about a processor that begins so, "" where Linux does not tell."""
+    """Returns the first line of /proc/cpuinfo that starts with `begin`, "" without one."""
     lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
     return next((line for line in lines if line.startswith(begin)), "")
 
@@ -84,7 +84,7 @@ def peak_bytes(usage: Any) -> int:
 
 
 def own_peak_bytes(*, with_child: bool = False) -> int:
-    """Returns the peak memory of this process, and if asked that of its largest child; 0 if the system does not say."""
+    """Returns the peak memory of this process, plus that of its largest child if asked; 0 if the system lacks it."""
     if resource is None:
         return 0
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN) if with_child else (resource.RUSAGE_SELF,)
@@ -125,11 +125,10 @@ def single_blas_thread() -> AbstractContextManager[object]:
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None
 ) -> Iterator[tuple[Item, Result]]:
-    """Yields each item with its result, in order.
+    """Yields each item with its result, in order; items are read lazily.
 
-    `at_once` items run concurrently, by default one per core, at most four.
-
-    Threads help functions that release Python's lock, such as a run of ONNX Runtime. Items are read lazily.
+    `at_once` threads run concurrently, by default one per core, at most four. This helps functions that release
+    Python's lock, such as a run of ONNX Runtime.
 
     Raises:
         Exception: what reading an item or the function raises, after the results of the preceding items were yielded.
@@ -163,7 +162,7 @@ def map_in_order(
 
 
 def release_memory() -> None:
-    """Frees objects that refer to each other, and returns freed memory to the system."""
+    """Collects garbage, and returns freed memory to the system."""
     gc.collect()
     trim_heap()
 

@@ -13,7 +13,8 @@ from edgekit.errors import UsageError
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
     """A device with a Hexagon NPU: its name, its chip, and the options that a QNN session needs.
 
-    `htp` is the version of the HTP, `soc_model` Qualcomm's number of the SoC. Without `fp16` it computes no floats.
+    `marketing` is the chip's product name, `form` the kind of device, `htp` the version of the NPU (HTP v73: 73),
+    `soc_model` Qualcomm's number of the SoC. Without `fp16` the NPU cannot compute with floats.
     """
 
     name: str
@@ -41,10 +42,10 @@ def read_phones(file: Path) -> tuple[Phone, ...]:
 
 
 def find_phone(name: str, known: Sequence[Phone]) -> Phone:
-    """Returns the device of a name; a part of the name does where only one chip has it: "Galaxy S24", "RB3 Gen 2".
+    """Returns the device of a name, or of a part of its words that only devices of one chip have ("RB3 Gen 2").
 
     Raises:
-        UsageError: there is none of this name, or it stands for several chips.
+        UsageError: there is none of this name, or devices of several chips have it.
     """
     words = name.casefold().split()
     exact = [phone for phone in known if phone.name.casefold() == " ".join(words)]
@@ -52,7 +53,7 @@ def find_phone(name: str, known: Sequence[Phone]) -> Phone:
     found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
     if not found:
         raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(_near(name, known))}")
-    # The first is meant if it adds at most a maker's name or a kind to the words, and the others more.
+    # The first is meant if it has at most one word more, such as the maker's name, and the others have still more.
     lengths = [len(phone.name.split()) for phone in found]
     is_meant = lengths[0] <= len(words) + 1 and lengths[0] < min(lengths[1:2], default=lengths[0])
     if len({phone.chipset for phone in found}) > 1 and not is_meant:

@@ -15,7 +15,7 @@ _Made = TypeVar("_Made")
 
 
 def say_nothing(_step: str) -> None:
-    """Takes a step of progress and shows nothing."""
+    """Ignores a step of progress."""
 
 
 def name_steps(progress: Progress, name: str) -> Progress:
@@ -24,11 +24,11 @@ def name_steps(progress: Progress, name: str) -> Progress:
 
 
 class StageTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage took: wall-clock seconds, and CPU seconds of all cores with those of ended child processes.
+    """The time of a stage: wall-clock seconds, and CPU seconds of all cores and of ended child processes.
 
-    `target` is the target that it was for, "" where all share it. A bundle is written and verified while the next one
-    is planned: "verify" ("write" without verification) has only the seconds in which nothing else was done, and its
-    CPU seconds are counted in other stages too.
+    `target` is the target that it was for, "" if it was for all. A bundle is written and verified while the next one is
+    planned: "verify" ("write" without verification) has only the seconds in which no other stage ran, and its CPU
+    seconds count in the other stages too.
     """
 
     stage: str
@@ -38,7 +38,7 @@ class StageTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopwatch:
-    """Measures stages that follow each other, without gaps: their times add up to the whole."""
+    """Measures consecutive stages without gaps: their times add up to the total."""
 
     def __init__(self) -> None:
         self._stages: list[StageTime] = []
@@ -66,7 +66,7 @@ def _cpu_seconds() -> float:
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """The time limit of a search: its `end` by `time.monotonic()`, and the steps that were left out after it.
 
-    `failed` holds optional steps that failed, with the reason. Searches that share their work share it.
+    `failed` maps optional steps that failed to the reason. Searches for several targets may share one budget.
     """
 
     end: float = math.inf
@@ -83,10 +83,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
     def attempt(self, step: str, make: Callable[[], _Made]) -> _Made | None:
-        """Returns what an optional step makes, None where it fails: then the step is among the failed, with its reason.
-
-        Every improvement goes through here, since each may meet numbers, or make a model, that nobody has seen.
-        """
+        """Returns the result of an optional step, None if it raises one of `FAILURES`, which `failed` then records."""
         try:
             return make()
         except FAILURES as error:
@@ -94,7 +91,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def keep_back(self, seconds: float) -> "Budget":
-        """Returns the budget with so many seconds less, reserved for later steps; both share the list `left_out`."""
+        """Returns a budget that ends this many seconds earlier, for later steps; both share their records."""
         return msgspec.structs.replace(self, end=self.end - seconds)
 
     def tell(self, step: str, done: int, total: int, began: float) -> None:

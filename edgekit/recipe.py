@@ -18,11 +18,11 @@ from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
-"""The words for precisions; w8a8 and w8a16 are other names of int8 and int16."""
+"""The names of precisions; w8a8 and w8a16 are other names of int8 and int16."""
 INTEGER_PRECISIONS: tuple[str, ...] = tuple(word for word in PRECISIONS if not word.startswith("fp"))
 """Those of quantized models, and "auto"."""
 _LEFT_OUT = "the recipe leaves out other forms"
-_ONCE = "models of several sizes hold their weights once, as the ONNX form alone can"
+_ONCE = "models of several sizes share one file of weights, which only the ONNX form can"
 # Files in ORT format and compiled contexts have their weights inside.
 _SHARING: tuple[Form, ...] = ("onnx",)
 _NAMED: dict[str, Precision] = {**{word: word for word in get_args(Precision)}, "w8a8": "int8", "w8a16": "int16"}
@@ -31,9 +31,9 @@ _NAMED: dict[str, Precision] = {**{word: word for word in get_args(Precision)}, 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
     """Where the samples of a build come from.
 
-    `source` calibrates; `evaluation` verifies, and where it is None part of `source` is kept back for it. `labels`
-    holds the class of each evaluation sample. `golden` is the folder of an earlier build of the same model and data,
-    whose float reference is taken over, so that another kind of CPU makes the same bytes.
+    `source` calibrates; `evaluation` verifies, or if it is None a part of `source` that is held out. `labels` holds the
+    class of each evaluation sample. `golden` is the folder of an earlier build of the same model and data: its float
+    reference is reused, so that a build on another kind of CPU has the same bytes.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     golden: Path | None = None
 
     def __post_init__(self) -> None:
-        # Users of the interface write any path as text or as a Path.
+        # Users of the Python API give any path as text or as a Path.
         for name, kind in (("source", str), ("evaluation", str), ("labels", Path), ("golden", Path)):
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
@@ -51,14 +51,14 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Licence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Under which licence the model and its data stand, in the words of whoever builds: an SPDX name is best."""
+    """The licences of the model and its data, as the user states them; SPDX identifiers are best."""
 
     model: str = "unknown"
     data: str = "unknown"
 
 
 class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an app must know of an input or output that the model file does not say.
+    """What an app must know of an input or output, and the model file does not say.
 
     `layout` names the axes, for example "NCHW". `preprocessing` says how an input is made, `postprocessing` what an
     output means, for example "softmax, then the largest of the classes in labels.txt".
@@ -70,7 +70,7 @@ class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ForecastGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Phones and boards that a build is forecast for, by name, and the most milliseconds that it may take there."""
+    """Phones and boards, by name, for which the time of a run is forecast, and the most milliseconds allowed."""
 
     devices: tuple[str, ...]
     max_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -79,20 +79,21 @@ class ForecastGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build bundles of a model.
 
-    `dims` gives dynamic dimensions their sizes, `buckets` several to one of them: a bundle then has a model for each,
-    and `pad` says what inputs are filled with up to the next size, 0 where it does not. `freeze` makes inputs constants
-    of one number, `settings` gives parameters of targets their values. `samples` limits the calibration samples.
-    `max_drop` is how many percent of the golden samples may change their first class; it replaces the targets' own
-    `min_top1_agreement`. `thresholds` changes those limits of a target, by its name, that it names; `metric` is a
-    metric of the task that every target must keep.
-    With `fix` each target gets the rewrites of the graph by which it takes more.
-    `outputs` says what outputs are, by name: else that is guessed from their values. `state` says how many samples are
-    the steps of a sequence, and which outputs become inputs of the next step: else their names say it.
-    `forms` are those that a bundle may hold, of the ones that a target loads; all of them where it is empty.
-    `float_constants` says how large constants of nodes that stay float are stored: "auto" is in 8 or 16 bits
-    where held-out outputs lose no more than 0.1 dB by it.
-    `forecast` names phones and boards for which a line says how long the model would take there, and may limit it.
-    `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
+    `dims` sets the sizes of dynamic dimensions. `buckets` gives one of them several sizes: a bundle then has a model
+    for each, and `pad` holds the number that fills each input up to the next size, 0 by default. `freeze` replaces
+    inputs by constants of one number, `settings` sets parameters of targets. `samples` limits the calibration samples.
+
+    `max_drop` is the percentage of golden samples whose first class may change; it replaces `min_top1_agreement` of the
+    targets. `thresholds` replaces single limits, by the name of the target; `metric` is a metric of the task that every
+    target must keep.
+
+    With `fix` each target gets the graph rewrites by which its provider takes more. `outputs` states what outputs are,
+    by name; the others are guessed from their values. `state` states how many samples are the steps of a sequence, and
+    which outputs become inputs of the next step; otherwise their names say it. `forms` limits the forms of a target
+    that a bundle has; empty means all. `float_constants` says how large constants of float nodes are stored: "auto" is
+    in 8 or 16 bits if held-out outputs lose at most 0.1 dB by it. `forecast` adds a forecast of the time on phones and
+    boards, perhaps with a limit. `licence` and `tensors` (notes by the name of an input or output) are copied into the
+    manifest.
     """
 
     targets: tuple[str, ...] = ("all",)
@@ -113,7 +114,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     state: State | None = None
     forms: tuple[Form, ...] = ()
     float_constants: Literal["auto", "float32"] = "auto"
-    # Not written where there is none: bundles keep the bytes that they had before.
+    # UNSET is left out of manifests: bundles without a forecast keep the bytes of earlier versions.
     forecast: ForecastGoal | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ def load_recipe(path: AnyPath) -> Recipe:
 
 
 def load_metric(text: str) -> TaskLimit:
-    """Returns the metric that an option names: a name, `module:function`, or a `.toml` file with the keys of [metric].
+    """Returns the metric that --metric names: a name, `module:function`, or a `.toml` file with the keys of [metric].
 
     Raises:
         UsageError: the file cannot be read, is malformed, or has an unknown key.
@@ -172,18 +173,18 @@ def load_targets(recipe: Recipe) -> tuple[Target, ...]:
 
 
 def takes_any_size(targets: Sequence[Target]) -> bool:
-    """Returns True if dimensions may stay open for all targets.
+    """Returns True if dimensions may stay dynamic for all targets.
 
-    ONNX Runtime's own provider takes any size, and others those between the profiles that they are given.
+    ONNX Runtime's CPU provider takes any size, other providers those within their shape profiles.
     """
     return all(target.provider == CPU_PROVIDER or target.profiles for target in targets)
 
 
 def refuse_profiles(targets: Sequence[Target], inputs: Sequence[TensorSpec]) -> None:
-    """Refuses shape profiles that do not say of each input with open dimensions, and of no other, what fits its shape.
+    """Refuses shape profiles that lack an input with dynamic dimensions, or do not fit the inputs of a model.
 
     Raises:
-        UsageError: an input is missing or unknown, or a shape has another rank or another size where one is fixed.
+        UsageError: an input is missing or unknown, or a shape differs in its rank or in a fixed size.
     """
     open_inputs = {spec.name: spec for spec in inputs if not spec.is_static}
     for target in (target for target in targets if target.profiles):
@@ -242,7 +243,11 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
 
 
 def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[str]) -> Target:
-    """Returns a target that loads only the wanted forms, on devices too."""
+    """Returns a target that loads only the wanted forms, also in its `verification`.
+
+    Raises:
+        UsageError: the target loads none of them, or `buckets` are wanted and a form cannot share weights.
+    """
     alone = sorted(set(wanted) - set(_SHARING)) if buckets else ()
     if alone:
         raise UsageError(

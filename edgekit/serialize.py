@@ -37,17 +37,18 @@ def read_toml(
     keys: str | Callable[[str], str] = "",
     error: type[EdgekitError] = UsageError,
 ) -> _T:
-    """Returns what a TOML file says, as a value of some type.
+    """Returns the content of a TOML file as a value of the type `kind`.
 
     Args:
         path: the file.
         kind: a struct, or a dict.
-        hint: what to do where it cannot be read.
-        keys: what to do where it is malformed, perhaps made of what is wrong; by default the keys of a struct.
-        error: what is raised.
+        hint: the hint if it cannot be read.
+        keys: the hint if it is malformed, or a function that makes it from msgspec's message; by default the valid
+            keys.
+        error: the error to raise.
 
     Raises:
-        EdgekitError: the file cannot be read, is no TOML, says something else, is too large or nested too deep.
+        EdgekitError: the file cannot be read, is no TOML, does not fit `kind`, is too large or nested too deep.
     """
     try:
         return _read_toml(path, kind)
@@ -61,20 +62,20 @@ def read_toml(
 
 
 def _read_toml(path: Path, kind: type[_T]) -> _T:
-    # A shell's <(command) is a pipe that somebody writes into; one that lies in a folder would be waited for in vain.
+    # A shell's <(command) is a pipe with a writer; opening any other pipe could wait forever.
     if path.is_fifo() and path.parent != _SHELL_PIPES:
         raise OSError(errno.EINVAL, "it is a pipe")
     with path.open("rb") as file:
         data = file.read(_MOST_TOML_BYTES + 1)
     if len(data) > _MOST_TOML_BYTES:
         raise msgspec.DecodeError(f"it is larger than {_MOST_TOML_BYTES} bytes")
-    # Structs are frozen here; a dict is the caller's own.
+    # A struct is frozen and can be cached; a dict could be changed by the caller.
     decode = _decode_once if hasattr(kind, "__struct_fields__") else _decode
     return cast("_T", decode(data, cast("Any", kind)))
 
 
 def suggest_key(said: str, valid: Iterable[str], otherwise: str) -> str:
-    """Returns the key that is meant by the unknown one of which msgspec says that it is none, else another hint."""
+    """Returns a hint for the unknown key in msgspec's message `said`, or `otherwise` if the message is another."""
     unknown = re.search(r"unknown field `([^`]*)`", said)
     return suggest_name(unknown[1], valid) if unknown else otherwise
 
@@ -126,7 +127,7 @@ def _list_values(kind: msgspec.inspect.Type) -> Iterator[object]:
 def to_builtins(value: object) -> Any:
     """Returns a value as dicts, lists, strings and numbers, with the public properties of each struct written out.
 
-    A number that JSON cannot hold (NaN, infinity) becomes None; the reports count such numbers where they occur.
+    A number that JSON lacks (NaN, infinity) becomes None; reports count them where they may occur.
     """
     match value:
         case msgspec.Struct():

@@ -1,4 +1,4 @@
-"""A target: data read from `targets/<name>/`, with its parameters set."""
+"""A target: an execution provider on a kind of device, described in `targets/<name>/target.toml`."""
 
 import itertools
 import operator
@@ -14,10 +14,10 @@ from edgekit.phones import find_phone, read_phones
 from edgekit.serialize import read_toml
 
 Precision = Literal["int8", "int16", "w4a16", "w4a8", "fp16", "fp32"]
-"""What a model is built in. int8 has 8 bits for weights and activations, int16 16 for activations; w4a16 and w4a8 have
-4 for weights."""
+"""What a model is built in. int8 has 8 bits for weights and activations; int16 has 8 for weights and 16 for
+activations; w4a16 and w4a8 have 4 for weights."""
 INTEGERS: tuple[Precision, ...] = ("int8", "int16", "w4a16", "w4a8")
-"""The precisions of quantized models: they need samples."""
+"""The precisions of quantized models: they need calibration samples."""
 Form = Literal["onnx", "full", "runtime", "context"]
 
 
@@ -28,8 +28,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Parameter(_Strict, frozen=True, kw_only=True):
     """A property of the device that changes placement or conversion, such as its SoC or API level.
 
-    `implies` gives other parameters the values that a value of this one stands for. `pattern` is matched whole. `names`
-    is a file of devices: a value is then a device's name, or a part that one chip has, and stands for its chip.
+    A value must be one of `choices`, match the regular expression `pattern` as a whole, or be an integer from `minimum`
+    to `maximum`. `implies` maps a value to the values that other parameters get by it. `names` is a file of devices
+    (`phones.py`): a value is then a device's name, and sets the parameters of its chip.
     """
 
     description: str
@@ -43,10 +44,10 @@ class Parameter(_Strict, frozen=True, kw_only=True):
 
 
 class IntegerTypes(_Strict, frozen=True, kw_only=True):
-    """What an integer precision changes of a `Quantization`; None is as it is in int8.
+    """What an integer precision changes of a `Quantization`; None is as in int8.
 
-    `weight_bits` are those of weights that get a scale per channel and mix several inputs, `weight_block` how many of
-    them share a scale instead where the provider takes that.
+    `weight_bits` applies to weights with a scale per channel, but for depthwise and transposed convolutions, which keep
+    8. `weight_block` is how many weights share a scale, 0 for a scale per channel.
     """
 
     activation: Literal["uint8", "int8", "uint16"] | None = None
@@ -55,15 +56,15 @@ class IntegerTypes(_Strict, frozen=True, kw_only=True):
 
 
 class Quantization(_Strict, frozen=True, kw_only=True):
-    """How the provider wants integers: INT8, and what is different in other `precisions`.
+    """How the provider wants a quantized model: in int8, and what is different in other `precisions`.
 
-    `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
-    Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
-    are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
-    `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits. Those of
-    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values. With a
-    `weight_block` the weights of 4 bits of a MatMul of three dimensions become a MatMulNBits, in blocks of so many.
-    With `float_bias` biases stay floats, where others are int32.
+    `scheme` says where ONNX Runtime's quantizer places Q and DQ nodes: by its rules for QNN, or by its general ones.
+    Only operators of `op_types` are quantized (empty: all that can be), and none of `float_ops`, which the provider
+    takes in float only. Weights of `per_channel_ops` get a scale per output channel; those of `unsigned_ops` are stored
+    as uint8 with a zero point of 128 instead of int8, with the same values. All inputs and the output of an operator of
+    `shared_ops` get one scale. With `reduce_range`, weights have 7 bits. With a `weight_block`, a MatMul with an input
+    of three dimensions and weights of 4 bits becomes a MatMulNBits with blocks of this size. With `float_bias`, biases
+    stay float instead of int32.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -83,7 +84,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     precisions: dict[Precision, IntegerTypes] = {}
 
     def at(self, precision: Precision) -> "Quantization":
-        """Returns how the provider wants the integers of a precision."""
+        """Returns the settings of an integer precision."""
         types = self.precisions.get(precision, IntegerTypes())
         given = {name: getattr(types, name) for name in IntegerTypes.__struct_fields__}
         return msgspec.structs.replace(self, **{name: it for name, it in given.items() if it is not None})
@@ -92,9 +93,9 @@ class Quantization(_Strict, frozen=True, kw_only=True):
 class Conversion(_Strict, frozen=True, kw_only=True):
     """Which files the target loads: `forms` in the order of preference, the first is the one an app should load.
 
-    `unusable` says of other forms why its provider cannot use them. Without `saves_fusions` the runtime style holds
-    none for the nodes that stay on the CPU: where a provider changes the layout of a loaded graph, they would be
-    replayed across the Transposes that then lie in between, and skip them.
+    `unusable` maps other forms to the reason why the provider cannot use them. Without `saves_fusions`, an ORT file of
+    the runtime style has no saved fusions for nodes on the CPU. A provider that changes the layout of the graph at load
+    inserts Transposes between such nodes, and replaying the fusions would drop these.
     """
 
     forms: tuple[Form, ...]
@@ -107,8 +108,8 @@ class Conversion(_Strict, frozen=True, kw_only=True):
 class Platform(_Strict, frozen=True, kw_only=True):
     """What an app needs on one operating system.
 
-    `minimum_os` is its oldest version (on Android the API level), empty where none is known. `runtime` names the
-    dependency that brings ONNX Runtime with the provider. `provider_options` are those of the session and its own.
+    `minimum_os` is its oldest version (on Android the API level), "" if not known. `runtime` names the package of ONNX
+    Runtime with the provider. `load_target` adds the session's `provider_options` to those here.
     """
 
     minimum_os: str = ""
@@ -117,18 +118,18 @@ class Platform(_Strict, frozen=True, kw_only=True):
 
 
 class ChainedProvider(_Strict, frozen=True, kw_only=True):
-    """A provider that a session is given behind the target's own, with its options."""
+    """A provider that a session gets after the target's own, with its options."""
 
     provider: str
     provider_options: dict[str, str] = {}
 
 
 class Session(_Strict, frozen=True, kw_only=True):
-    """What an app must pass when it makes a session; `{name}` in a value stands for a parameter of the target.
+    """What an app must pass when it makes a session; `{name}` in a value is replaced by the value of that parameter.
 
-    An option whose value is then empty is left out, and the provider's own default counts. `chain` holds
-    other providers, in the order in which they get what the target's leaves, before the CPU.
-    `platforms` holds the operating systems that have the provider, by name: android, ios, linux, macos, windows.
+    An option whose value is then empty is left out, so that the provider's default applies. `config` holds session
+    config entries. `chain` lists the providers after the target's own and before the CPU. `platforms` holds the
+    operating systems that have the provider, by name: android, ios, linux, macos, windows.
     """
 
     provider_options: dict[str, str] = {}
@@ -138,7 +139,7 @@ class Session(_Strict, frozen=True, kw_only=True):
 
 
 class Verification(_Strict, frozen=True, kw_only=True):
-    """A device that verifies the target off-device, the file it runs, and how many samples it is given at most."""
+    """A stand-in for the target's devices: its name, the form that it runs, and how many samples it gets at most."""
 
     device: str
     form: Form
@@ -146,16 +147,16 @@ class Verification(_Strict, frozen=True, kw_only=True):
 
 
 class TaskLimit(_Strict, frozen=True, kw_only=True):
-    """A metric of the task, and how much worse than the float model a run may do it.
+    """A metric of the task against labels, and how much worse than the float model a run may be.
 
-    `name` is that of a metric (`edgekit verify --help` lists them) or `module:function`; `output` the output it looks
-    at, several with commas where it needs them, "" for the first that fits. `decoder` with `alphabet` and `blank` turns
-    an output into text. `positive` is the class whose score an AUC ranks, `ignore` the class of a mask that does not
-    count, `peak` the largest value of an image. `higher_is_better` counts for a function of one's own.
+    `name` is a metric (`edgekit verify --help` lists them) or `module:function`; `output` the output that it needs,
+    several separated by commas, "" for the first that fits. `decoder` with `alphabet` and `blank` turns an output into
+    text. `positive` is the class whose score an AUC ranks, `ignore` the class of a mask that does not count, `peak` the
+    largest value of an image. `higher_is_better` is for a `module:function`.
 
-    `max_drop` is absolute, in points (hundredths of a share, decibels, or the function's own unit), `min_share` is
-    relative to the float model (0.98: at least 98 % of it), `at_least` the least value whatever the float model does.
-    The interval of 95 % must keep the first two, or with `gate = "estimate"` the figure alone.
+    `max_drop` is an absolute limit, in points (hundredths of a share, decibels, or the function's own unit),
+    `min_share` a limit relative to the float model (0.98: at least 98 % of it), `at_least` one on the value itself. The
+    95 % interval must keep the first two, or with `gate = "estimate"` the point estimate.
     """
 
     name: str
@@ -181,24 +182,24 @@ _Ratio = Annotated[float, msgspec.Meta(gt=0)]
 class Thresholds(_Strict, frozen=True, kw_only=True):
     """What a run must reach to pass, over all samples, output by output.
 
-    `min_top1_agreement` is the least share of decisions that agree (classes, places of a map, steps of a sequence,
-    detections); of classes `granted_samples` more may disagree. `min_agreement` is the least share of what varies in
-    values and images, and of how vectors resemble each other. Where a figure is below its limit, and chance may make it
-    so, nothing is proven. `min_cosine` and `min_sqnr_db` count where it is not known what an output is for, and where
-    the user named them, which `named` says.
+    `min_top1_agreement` is the least share of decisions that agree with the float model (classes, places of a map,
+    steps of a sequence, detections); with classes, `granted_samples` more may disagree. `min_agreement` is the least
+    share of the variance of values and images, and of the similarities between vectors, that must be kept. Where a
+    figure misses its limit, but perhaps by chance, the verdict is "not proven". `min_cosine` and `min_sqnr_db` apply to
+    outputs of unknown meaning, and wherever `named`, the limits that the user set, contains them.
 
-    `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit. `min_taken_macs` is the least
-    share of the multiply-accumulates that the provider must take for the target to be worth its while.
+    `max_cpu_nodes` limits the nodes that a provider leaves to the CPU; None sets no limit. `min_taken_macs` is the
+    least share of the multiply-accumulates that the provider must take for the target to be useful.
 
-    With `gate = "bound"` an agreement, and a signal-to-noise ratio that counts, must hold at the lower end of its
-    interval of 95 %, and no sample is granted: few samples then do not pass by luck. The targets' own limits look at
-    the figures, because an emulator runs too few samples to prove 90 %. `max_latency_ratio` and `max_memory_ratio` are
-    relative to a reference run on the same device; `max_size_bytes` and `max_size_share` (of the float model) limit
-    the model file that an app loads. `task` is a metric that needs labels.
+    With `gate = "bound"`, the lower end of the 95 % interval of an agreement or SQNR must keep the limit, and no sample
+    is granted: few samples then do not pass by luck. Shipped targets gate the point estimates ("estimate"), because an
+    emulator runs too few samples to prove 90 %. `max_latency_ratio` and `max_memory_ratio` are relative to a reference
+    run on the same device; `max_size_bytes` and `max_size_share` (of the float model) limit the model file that an app
+    loads. `task` is a metric that needs labels.
 
-    `max_lost_share` is the largest share of the multiply-accumulates (of nodes: four times that) which may run on the
-    CPU although the provider was predicted to take it. With `needs_placement` at least one run must have observed what
-    the provider takes; a prediction is then not enough.
+    `max_lost_share` is the largest share of the multiply-accumulates (of nodes: four times that) that may run on the
+    CPU against the prediction. With `needs_placement`, a run must have observed what the provider takes; a prediction
+    is then not enough.
     """
 
     min_cosine: Annotated[float, msgspec.Meta(ge=-1, le=1)]
@@ -221,7 +222,7 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
 
 
 class Variant(_Strict, frozen=True, kw_only=True):
-    """What is different about a target where its parameters have the values in `when`; None is as it is elsewhere.
+    """What is different about a target if its parameters have the values in `when`; None means no difference.
 
     `provider_options` are added to those of the session.
     """
@@ -238,15 +239,15 @@ class Variant(_Strict, frozen=True, kw_only=True):
 class Target(_Strict, frozen=True, kw_only=True):
     """Everything edgekit knows about a target, with `settings` holding the value of each parameter.
 
-    `minimum_ort` is the oldest ONNX Runtime with which its provider was seen to do what is said here; in `target.toml`
-    it may stand as a parameter, `{name}`.
+    `minimum_ort` is the oldest ONNX Runtime whose provider was seen to do what is described here; in `target.toml` it
+    may be `{name}`, the value of a parameter.
 
-    `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
-    provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
-    parameter `soc_model` their names. `float_rewrites` put operators that its provider alone has into what stays float.
-    `float_bits` are those in which its provider computes floats, whatever type the file gives them.
-    `shape_profiles` names the parameters that hold the smallest, the usual and the largest shapes of inputs: where they
-    are set, dimensions may stay open.
+    `fallback` are the targets that an app tries next if this one cannot run; the last, "cpu", is ONNX Runtime's own
+    provider, which also runs the files of the others if there is no bundle for it. `socs` names the values of the
+    parameter `soc_model`. `float_rewrites` are rewrites of float nodes into operators that only this provider has.
+    `float_bits` is the width in which its provider computes floats, whatever their type in the file. `shape_profiles`
+    names the parameters with the smallest, the usual and the largest shapes of inputs: if they are set, dimensions may
+    stay dynamic.
     """
 
     name: str
@@ -273,7 +274,7 @@ class Target(_Strict, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> Precision:
-        """The precision that `auto` means for this target."""
+        """The precision that "auto" stands for."""
         return self.precisions[0]
 
     @property
@@ -283,19 +284,19 @@ class Target(_Strict, frozen=True, kw_only=True):
 
     @property
     def profiles(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """The smallest, the usual and the largest shape of each input that is named there; () where none is set."""
+        """The smallest, the usual and the largest shapes of the inputs, by name; () if none are set."""
         given = [self.settings.get(name, "") for name in self.shape_profiles or ()]
         entries = [[entry.rpartition(":") for entry in text.split(",") if entry] for text in given]
         shapes = ({name: tuple(map(int, shape.split("x"))) for name, _, shape in each} for each in entries)
         return tuple(shapes) if any(given) else ()
 
     def widens(self, precision: Precision) -> bool:
-        """Returns True if activations that 8 bits hurt may get 16 in a precision that has 8 for the others."""
+        """Returns True if single activations may get 16 bits in this precision, which has 8 for the others."""
         return "int16" in self.precisions and self.quantization.at(precision).activation != "uint16"
 
 
 def read_version(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version such as "1.31.1", 0 for a part that is none, so that two can be compared."""
+    """Returns a version such as "1.31.1" as numbers that compare, with 0 for a part that is no number."""
     return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
 
 
@@ -308,7 +309,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def find_group(name: str) -> tuple[str, ...]:
-    """Returns the targets of a group, none for other names: "all" are for phones and boards, "pc" for PCs alone."""
+    """Returns the targets of the group "all" (for phones and boards) or "pc" (for PCs alone), none for other names."""
     if name not in _GROUPS:
         return ()
     return tuple(known for known in target_names() if load_target(known).is_for_phones == (name == "all"))
@@ -334,7 +335,7 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
     given = {key: _check_setting(target, key, value) for key, value in named.items()}
     for key, value in given.items():
         for other, its in target.parameters[key].implies.get(value, {}).items():
-            # A SoC has one architecture, and an architecture many SoCs: given together the SoC says which.
+            # Both may be given if one implies the other: a SoC has one architecture, an architecture many SoCs.
             back = target.parameters[other].implies.get(given.get(other, ""), {}).get(key)
             if given.get(other, its) != its and back != value:
                 raise UsageError(
@@ -376,7 +377,7 @@ def _read_target(folder: Path) -> Target:
 
 
 def _refuse_unusable(target: Target, folder: Path) -> None:
-    """Refuses forms that the provider cannot use; for a user's own target those of the shipped ones count."""
+    """Refuses forms that the provider cannot use; a user's own target inherits `unusable` of shipped ones."""
     unusable = dict(target.conversion.unusable)
     if folder.parent != targets_folder():
         shipped = (_read_target(targets_folder() / name) for name in target_names())
@@ -396,18 +397,18 @@ def _refuse_unusable(target: Target, folder: Path) -> None:
 
 
 def targets_folder() -> Path:
-    """Returns the folder that holds the targets edgekit ships, and the data about their devices."""
+    """Returns the folder of the shipped targets and of the data about their devices."""
     shipped = Path(__file__).parent / "_targets"
     return shipped if shipped.is_dir() else Path(__file__).parent.parent / "targets"
 
 
 def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    """Returns settings with the chip of a device in place of its name."""
-    plain = dict(settings)
+    """Returns settings with the parameters of a device's chip in place of the device's name."""
+    named = dict(settings)
     for key, parameter in target.parameters.items():
-        if not parameter.names or key not in plain:
+        if not parameter.names or key not in named:
             continue
-        phone = find_phone(plain.pop(key), read_phones(folder / parameter.names))
+        phone = find_phone(named.pop(key), read_phones(folder / parameter.names))
         stands_for = {"soc_model": str(phone.soc_model), "htp_arch": str(phone.htp)}
         if str(phone.htp) not in target.parameters["htp_arch"].choices:
             raise UsageError(
@@ -415,11 +416,11 @@ def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) ->
                 hint="it begins with v68: build for xnnpack or cpu there",
             )
         for other, its in stands_for.items():
-            if plain.setdefault(other, its) != its:
+            if named.setdefault(other, its) != its:
                 raise UsageError(
-                    f"'{other}={plain[other]}' contradicts '{key}={phone.name}'", hint=f"its {other} is {its}"
+                    f"'{other}={named[other]}' contradicts '{key}={phone.name}'", hint=f"its {other} is {its}"
                 )
-    return plain
+    return named
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:
@@ -439,7 +440,7 @@ def _check_setting(target: Target, key: str, value: str) -> str:
 
 
 def _refuse_profiles(target: Target) -> None:
-    """Refuses profiles that are not whole: all of them name the same inputs, and no size falls from one to the next."""
+    """Refuses shape profiles unless all name the same inputs, with sizes that do not fall from one to the next."""
     shapes = target.profiles
     names = ", ".join(target.shape_profiles or ())
     for one, other in itertools.pairwise(shapes):

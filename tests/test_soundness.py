@@ -66,10 +66,10 @@ FLAWS: dict[str, tuple[str, Change]] = {
     "reads 'nowhere'": (TWO, lambda p: set_name(p, 1, "input", "nowhere")),
     "its own output": (TWO, lambda p: set_name(p, 0, "input", "y")),
     "made of its own output": (LOOP, wait_in_a_body),
-    "which has no name": (TWO, lambda p: point_out(p, offset="0")),
-    "unknown word 'x'": (TWO, lambda p: point_out(p, location="w.data", x="1")),
-    "in no part of it": (TWO, lambda p: point_out(p, location="w.data", offset="-2")),
-    "an equation that is none": (
+    "without a location": (TWO, lambda p: point_out(p, offset="0")),
+    "unknown key 'x'": (TWO, lambda p: point_out(p, location="w.data", x="1")),
+    "an invalid offset or length": (TWO, lambda p: point_out(p, location="w.data", offset="-2")),
+    "an invalid equation": (
         TWO, lambda p: p.graph.node.append(helper.make_node("Einsum", ["x"], ["e"], equation="ssh:host"))
     ),
     "output 'gone'": (TWO, lambda p: setattr(p.graph.output[0], "name", "gone")),
@@ -84,11 +84,11 @@ FLAWS: dict[str, tuple[str, Change]] = {
             helper.make_attribute("axis", "one")
         )
     ),
-    "from a function, and stands in none": (
+    "from a function, but is in none": (
         TWO, lambda p: p.graph.node[0].attribute.add(name="alpha", ref_attr_name="a", type=1)
     ),
-    "of no type": (TWO, lambda p: p.graph.node[0].attribute.add(name="odd")),
-    "the type 99": (TWO, lambda p: add_tensor(p, data_type=99)),
+    "without a type": (TWO, lambda p: p.graph.node[0].attribute.add(name="odd")),
+    "the invalid type 99": (TWO, lambda p: add_tensor(p, data_type=99)),
     r"shape \[-2\]": (TWO, lambda p: add_tensor(p, dim=-2)),
     "the shape": (TWO, lambda p: setattr(p.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", 2**62)),
     "opset 0": (TWO, lambda p: setattr(p.opset_import[0], "version", 0)),
@@ -107,8 +107,8 @@ def test_a_flaw_is_named_in_a_line(tmp_path: Path, message: str) -> None:
 
 
 # ONNX Runtime takes these until somebody uses what is wrong.
-UNUSED = {"the shape", "of another type", "of no type", r"shape \[-2\]", "two local functions"}
-UNUSED |= {"opset 9223372036854775807", "which has no name", "unknown word 'x'", "in no part of it"}
+UNUSED = {"the shape", "of another type", "without a type", r"shape \[-2\]", "two local functions"}
+UNUSED |= {"opset 9223372036854775807", "without a location", "unknown key 'x'", "an invalid offset or length"}
 
 
 # The process ends in these, with ONNX Runtime too.

@@ -22,7 +22,7 @@ from edgekit.prepare.interface import drop_idle_nodes, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
-# Each builds the graph as it would be after one change, so that the same rules can predict the gain.
+# The next two functions build the graph as it would be after one change, so that the same rules can predict the gain.
 
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
@@ -70,7 +70,8 @@ def without_quantization(graph: Graph) -> Graph:
 Recheck = Callable[[Graph, int], Sequence[CheckedNode]]
 
 _NAMED = 3
-# An app hardly computes the rest of a model from more values than this: a choice.
+# A cut at more values than this is not advised: an app would have to compute the rest of the model from all of them. A
+# choice.
 _MOST_ENDS = 8
 
 

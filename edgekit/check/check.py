@@ -6,7 +6,7 @@ import msgspec
 
 from edgekit._ort import VERSION
 from edgekit.check.advice import Case, give_advice
-from edgekit.check.macs import choose_sizes, count_bytes, count_macs, count_open, count_unsized, value_bytes
+from edgekit.check.macs import assume_sizes, choose_sizes, count_bytes, count_macs, count_unsized, value_bytes
 from edgekit.check.placement import place_units
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
@@ -47,7 +47,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     name_nodes(proto.graph)
     widen_constants(proto.graph)
     proto = infer_model(proto)
-    sizes, graph = choose_sizes(proto.graph), count_open(view_model(proto))
+    sizes, graph = choose_sizes(proto.graph), assume_sizes(view_model(proto))
 
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)
@@ -92,7 +92,7 @@ def check_graph(
     # XNNPACK with a warning.
     if not provider.opset_min <= opset <= newest:
         blocked = f"the model's opset {opset} is outside {provider.opset_min} to {newest}"
-    return tuple(_check_nodes(count_open(graph), _Judge(book=book, settings=known), blocked))
+    return tuple(_check_nodes(assume_sizes(graph), _Judge(book=book, settings=known), blocked))
 
 
 class _Judge(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return tuple({refusal.reason: refusal for refusal in found}.values())
 
     def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
-        """Returns remarks on a unit that is taken but computes neither in integers nor in its own element type."""
+        """Returns the reasons of soft rules for a taken unit: how it computes instead of in integers."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
         found = (rule.refuse(subject) for rule in rules)
@@ -155,7 +155,10 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return rules
 
     def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
-        """Returns why session creation may fail: the provider claims the unit, or may once the layout changed."""
+        """Returns why session creation may fail because of a unit.
+
+        The provider takes it (`taken`), or may claim it once the layout changed (`late_risks`).
+        """
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
         found = [rule.refuse(subject) for rule in rules]

@@ -22,7 +22,10 @@ _BITS = {
 
 
 def count_macs(graph: Graph, node: Node) -> int:
-    """Returns the multiply-accumulates of one inference. Unknown dimensions count as 1; other operators have none."""
+    """Returns the multiply-accumulates of a node in one inference; 0 for operators without a counter.
+
+    Unknown dimensions count as 1.
+    """
     counter = _COUNTERS.get(node.op_type)
     return counter(graph, node) if counter else 0
 
@@ -51,25 +54,26 @@ def _dims(graph: Graph, node: Node, position: int) -> tuple[int, ...]:
     return tuple(1 if dim is None else dim for dim in shape or ())
 
 
-def _made(graph: Graph, node: Node) -> int:
+def _count_outputs(graph: Graph, node: Node) -> int:
+    """Returns the number of elements of a node's first output."""
     return graph.value(node.output[0]).elements if node.output else 0
 
 
 def _conv(weight: int) -> Callable[[Graph, Node], int]:
     # A weight is [M, C/group, kernel...]: each output element is a sum over all axes but the first, so groups are
     # already accounted for.
-    return lambda graph, node: _made(graph, node) * prod(_dims(graph, node, weight)[1:])
+    return lambda graph, node: _count_outputs(graph, node) * prod(_dims(graph, node, weight)[1:])
 
 
 def _matmul(graph: Graph, node: Node) -> int:
     # Each element of [..., M, N] is a sum over the K of [..., M, K].
-    return _made(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
+    return _count_outputs(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
 
 
 def _gemm(graph: Graph, node: Node) -> int:
     # The sum goes over the columns of A, or over its rows where A is transposed.
     one = _dims(graph, node, 0)
-    return _made(graph, node) * (one[0 if node.integer("transA", 0) else -1] if one else 1)
+    return _count_outputs(graph, node) * (one[0 if node.integer("transA", 0) else -1] if one else 1)
 
 
 def _recurrent(graph: Graph, node: Node) -> int:
@@ -80,7 +84,7 @@ def _recurrent(graph: Graph, node: Node) -> int:
 
 def _nbits(graph: Graph, node: Node) -> int:
     # B is packed into blocks of bits, so K comes from the attribute and not from its shape (com.microsoft.MatMulNBits).
-    return _made(graph, node) * node.integer("K", 1)
+    return _count_outputs(graph, node) * node.integer("K", 1)
 
 
 def _einsum(graph: Graph, node: Node) -> int:
@@ -102,14 +106,14 @@ def _grouped_attention(graph: Graph, node: Node) -> int:
     # The output is [B, S, heads * D]; keys and values are those of the cache plus the new ones
     # (com.microsoft.GroupQueryAttention).
     past, new = _dims(graph, node, 3), _dims(graph, node, 0)
-    return 2 * _made(graph, node) * ((past[2] if len(past) == 4 else 0) + (new[1] if len(new) == 3 else 1))
+    return 2 * _count_outputs(graph, node) * ((past[2] if len(past) == 4 else 0) + (new[1] if len(new) == 3 else 1))
 
 
 def _packed_attention(graph: Graph, node: Node) -> int:
     if not node.domain:
         return _attention(graph, node)
     # One product with [width, 3 * size] makes queries, keys and values (com.microsoft.Attention).
-    rows, made = prod(_dims(graph, node, 0)), _made(graph, node)
+    rows, made = prod(_dims(graph, node, 0)), _count_outputs(graph, node)
     length = (_dims(graph, node, 0) or (1, 1))[-2]
     return rows * (_dims(graph, node, 1) or (1,))[-1] + 2 * made * length
 
@@ -166,8 +170,11 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
     return sizes
 
 
-def count_open(graph: Graph) -> Graph:
-    """Returns the graph with `Value.counted` set, or the same graph if no input has an open dimension."""
+def assume_sizes(graph: Graph) -> Graph:
+    """Returns the graph with `Value.counted` set to the shapes at assumed sizes (`choose_sizes`).
+
+    The same graph is returned if no input has an open dimension, or if a formula of dimensions has no value then.
+    """
     sizes = choose_sizes(graph.proto)
     if not sizes or any(value.counted for value in graph.values.values()):
         return graph

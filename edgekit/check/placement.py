@@ -16,9 +16,9 @@ _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The partition of each unit (None: not taken), and why a supported unit was left out all the same.
+    """The partition of each unit (None: not taken), and by unit, why a supported one is not taken all the same.
 
-    `broken` holds, for claimed units, why their partition cannot be built.
+    `broken` holds, for units that the provider claims, why their partition cannot be built.
     """
 
     partitions: tuple[int | None, ...]

@@ -44,10 +44,10 @@ def propagate_quantization(graph: Graph) -> Graph:
                 draft.make_unique(part)
         for part in tuple(draft.parts):
             if part.op == _Q and _has_scalars(graph, part.like):
-                draft.carry_back(part)
+                draft.propagate_back(part)
         for part in tuple(draft.parts):
             if part.op == _DQ and _has_scalars(graph, part.like):
-                draft.carry_on(part)
+                draft.propagate_forward(part)
         if len(draft.parts) == before:
             break
     return draft.finish()
@@ -68,7 +68,8 @@ def _has_scalars(graph: Graph, node: Node) -> bool:
 class _Part(msgspec.Struct, kw_only=True, eq=False):
     """A node of the new graph.
 
-    `like` is the corresponding node of the given graph: the node itself, or the Q or DQ that an added one copies.
+    `like` is a node of the given graph: this node itself, or, for an added node, the Q or DQ whose scale and zero point
+    it has.
     """
 
     op: str
@@ -104,11 +105,9 @@ class _Draft:
         self._taken = {*graph.values, *graph.constants, *(part.name for part in self.parts)}
 
     def make_unique(self, dq: _Part) -> None:
-        """Gives each reader of a DQ its own copy.
+        """Gives each reader of a DQ its own copy, as ONNX Runtime does (ensure_unique_dq_for_node_unit.cc).
 
-        The first keeps the existing DQ, unless the graph or a subgraph reads it.
-
-        ONNX Runtime does this for every session (ensure_unique_dq_for_node_unit.cc).
+        The first reader keeps the existing DQ, unless that is also a graph output or read by a subgraph.
         """
         name = dq.output[0]
         edges = tuple(self._edges.get(name, ()))
@@ -118,8 +117,8 @@ class _Draft:
             copy = self._add(_DQ, f"{dq.name}/duplicated", dq, dq.input, result, before=edge.reader)
             self._redirect(edge, copy.output[0])
 
-    def carry_back(self, quantizer: _Part) -> None:
-        """Walks back from each Q and inserts a Q and a DQ before each operator that only moves elements."""
+    def propagate_back(self, quantizer: _Part) -> None:
+        """Inserts a Q and a DQ before each element-moving operator on the path back from a Q."""
         edge = self._edge_before(quantizer)
         while edge is not None and (edge := self._moved_before(edge)) is not None:
             maker = self._makers.get(edge.value)
@@ -127,7 +126,7 @@ class _Draft:
                 return
             edge = self._insert([edge], quantizer)
 
-    def carry_on(self, quantizer: _Part) -> None:
+    def propagate_forward(self, quantizer: _Part) -> None:
         """Inserts a Q and DQs after each element-moving operator on the path from a DQ with one reader."""
         first = self._edges_after(quantizer)
         ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []

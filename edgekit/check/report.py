@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.check.macs import count_bytes, count_macs, count_open
+from edgekit.check.macs import assume_sizes, count_bytes, count_macs
 from edgekit.check.trace import Fate, trace_nodes
 from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.external import skim_model
@@ -197,7 +197,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def main_share(self) -> float:
         """The share of multiply-accumulates in the largest partition, 0 to 1; of bytes if nothing multiplies."""
-        # A model without multiplications, such as one that only moves data, is weighed by the bytes it moves.
+        # For a model without multiplications, such as one that only moves data, bytes take the place of MACs.
         weigh = operator.attrgetter("macs" if any(node.macs for node in self.node_list) else "bytes")
         total = sum(weigh(node) for node in self.node_list)
         sums: dict[int | None, int] = {}
@@ -246,7 +246,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     """Returns each node of a model, subgraphs included, with what became of it when it was prepared with `dims`.
 
     No target has judged the nodes yet: each counts as taken. Their work is that in the model as it is, at the sizes of
-    `count_open` where a dimension is unknown.
+    `assume_sizes` where a dimension is unknown.
 
     Raises:
         ModelError: a model file is gone or unreadable.
@@ -270,7 +270,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
             became=trace.became,
             note=trace.note,
         )
-        for graph, node, trace in trace_nodes(count_open(infer_graph(proto)), read_graph(prepared))
+        for graph, node, trace in trace_nodes(assume_sizes(infer_graph(proto)), read_graph(prepared))
     )
 
 

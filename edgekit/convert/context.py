@@ -1,4 +1,4 @@
-"""Compiles QNN context models, each in a child process of its own."""
+"""Compiles QNN context models (EPContext nodes with a binary for the NPU), each in a child process of its own."""
 
 import importlib.util
 import json
@@ -19,13 +19,13 @@ from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
 INSTALL_QNN = spell_install("onnxruntime-qnn==2.7.0")
-# What ONNX Runtime says where a provider takes no node, as of a tree.
+# ONNX Runtime's message if a provider takes no node, for example of a decision tree.
 _TAKES_NONE = "Unable to compile any nodes"
 _PROGRAM = Path(__file__).parent / "standalone" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
 _QAIRT_AT, _ARCHS_AT, _SOCS_AT = 2, 4, 5
-"""Where the compatibility string holds QAIRT's version, HTP versions and SoCs (read from contexts of QAIRT 2.51)."""
+"""The positions of QAIRT's version, HTP versions and SoCs in the compatibility string (found in QAIRT 2.51)."""
 _NAMED_NODES = 8
 _NAME_LENGTH = 80
 
@@ -34,7 +34,7 @@ class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options to compile a context.
 
     `socs` are Qualcomm's numbers of the SoCs it is for, `archs` versions of the HTP, such as 73; if both are empty, the
-    target's SoC counts. Several of them give one binary for all. With `embedded` the binary lies inside the ONNX file.
+    target's SoC is used. Several give one binary for all. With `embedded` the binary is inside the ONNX file.
     """
 
     socs: tuple[str, ...] = ()
@@ -44,14 +44,14 @@ class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULT_CONTEXT = ContextOptions()
 HTP_SOCS: Mapping[str, str] = {"68": "30", "69": "36", "73": "43", "75": "57", "79": "69", "81": "87"}
-"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for, each with the number of a SoC."""
+"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for, each with an example of its SoCs."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled context model: its files, the first of which is loaded, and which devices can load it.
+    """A compiled context model: its files, of which an app loads the first, and which devices can load it.
 
-    `compatibility` is Qualcomm's string (format, API, QAIRT, backend, architecture, SoC, VTCM, flags). Of the
-    `versions`, "qairt" is that of Qualcomm's runtime; the device needs the same version or a newer one.
+    `compatibility` is Qualcomm's string (format, API, QAIRT, backend, architecture, SoC, VTCM, flags). `versions` names
+    what compiled it; the device needs "qairt", Qualcomm's runtime, in the same version or a newer one.
     """
 
     files: tuple[str, ...]
@@ -79,12 +79,12 @@ def compile_context(
     *,
     timeout_s: float = 900.0,
 ) -> Context:
-    """Compiles the model file of that name in `folder` into the same folder, for the options' SoCs or the target's.
+    """Compiles the file `model` in `folder` to a context in the same folder, for the options' SoCs or the target's.
 
-    Each compilation has a child process of its own, since QNN keeps state that spoils the next one. The child works
-    inside the folder, since the model's path as it is given enters the bytes of the context. The compiled context is
-    then loaded in another child. A context for several chips cannot be loaded on a PC: instead, a context for each
-    single chip is compiled and loaded.
+    Each compilation has a child process of its own, since QNN keeps state that breaks the next one. The child works
+    inside the folder, since the model's path as it is given enters the bytes of the context. To test the context,
+    another child loads it. A context for several chips cannot be loaded on a PC: a context for each single chip is
+    compiled and loaded instead.
 
     Raises:
         UsageError: there is no such SoC number or HTP version.
@@ -96,8 +96,6 @@ def compile_context(
     _check_options(options)
     whole = _describe_job(model, CONTEXT_FILE, target, options)
     versions = _run_child(whole, folder, timeout_s)
-    # QNN does not load a context for several chips on a PC: a context for each single chip is compiled and loaded
-    # instead.
     chips = [ContextOptions(socs=(soc,), embedded=True) for soc in options.socs]
     chips += [ContextOptions(archs=(arch,), embedded=True) for arch in options.archs]
     parts = enumerate(chips if len(chips) > 1 else ())
@@ -122,10 +120,9 @@ def compile_context(
 
 
 def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str:
-    """Compiles the model file of that name in `folder` for a SoC, and returns the compiler's plan as text.
+    """Compiles the file `model` in `folder` for a SoC, and returns the compiler's plan as text.
 
-    The plan lists the NPU's operations in their order, and the bytes that each moves. Nodes that QNN leaves to the CPU
-    are not part of it.
+    The plan lists the NPU's operations in their order, and the bytes that each moves, without nodes on the CPU.
 
     Raises:
         MissingExtraError: onnxruntime-qnn is not installed.
@@ -157,7 +154,7 @@ def _describe_job(model: str, out: str, target: Target, options: ContextOptions)
 
 
 def _check_options(options: ContextOptions) -> None:
-    """Refuses values that the provider would accept silently, and then compile for the oldest chip."""
+    """Refuses invalid values: the provider would accept them silently and compile for the oldest chip."""
     if options.socs and options.archs:
         raise UsageError("a context is for SoCs or for HTP versions, not both", hint="give --soc or --htp-arch")
     for soc in options.socs:

@@ -28,12 +28,12 @@ from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
 from edgekit.model.model import ORT_FORMATS, Model, find_reader, iterate_graphs, list_element_types, read_proto
-from edgekit.prepare.external import write_beside
+from edgekit.prepare.external import write_with_weights
 from edgekit.target import Form, Target, read_version
 
 
 def find_needed_ort(files: Iterable[Path]) -> str:
-    """Returns the oldest ONNX Runtime that reads all of these files, "" if the oldest that was measured reads them.
+    """Returns the oldest ONNX Runtime that reads all of these files, "" if that is the oldest of `ORT_FORMATS`.
 
     Raises:
         ModelError: a file is damaged.
@@ -47,7 +47,7 @@ def find_needed_ort(files: Iterable[Path]) -> str:
             model = skim_model(path)
             opset = max((entry.version for entry in model.opset_import if not entry.domain), default=0)
             reader = find_reader(model.ir_version, opset)
-        # A version that is not in the table needs the ONNX Runtime that wrote the file.
+        # For versions beyond the table: the ONNX Runtime that wrote the file.
         needed.append(reader or VERSION)
     newest = max(needed, key=read_version, default="")
     return "" if newest == ORT_FORMATS[0].since else newest
@@ -60,8 +60,8 @@ _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
     """Returns for each node of the optimized graph, except Q and DQ nodes, whether it computes on integers.
 
-    `signed` asks for the kernels of Arm, which take signed activations, instead of those of x64; any machine can make
-    either graph. A node that only moves values counts as integer if none of its inputs comes from a DQ node.
+    With `signed` the graph is optimized for Arm's kernels, which take signed activations, else for x64's; any machine
+    can make either graph. A node that only moves values counts as integer if no input comes from a DQ node.
 
     Raises:
         RuntimeRefusal: ONNX Runtime makes no session of the model.
@@ -88,26 +88,25 @@ STAMP = "edgekit.source_sha256"
 
 
 def write_stamped(model: Model, folder: Path) -> Model:
-    """Writes a model with its stamp into a folder and returns it.
+    """Writes a model into a folder with the sha256 of its source in the metadata, and returns it.
 
-    The stamp is the sha256 of the source file in the metadata. It is also Core ML's cache key: that provider stores
-    compiled models under the key and never compares them with the file (ORT's `coreml_execution_provider`,
-    `ModelCacheDirectory`).
+    The sha256 is also Core ML's cache key: that provider stores compiled models under the key and never compares them
+    with the file (ORT's `coreml_execution_provider`, `ModelCacheDirectory`).
     """
     proto = read_proto(model, weights=False)
     stamps = {entry.key: entry.value for entry in proto.metadata_props}
     stamps |= {STAMP: model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
-    return write_beside(proto, model, folder / ONNX_FILE)
+    return write_with_weights(proto, model, folder / ONNX_FILE)
 
 
 def read_stamp(model: Model) -> str:
-    """Returns the sha256 of the model from which a file was made, "" if it has no stamp."""
+    """Returns the sha256 of the model from which a file was made, as `write_stamped` stored it, else ""."""
     entries = read_proto(model, weights=False).metadata_props
     return next((entry.value for entry in entries if entry.key == STAMP), "")
 
 
-# Operators that give the same bits on every machine: they move data, compare, or do arithmetic that IEEE 754 defines.
+# Operators with the same result to the bit on every machine: they move data, compare, or do arithmetic of IEEE 754.
 _EXACT_OPS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",
     "ConstantOfShape", "DepthToSpace", "DequantizeLinear", "Div", "Equal", "Expand", "EyeLike", "Flatten", "Floor",
@@ -160,12 +159,12 @@ _WITHOUT_FUSION = frozenset({Level.DISABLED, Level.BASIC})
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A form on disk: its files, the one to load first, and the facts about them.
+    """A form on disk: its files, with the one that an app loads first, and the facts about them.
 
-    `census` counts the nodes that will run, by operator; `fates` says what became of the nodes of the source. `unfused`
-    are quantized nodes that keep a float activation between themselves and their Q node. `equality` is None if the form
-    was not run. `host_traits` says what another kind of CPU would write differently. `compatibility` says which device
-    a context fits; it is empty for other forms.
+    `census` counts the nodes that will run, by operator; `fates` says what each node of the source became. `unfused`
+    are quantized nodes that run in float because of an activation between them and their Q node. `equality` is None if
+    the form was not run. `host_traits` says what another kind of CPU would write differently. `compatibility` says
+    which devices a context fits; it is "" for other forms.
     """
 
     files: tuple[str, ...]
@@ -179,9 +178,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """The source of a form: the model, and the inputs to run it on.
+    """The source of a form: the model, and the samples to compare results on.
 
-    Without `checked` nothing is run. `origin` is the model before its constants were folded.
+    Without `checked` they are not compared. `origin` is the model before its constants were folded.
     """
 
     model: Model
@@ -194,7 +193,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     """Writes a model in ORT format into a folder, counts its nodes, and compares its results with those of the source.
 
     Raises:
-        ModelError: quantized nodes would run in float, or the file gives other results than its source.
+        ModelError: quantized nodes would run in float, or the file's results differ from its source's.
         RuntimeRefusal: ONNX Runtime cannot load or convert the model.
     """
     path = folder / ORT_FILES[options.style]
@@ -209,7 +208,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
             f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
             hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
         )
-    # A fusion that is wrong for this model is found only by running it.
+    # Only a run finds a fusion that is wrong for this model.
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
     if equality is not None and not equality.passed:
         place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"
@@ -232,11 +231,9 @@ class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a converted model, and the facts about them.
 
     `files` has for each form, in the target's order, the file names in the folder, the one to load first; `reason` says
-    why these forms. For each `.ort` form, `census` counts the nodes that will run, `fates` says what became of the
-    nodes of the source, `unfused` lists the quantized nodes that keep a float activation, `equality` compares its
-    results with those of the source, and `host_traits` says what another kind of CPU would write differently. `sha256`
-    and `size_bytes` are by file name. `versions` names what wrote the files: onnxruntime, the version of the canonical
-    form, and for a context onnxruntime-qnn and qairt. `target` is empty if the styles were asked for instead of a
+    why these forms. `census`, `fates`, `unfused`, `equality` and `host_traits` are those of `Written`, for each `.ort`
+    form. `sha256` and `size_bytes` are by file name. `versions` names what wrote the files: onnxruntime, the version of
+    the canonical form, and for a context onnxruntime-qnn and qairt. `target` is "" if forms were chosen without a
     target.
     """
 
@@ -279,11 +276,11 @@ def convert_model(
         model: a prepared model, quantized or not.
         target: its `conversion.forms` are written, in its order of preference.
         out: the folder; existing files with other names stay.
-        ort_source: the source of the `.ort` forms, if it is another model: the float32 form of an fp16 model, because
-            ONNX Runtime's CPU provider would bake a cast to float32 around every node of the latter.
-        origin: the model before it was prepared, from which one sees whose constants were folded.
-        samples: the inputs on which each `.ort` form and its source run; drawn at random if there are none.
-        checked: whether they run at all.
+        ort_source: the source of the `.ort` forms, if it is another model: the float32 form of an fp16 model, around
+            whose every node ONNX Runtime's CPU provider would put casts.
+        origin: the model before it was prepared, to see which constants were folded.
+        samples: the inputs on which each `.ort` form is compared with its source; drawn at random if there are none.
+        checked: whether they are compared.
         context: the options of a QNN context.
 
     Raises:
@@ -312,7 +309,9 @@ def convert_forms(
     target: Target | None = None,
     context: ContextOptions = DEFAULT_CONTEXT,
 ) -> ConvertedModel:
-    """Writes a prepared model as ONNX or context, and its source in ORT format; without a target there is no context.
+    """Writes the forms of a prepared model: ONNX and context of `model`, ORT format of `source`.
+
+    A context needs a target.
 
     Raises:
         ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or a file gives other
@@ -346,7 +345,7 @@ def convert_forms(
         for name in reversed(names):
             move_file(work / name, out / name)
     versions = {"onnxruntime": VERSION, "ort-canonical-form": str(CANONICAL_VERSION)}
-    # The facts of every form, by form: the fields of `Written` that have the same name in the result.
+    # The fields of `Written` that the result has by form.
     by_form: dict[str, Any] = {
         name: {form: found for form, item in written.items() if (found := getattr(item, name))}
         for name in ("files", "census", "fates", "unfused", "equality", "host_traits")

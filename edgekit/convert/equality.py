@@ -24,10 +24,10 @@ FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
 FUSED_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 0.05
-"""Largest error divided by largest magnitude of an output. Fused float kernels round the last bits differently; if that
-crosses a step of a quantized tensor, a value moves by that step."""
+"""The limits of the largest error divided by the largest magnitude of an output, for float, half-precision, fused and
+quantized models. Fused float kernels round the last bits differently, which may change a quantized value by a step."""
 MAX_SAMPLES = 3
-# A value that was folded for one size is wrong only for another size.
+# Two sizes for dynamic dimensions: a value that was wrongly folded to a constant may be right for one size.
 _OPEN_SIZES = (1, 3)
 
 _NO_TENSORS = "its inputs are no tensors"
@@ -43,8 +43,8 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a converted file compared with those of its source, both run on this machine's CPU.
 
     `error` is the largest difference in an output divided by the largest magnitude of that output, over all samples;
-    infinite if shapes, types or non-finite values differ. `first_bad` is the first node whose result differs, empty if
-    none does or it could not be found. `skipped` says why nothing was compared.
+    infinite if shapes, types or non-finite values differ. `first_bad` is the first node whose result differs by more
+    than `tolerance`, "" if none does or it was not found. `skipped` says why nothing was compared.
     """
 
     samples: int
@@ -64,8 +64,8 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     """Runs a converted file and its source model on the same inputs, and compares their outputs.
 
     A float source runs without any optimisation. A quantized one runs as ONNX Runtime optimises it, because integer
-    kernels round where the Q and DQ nodes alone do not. Without samples the inputs are drawn at random. At most
-    `MAX_SAMPLES` are run.
+    kernels round differently from Q and DQ nodes around float ones. At most `MAX_SAMPLES` samples are run; without
+    samples, inputs are drawn at random.
 
     Raises:
         RuntimeRefusal: ONNX Runtime runs the source but not the file.
@@ -92,7 +92,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
 
 
 def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) -> Equality:
-    """Runs two ONNX models on the same inputs without any optimisation, and compares their outputs.
+    """Runs a model and a changed one on the same inputs without any optimisation, and compares their outputs.
 
     Raises:
         RuntimeRefusal: ONNX Runtime runs the first but not the second.
@@ -101,8 +101,8 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
     chosen = choose_samples(source, samples)
     if chosen is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
-    plain = SessionSettings(level=Level.DISABLED, threads=1)
-    return _compare(facts, (source, plain), (changed.path, plain), chosen, drawn=samples is None)
+    unoptimized = SessionSettings(level=Level.DISABLED, threads=1)
+    return _compare(facts, (source, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
 
 
 def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
@@ -132,9 +132,9 @@ def _compare(
     *,
     drawn: bool,
 ) -> Equality:
-    """Returns the facts, completed by the comparison of the outputs of a file with those of a model.
+    """Returns `facts` with the result of comparing the outputs of the file `other` with those of the model `one`.
 
-    A model may refuse randomly drawn inputs; that says nothing about the file.
+    Nothing is compared if the model refuses inputs that were drawn at random.
     """
     source, settings = one
     try:
@@ -143,7 +143,7 @@ def _compare(
         if not drawn:
             raise
         if samples.count > 1:
-            # Open dimensions need not fit together when all have one size.
+            # With one size for all dynamic dimensions they may not fit together.
             return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
         # Why nothing was compared, without the path of a temporary file.
         reason = refusal.message.partition("': ")[2] or refusal.message
@@ -178,9 +178,9 @@ def _measure(wanted: Array, got: Array | None) -> float | None:
 
 
 def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
-    """Returns the name of the first node of the source whose result differs in the file."""
+    """Returns the name of the first node of the source whose result differs in the `.ort` file, else ""."""
     with work_folder() as work:
-        # The file with inner tensors as further outputs: those that the source has too, in its order.
+        # A copy of the file that also outputs all tensors that the source has too, in its order.
         with open_tables(path) as file:
             exposed_graph: Record = table(table(file.root, "model"), "graph")
             typed = {text(value, "name") for value in records(exposed_graph, "node_args") if value.get("type")}
@@ -193,10 +193,10 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
         proto = read_with_weights_on_disk(source)
         known = {value.name for value in proto.graph.output}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
-        plain = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
+        unoptimized = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
         config = external_config(source.path.parent)
-        traced = CpuSession(proto.SerializeToString(), msgspec.structs.replace(plain, config=config))
-        exposed = CpuSession(work / "exposed.ort", plain)
+        traced = CpuSession(proto.SerializeToString(), msgspec.structs.replace(unoptimized, config=config))
+        exposed = CpuSession(work / "exposed.ort", unoptimized)
         makers = {name: node.name or node.op_type for node in graph.node for name in node.output}
         for sample in samples:
             wanted, got = traced.run(sample, shared), exposed.run(sample, shared)

@@ -1,4 +1,4 @@
-"""The fate of each node of a model: kept, fused into another node, removed, or folded into a constant.
+"""What each node of a model became in a converted file: kept, fused, removed, or folded into a constant.
 
 Names of nodes are not reliable, because ONNX Runtime gives them to other nodes. Names of tensors are: the node that now
 computes a tensor does the work of the nodes that computed it before. Both graphs are cut at the tensors that they
@@ -17,7 +17,7 @@ from edgekit.convert.ort_format.report import OrtNode
 FOLDED = "folded"
 """The fate of a node whose result is a constant, or is not read by any node, in the converted graph."""
 GONE = "gone"
-"""The fate of a node without a successor: its readers now read its input, or do its work themselves."""
+"""The fate of a node that was removed: its readers now read its input, or do its work themselves."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_)+")
@@ -25,16 +25,16 @@ _NCHWC = "com.microsoft.nchwc."
 # Operators that ONNX Runtime inserts around a node whose layout or type it changes.
 _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
 _MOST_NAMED = 6
-# For example from a Conv over its activation to its Q node.
+# The readers that `_follow_name` follows: for example the activation after a Conv, and its Q node.
 _MOST_FOLLOWED = 2
-# Operators that compute nothing, so that no other node replaces them.
+# Operators that compute nothing: no other node replaces them.
 _IDLE_OPS = frozenset({"Dropout", "Identity"})
-# A convolution does not replace these: they only changed the layout of its input.
+# A convolution does not replace these: they only change the shape or layout of its input.
 _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
-    """The fate of the nodes of one operator: `became` counts them by the operator that does their work now."""
+    """What the nodes of one operator became: `became` counts them by the operator that does their work now."""
 
     op: str
     count: int
@@ -62,7 +62,7 @@ class Fusions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Region = tuple[tuple[OrtNode, ...], tuple[OrtNode, ...]]
-"""Nodes of the source and of the result between the same tensors; in each the last node comes first."""
+"""Nodes of the source, and of the converted graph, between the same tensors; the last node comes first."""
 
 
 def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
@@ -73,11 +73,11 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
     for sources, results in _cut_regions(given, nodes, _find_constants(source)):
         found = _judge_region(sources, results)
         for index, fate in found.items():
-            # If several nodes read a result, the first region decides, unless the node has no successor there.
+            # A node may be in several regions: the first decides, unless the node is gone there.
             if fates.get(index, GONE) == GONE:
                 fates[index] = fate
         for name, count in collections.Counter(map(_short, results)).items():
-            # A cast is not part of a pattern: removed casts are counted separately.
+            # Casts are no part of a pattern.
             members = [given[index].op for index in sorted(found) if found[index] == name]
             into = tuple(op for op in members if op != "Cast")
             # If the tensors between them have lost their names, a region holds the same pattern several times.
@@ -102,7 +102,7 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
 
 
 def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
-    """Returns the nodes of an ONNX graph as nodes of an ORT-format file; indices are positions."""
+    """Returns the nodes of an ONNX graph as `OrtNode`; indices are positions."""
     return tuple(
         OrtNode(
             index=index,
@@ -116,7 +116,7 @@ def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
 
 
 def _judge_region(sources: Sequence[OrtNode], results: Sequence[OrtNode]) -> dict[int, str]:
-    """Returns the fate of each node of a region: a node of its own operator, else the new nodes of the region."""
+    """Returns the fate of each source node of a region: a node of the same operator, else the region's other nodes."""
     left = list(results)
     fates = {node.index: GONE for node in sources if node.op in _IDLE_OPS}
     for node in sources:

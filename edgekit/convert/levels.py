@@ -15,10 +15,8 @@ from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, keep_used_opsets, order_nodes, refill
+from edgekit.model.model import MOST_INLINE_BYTES, Model, keep_used_opsets, order_nodes, refill
 
-MAX_BYTES = 2**31 - (64 << 20)
-"""A larger model is refused: ONNX Runtime writes the optimized model into one file, and protobuf ends at 2 GB."""
 _LAYOUT_LEVELS = frozenset({Level.LAYOUT, Level.ALL})
 OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
 
@@ -27,10 +25,10 @@ class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model as ONNX Runtime optimizes it at a level.
 
     `nodes` counts the nodes of the main graph. `kinds` are the fusions that made them, most frequent first.
-    `casts_gone` is how many Cast nodes fewer it has than the given model (negative: more). `inserted` counts by
-    operator the nodes of ONNX Runtime's own operators. `warning` says why the file is not for every machine, "" if it
-    is. `median_ms` is the time of a run on this machine with one thread, `ratio` that time over the one without
-    optimization; both are None if nothing was timed.
+    `casts_gone` is how many Cast nodes fewer it has than the given model (negative: more). `inserted` counts the nodes
+    of ONNX Runtime's own operators by operator. `warning` says why the file is not for every machine, "" if it is.
+    `load_ms` is the time to make a session, `median_ms` that of a run on this machine with one thread, `ratio` that
+    time divided by the one without optimization, with its `interval`; all are None if nothing was timed.
     """
 
     level: Level
@@ -55,18 +53,19 @@ def write_level(
     """Writes a model as optimized at a level into a folder, as `model.LEVEL.onnx`; its bytes are reproducible.
 
     Args:
-        model: the model as a session would be given it.
-        level: how far it is optimized.
-        cpu: the CPU that will run it: for "arm" it gets no blocked layouts, which only x64 has.
-        folder: where the file goes.
-        samples: the inputs on which both run, to be compared; drawn at random if there are none.
-        checked: whether they run at all.
+        model: the model to optimize.
+        level: the optimization level.
+        cpu: the CPU that will run it: "arm" gets no blocked layouts, which only x64 has.
+        folder: the folder of the file.
+        samples: the inputs on which both are compared; drawn at random if there are none.
+        checked: whether they are compared.
 
     Raises:
-        ModelError: the model is too large, or the file gives other results than the model.
+        ModelError: the model is too large, or the file's results differ from the model's.
         RuntimeRefusal: ONNX Runtime refuses the model.
     """
-    if model.size_bytes > MAX_BYTES:
+    # ONNX Runtime writes the optimized model into one file.
+    if model.size_bytes > MOST_INLINE_BYTES:
         raise ModelError(
             f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB",
             hint="leave --level out: --onnx then writes the model with its external data",
@@ -97,7 +96,7 @@ def write_level(
 
 
 def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
-    """Compares an optimized file with its source model."""
+    """Returns the facts of an optimized file, compared with its source model."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
     own = Counter(node.op_type for node in after.node if node.domain not in {*MAIN_DOMAINS, ML_DOMAIN})

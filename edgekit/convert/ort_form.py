@@ -15,13 +15,13 @@ from edgekit.model.model import Model
 from edgekit.prepare.constants import find_harmful
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
-"""The session entry without which ONNX Runtime 1.31 ignores saved optimisations (its PR 32077)."""
+"""The session config entry without which ONNX Runtime 1.31 ignores saved optimisations (its PR 32077)."""
 
 Style = Literal["full", "runtime"]
 Cpu = Literal["arm", "x64"]
 
 MAX_ORT_BYTES = 2**31 - (64 << 20)
-"""A larger model is refused before work starts: the format ends at 2 GB, tables included."""
+"""A larger model is refused before work starts: the format has at most 2 GB, of which its tables need a part."""
 
 
 class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
 def write_ort(model: Model, out: Path, options: OrtOptions, *, subject: str | None = None) -> None:
     """Writes a model in canonical ORT format to `out`, whole or not at all, after loading it as an app would.
 
-    Errors call the model `subject`.
+    `subject` names the model in errors.
 
     Raises:
         ModelError: the model is too large for the format.
@@ -57,9 +57,8 @@ def write_ort(model: Model, out: Path, options: OrtOptions, *, subject: str | No
         settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
         optimize_graph(model.path, temporary, settings, subject=subject)
         canonicalize_file(temporary)
-        # Loads a file as an app would, with its weights left in the file: only its graph and kernels can be refused.
+        # Loaded as an app would, but memory-mapped, so that this test does not copy the weights.
         settings = load_settings(options, model)
-        # Mapped, so that this test does not hold the weights in memory a second time.
         mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
         config = {**settings.config, **mapped}
         settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
@@ -67,7 +66,7 @@ def write_ort(model: Model, out: Path, options: OrtOptions, *, subject: str | No
 
 
 def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
-    """Refuses a size that the ORT format cannot hold; `having` says what has that size.
+    """Refuses a size that the ORT format cannot hold; `having` is its verb, "has" or "with X weights has at least".
 
     Raises:
         ModelError: the model is too large for the format.
@@ -81,8 +80,7 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
 
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
     """Returns the session settings under which the source runs like the converted file."""
-    # The blocked layout exists on x64 alone: a file for Arm that was written on x64 would hold operators that Arm
-    # lacks.
+    # Blocked layouts exist on x64 alone: a file for Arm that is written on x64 must not have them.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
     disabled = (*disabled, *_list_harmful(source))
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)

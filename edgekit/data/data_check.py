@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array, Tensors
 FEW_SAMPLES = 32
 """With fewer samples, ranges and the evaluation on held-out samples are coarse; about 100 are enough."""
 ALIKE = "make both as the app does"
-"""How a warning ends if the samples for calibration and verification differ: this explains a loss best."""
+"""The end of a warning that the samples for calibration and verification differ, which explains a loss best."""
 # Raw pixels are 255 times as large as those from 0 to 1, and raw 16-bit sound is 32768 times as large as sound from -1
 # to 1.
 _OUTLIER = 100.0
@@ -26,7 +26,7 @@ _SOUND = 32768.0
 # Of independent numbers the correlation of neighbours lies within 1 / sqrt(n) of 0. A correlation so many times larger
 # is no chance (6e-7 of all sets); images and sound lie far above it.
 _CHANCE = 5.0
-# The same as a probability, for two sets of samples of which one lies wholly beyond the other.
+# The same as a probability, for two sets of samples whose values do not overlap.
 _UNLIKELY = 6e-7
 # Shorter rows count as features, which have no order.
 _LEAST_ROW = 1000
@@ -132,7 +132,7 @@ def digest_samples(samples: Iterable[Tensors]) -> str:
 
 def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
     """Returns the warnings about calibration samples: their own, and one more if they are few."""
-    few = f"{facts.count} samples are few to calibrate with: about 100 make ranges and the judge's choice steady"
+    few = f"{facts.count} samples are few to calibrate with: about 100 make ranges and the choice of a plan steady"
     return (few, *facts.warnings) if facts.count < FEW_SAMPLES else facts.warnings
 
 
@@ -148,11 +148,11 @@ class _Input:
         self._whole = True
         self._rank = self._size = 0
         self._values = 0
-        # By lag, over all samples: the correlation of a value with the one that many places later in its row.
+        # For each lag, the sum of the correlations of values with those `lag` places later in their row.
         self._alike = {1: 0.0, 3: 0.0}
         self._below = 0.0
-        # Of NHWC images, how much more the correlation at a distance of `width` values is than at a whole row of 3 *
-        # `width` values.
+        # For NHWC images, the correlation at a distance of `width` values minus that at a whole row of 3 * `width`
+        # values: positive if the data are NCHW.
         self._folded = 0.0
         # For each image with three channels, whether a channel differs from the first.
         self._colored: list[bool] = []
@@ -197,7 +197,7 @@ class _Input:
         self._below += float((centred[:, 1:] * centred[:, :-1]).sum()) / power
 
     def _fold(self, value: Array) -> None:
-        """Adds how an NHWC image looks when read as NCHW, where a row of pixels is a third as long."""
+        """Adds the evidence that the data of an NHWC image are NCHW, where a row of pixels is a third as long."""
         flat, width = value.reshape(-1).astype(np.float64), value.shape[2]
         flat -= flat.mean()
         power = float((flat * flat).sum()) / value.size
@@ -256,10 +256,9 @@ class _Input:
         return ""
 
     def differences(self, name: str, golden: "_Input") -> Iterator[str]:
-        """Yields the first measure by which every sample lies beyond all golden ones.
+        """Yields a warning for the first measure whose values do not overlap with those of the golden samples.
 
-        Of two sets drawn alike, one lies wholly beyond the other in only 2 of all the orders that their values may
-        have.
+        For two sets from the same distribution that is so in only 2 of all orders of their values.
         """
         count = len(self._lows)
         if 2 * len(self.measures) / math.comb(count + len(golden.measures["mean"]), count) > _UNLIKELY:

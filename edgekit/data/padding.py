@@ -12,10 +12,10 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 
 class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the dimension `dim` stands: the axes of inputs that have its size, and those of outputs that go with it.
+    """The axes of inputs that have the size of the dimension `dim`, and those of outputs whose size follows from it.
 
-    `values` holds what each of the inputs is filled with, behind what a sample has. An output axis may have a fixed
-    share of the size, as behind a pooling: of n it then keeps that share, rounded up.
+    `values` holds the number with which each of these inputs is padded at its end. The size of an output axis may be a
+    fixed share of the input's, as after a pooling; it is rounded up.
     """
 
     dim: str

@@ -152,7 +152,10 @@ def read_shapes(
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
-    """Returns the samples at these positions, in the order given; each step back in it reads the source anew."""
+    """Returns the samples at these positions, in the order given.
+
+    The source is read once more for each position that is not above the one before.
+    """
     wanted = tuple(indices)
     steps_back = [place for place in range(1, len(wanted)) if wanted[place] <= wanted[place - 1]]
     passes = [wanted[begin:end] for begin, end in pairwise((0, *steps_back, len(wanted)))]

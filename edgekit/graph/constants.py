@@ -1,4 +1,4 @@
-"""The constants of a graph, however they are written: initializers, sparse ones, and all forms of Constant nodes."""
+"""The constants of a graph: initializers, sparse initializers, and all forms of Constant nodes."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from edgekit.model.tensors import Array
 MAIN_DOMAINS = ("", "ai.onnx")
 ML_DOMAIN = "ai.onnx.ml"
 """The domain of trees, scalers and encoders, such as scikit-learn's."""
-# Shapes, axes, pads and bounds, which rules and rewrites look at, are far smaller.
+# Far more elements than shapes, axes, pads and bounds have, which rules and rewrites read.
 _SMALL_ELEMENTS = 1 << 14
 # Sparse constants of more elements are not made dense.
 _MOST_DENSE = 1 << 24
@@ -73,7 +73,7 @@ def lift_constants(graph: onnx.GraphProto) -> None:
 
 
 def write_dense(graph: onnx.GraphProto) -> None:
-    """Turns the sparse initializers of one graph into dense ones, in place, but those that are too large."""
+    """Makes the sparse initializers of one graph dense, in place; too large and broken ones stay."""
     dense = [_to_dense(sparse) for sparse in graph.sparse_initializer]
     kept = [sparse for sparse, tensor in zip(graph.sparse_initializer, dense, strict=True) if not _has_data(tensor)]
     graph.initializer.extend(tensor for tensor in dense if _has_data(tensor))
@@ -86,9 +86,9 @@ def _has_data(tensor: onnx.TensorProto) -> bool:
 
 
 def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Array:
-    """Returns the values of a constant behind a DequantizeLinear, in the type of its scale.
+    """Returns the output of a DequantizeLinear of constants, computed in float32, in the type of its scale.
 
-    `read` returns a constant by its name. The scale is one number, or has one for each index of an axis.
+    `read` returns the constant of a name. The scale is per tensor or per channel.
     """
     values, scale, *rest = map(read, node.input)
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
@@ -99,12 +99,12 @@ def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Arra
 
 
 def is_small(tensor: onnx.TensorProto) -> bool:
-    """Returns True for a constant whose numbers a rule or a rewrite may look at."""
+    """Returns True for a constant that is small enough for rules and rewrites to read its values."""
     return math.prod(tensor.dims) <= _SMALL_ELEMENTS
 
 
 def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
-    """Returns the value of a constant. External data in `folder` are memory-mapped; they are copied only if misaligned.
+    """Returns the value of a constant; external data in `folder` are memory-mapped, or copied if they are misaligned.
 
     Raises:
         BundleError: the external file lies outside the folder.
@@ -129,7 +129,7 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
 
 
 def _to_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
-    """Returns a sparse tensor with its zeros; only its type and shape where it is too large or broken."""
+    """Returns a sparse tensor as a dense one, without data where it is too large or broken."""
     bare = onnx.TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
     size = math.prod(sparse.dims)
     if size > _MOST_DENSE or sparse.values.data_location == onnx.TensorProto.EXTERNAL:

@@ -1,6 +1,6 @@
-"""Shape inference for ONNX Runtime's own operators, of which onnx has no schemas.
+"""Shape inference for ONNX Runtime's contrib operators, for which onnx has no schemas.
 
-Each is replaced, for inference alone, by an ONNX operator whose outputs have the same types and shapes.
+For inference alone, each is replaced by an ONNX operator whose outputs have the same types and shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 ORT_DOMAIN = "com.microsoft"
 """The domain of ONNX Runtime's contrib operators."""
 ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime has in ONNX's own domain, and of which onnx has no schema."""
+"""Operators that ONNX Runtime defines in ONNX's own domain, and for which onnx has no schema."""
 
 _ADDED = "edgekit: for inference only"
 
@@ -28,7 +28,11 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class _Substitution(msgspec.Struct):
-    """One contrib node, the known types and shapes of inputs and initializers, and where its substitutes go."""
+    """The replacement of one contrib node.
+
+    `known` holds the types and shapes of the graph's inputs and initializers. `stubs` and `made` collect the graph
+    inputs and the nodes that replace contrib nodes.
+    """
 
     node: onnx.NodeProto
     known: Mapping[str, _Stored]

@@ -24,9 +24,9 @@ _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributePr
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """The element type (numpy's name) and shape of a value; None where shape inference does not know.
+    """The element type (numpy's name) and shape of a tensor; None where shape inference does not know it.
 
-    Where inputs have open dimensions, `counted` is the shape at the sizes that stand for them when work is counted
+    `counted` is the shape for counting MACs where inputs have open dimensions, with an assumed size for each
     (`check/macs.py`).
     """
 
@@ -41,27 +41,28 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def static_shape(self) -> tuple[int, ...] | None:
-        """The shape, None where a dimension is not known."""
+        """The shape, None if a dimension is not known."""
         return cast("tuple[int, ...]", self.shape) if self.is_static else None
 
     @property
     def sizes(self) -> Shape | None:
-        """The shape that work is counted with."""
+        """The shape for counting MACs."""
         return self.shape if self.counted is None else self.counted
 
     @property
     def elements(self) -> int:
-        """How many elements it has, unknown dimensions counted as one; 0 if not even the rank is known."""
+        """The number of elements, with 1 for unknown dimensions; 0 if not even the rank is known."""
         return int(np.prod([1 if dim is None else dim for dim in self.sizes])) if self.sizes is not None else 0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A node with the fields of ONNX's NodeProto. Two nodes are equal only if they are the same object.
 
-    `index` is its place in the graph. `since` is the opset version in which its operator took the form it has. `input`
-    and `output` have at least one entry, an empty name where the node has none. Attributes are numbers, texts and
-    tuples of them; a text stands for what is no number, and for very long lists. `bodies` are the subgraphs of control
-    flow; `captured` are the names that these read from outer graphs. `proto` is the node in the protobuf.
+    `index` is its place in the graph. `since` is the opset that introduced the version of the operator (the schema's
+    `since_version`). `input` and `output` have at least one entry, an empty name where the node has none. `attributes`
+    are numbers, strings and tuples of them; tensors, graphs and very long lists are replaced by a string that says so.
+    `bodies` are the subgraphs of control flow; `captured` are the names that these read from outer graphs. `proto` is
+    the node in the protobuf.
     """
 
     index: int
@@ -78,7 +79,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What the node and its bodies read."""
+        """The names that the node and its subgraphs read."""
         return (*filter(None, self.input), *self.captured)
 
     def has_input(self, position: int) -> bool:
@@ -86,28 +87,29 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return position < len(self.input) and bool(self.input[position])
 
     def integer(self, name: str, default: int) -> int:
-        """Returns an attribute that is a whole number; the default if it is absent or something else."""
+        """Returns an integer attribute; the default if it is absent or of another type."""
         value = self.attributes.get(name)
         return value if isinstance(value, int) else default
 
     def entries(self, name: str) -> tuple[int, ...] | None:
-        """Returns an attribute that is a list of whole numbers; None if it is absent or no list."""
+        """Returns an attribute that is a list of integers; None if it is absent or something else."""
         value = self.attributes.get(name)
         if not isinstance(value, tuple):
             return None
-        # Attributes of an operator without a schema may hold anything.
+        # An operator without a schema may have a list of mixed types.
         entries = cast("tuple[object, ...]", value)
         numbers = tuple(each for each in entries if isinstance(each, int))
         return numbers if len(numbers) == len(entries) else None
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A graph with its nodes in the order of the file. Constant nodes are listed as constants, as ONNX Runtime does it.
+    """A graph with its nodes in file order, without Constant nodes: these are `constants`, as in ONNX Runtime.
 
     `proto` is the graph's protobuf, `model` the whole model's: opsets, functions, metadata. `values` has the types and
     shapes of inputs and computed tensors. In a subgraph, `values` and `constants` include those of the outer graphs.
-    `consumers` lists a node once for each of its inputs (an edge in ONNX Runtime's graph), and once for each subgraph
-    of it that reads the name; `captured` are the names that subgraphs read. External data lie in `folder`.
+    `consumers` lists a node once for each input through which it reads a tensor, and once for each of its subgraphs
+    that reads it, as ONNX Runtime has edges; `captured` are the names that subgraphs read. External data lie in
+    `folder`.
     """
 
     proto: onnx.GraphProto
@@ -124,13 +126,13 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def fed(self) -> tuple[str, ...]:
-        """The inputs that a caller must give: those that are no initializers."""
+        """The inputs without an initializer, which a caller must give."""
         stored = {tensor.name for tensor in self.proto.initializer}
         return tuple(name for name in self.inputs if name not in stored)
 
     @property
     def opset(self) -> int:
-        """The version of ONNX's own operators."""
+        """The opset version of ONNX's own domain, 1 if the model imports none."""
         return read_opsets(self.model.opset_import).get("", 1)
 
     def iterate(self) -> "Iterator[Graph]":
@@ -140,7 +142,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             yield from body.iterate()
 
     def value(self, name: str) -> Value:
-        """Returns what is known of a tensor, constant or not."""
+        """Returns type and shape of any tensor, as far as they are known."""
         constant = self.constants.get(name)
         if constant is not None:
             return Value(dtype=tensor_dtype(constant.data_type), shape=tuple(constant.dims))
@@ -152,7 +154,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.inline(name) if tensor is not None and is_small(tensor) else None
 
     def inline(self, name: str) -> Array | None:
-        """Returns the value of a constant of any size whose data are in the protobuf, else None."""
+        """Returns the value of a constant of any size if its data are in the protobuf, else None."""
         tensor = self.constants.get(name)
         if tensor is None or self.is_external(name):
             return None
@@ -163,12 +165,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return None
 
     def number(self, name: str) -> float | None:
-        """Returns the number in a constant of one element, None for any other tensor."""
+        """Returns the value of a numeric constant of one element, None for any other tensor."""
         array = self.array(name)
         return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "fiu" else None
 
     def constant(self, name: str) -> Array | None:
-        """Returns the value of a constant of any size, None for what is computed or absent.
+        """Returns the value of a constant of any size, None if the tensor is no constant.
 
         Raises:
             ValueError: the graph was read without the data of large constants.
@@ -186,15 +188,15 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return read_array(self.constants[name], self.folder)
 
     def is_external(self, name: str) -> bool:
-        """Returns True if a tensor is a constant that lies in another file."""
+        """Returns True if a tensor is a constant with external data."""
         return name in self.constants and self.constants[name].data_location == onnx.TensorProto.EXTERNAL
 
     def readers(self, name: str) -> tuple[Node, ...]:
-        """Returns the nodes that read a tensor, each once, in graph order. A subgraph's reading counts for its node."""
+        """Returns the nodes that read a tensor, themselves or in their subgraphs: each once, in graph order."""
         return tuple(dict.fromkeys(self.consumers.get(name, ())))
 
     def is_float(self, name: str) -> bool:
-        """Returns True if a tensor that is fed or computed is known to hold float32, which alone is quantized."""
+        """Returns True if a tensor is an input or computed, and known to be float32: only such are quantized."""
         found = self.values.get(name)
         return found is not None and found.dtype == "float32"
 
@@ -203,12 +205,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return name in self.constants and self.constants[name].data_type == onnx.TensorProto.FLOAT
 
     def dims(self, name: str) -> Shape:
-        """Returns the shape of a tensor that is fed or computed, () where not even its rank is known."""
+        """Returns the shape of an input or computed tensor, () if not even its rank is known."""
         found = self.values.get(name)
         return () if found is None or found.shape is None else found.shape
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor that is fed or computed, None where a dimension is not known."""
+        """Returns the shape of an input or computed tensor, None if a dimension is not known."""
         found = self.values.get(name)
         return None if found is None else found.static_shape
 
@@ -228,14 +230,12 @@ def infer_graph(proto: onnx.ModelProto) -> Graph:
 
 
 def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
-    """Returns the main graph of a protobuf, with the types and shapes that it holds; external data lie in `folder`."""
+    """Returns the main graph of a protobuf with the types and shapes in it; external data lie in `folder`."""
     return _View(proto, folder).graph(proto.graph, None)
 
 
 def view_file(path: Path) -> Graph:
-    """Returns the main graph of a file that edgekit wrote, with the types and shapes it holds.
-
-    External data stay in their file.
+    """Returns the main graph of a file that edgekit wrote with the types and shapes in it; external data stay on disk.
 
     Raises:
         OSError: the file cannot be read.
@@ -244,7 +244,7 @@ def view_file(path: Path) -> Graph:
 
 
 def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> Graph:
-    """Returns the view of a graph without its model. `opset` is that of the model, for rewrites that depend on it."""
+    """Returns a graph without its model, for rewrites; `opset` is the model's."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
     return _View(model, folder).graph(graph, None)
 
@@ -303,7 +303,7 @@ def _since(op: str, version: int, domain: str) -> int:
 
 
 def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """Returns the graph with these nodes in place of its own, producers and consumers indexed again."""
+    """Returns the graph with other nodes, and `producers`, `consumers` and `captured` found anew."""
     nodes = tuple(nodes)
     consumers: dict[str, list[Node]] = {}
     for node in nodes:
@@ -320,7 +320,7 @@ def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
 
 
 def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
-    # Names of the inner graph hide those outside, and nothing is copied for each body.
+    # A name of the inner graph shadows that of an outer one. Nothing is copied: bodies may be many.
     return ChainMap(own, cast("dict[str, _T]", outer))
 
 

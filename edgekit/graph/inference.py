@@ -1,7 +1,7 @@
 """Types and shapes of values, by onnx's shape inference.
 
-onnx copies the model several times, so it is given a copy without large weights. A few operators crash its inference,
-and some sizes make it run without end; edgekit hides these from it.
+onnx copies the model several times, so it is given a copy without large weights. A few operators may crash the process,
+and are hidden from it; some models make its data propagation take hours, and do without.
 """
 
 import contextlib
@@ -14,21 +14,20 @@ from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, is_small, list_cons
 from edgekit.graph.contrib import restore_contrib, substitute_contrib
 from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
 
-# The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
-# is not known, the process crashes. Found by trying random nodes of every schema.
+# The inference functions of these operators in onnx 1.23 dereference the type of the first input without a check: the
+# process crashes if it is not known. Found by fuzzing with nodes of every schema.
 _UNTYPED = frozenset({("", "EyeLike"), ("", "RegexFullMatch")}) | {
     (ML_DOMAIN, name) for name in ("DictVectorizer", "LabelEncoder", "TreeEnsemble")
 }
 _HIDDEN = "edgekit.hidden"
-# Data propagation keeps an entry for each element of a vector, at 0.4 us each: this bound is a tenth of a second a
-# node.
+# Data propagation keeps an entry for each element of a vector, at 0.4 us each: up to a tenth of a second for each node.
 _LONGEST = 1 << 18
 
 
 def hide_untyped(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Moves nodes that may crash inference into a domain that it does not know, in place, and returns them.
+    """Moves nodes that may crash inference into a domain unknown to it, in place, and returns those of graphs.
 
-    `show_typed` moves those back whose input has a type by then.
+    `show_typed` moves back those whose input has got a type.
     """
     found = [node for node in iterate_nodes(model.graph) if _is_untyped(node)]
     bodies = [node for function in model.functions for node in function.node if _is_untyped(node)]
@@ -42,16 +41,16 @@ def hide_untyped(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
-    """Moves hidden nodes of the main graph whose first input has a type now back into their domain, in place.
+    """Moves hidden nodes of the main graph back into their domain, in place, if their first input has a type now.
 
-    Returns True if there are any.
+    Returns True if there are any. `inferred` is the model after inference without them.
     """
     found = {value.name for value in inferred.graph.value_info if value.type.WhichOneof("value")}
     typed = {value.name for value in model.graph.input if value.type.WhichOneof("value")}
     typed |= {tensor.name for tensor in model.graph.initializer}
     shown: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        # Inference goes through the nodes in file order: an input that is made further down has no type yet.
+        # Inference takes the nodes in file order: the output of a later node has no type yet.
         if node.domain == _HIDDEN and node.input and node.input[0] in typed:
             shown.append(node)
         typed |= found.intersection(node.output)
@@ -61,7 +60,7 @@ def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
 
 
 def has_long_vector(model: onnx.ModelProto) -> bool:
-    """Returns True if a vector is so long that data propagation would not end in reasonable time."""
+    """Returns True if a vector has so many elements that data propagation would take too long."""
     return any(
         len(dims) == 1 and dims[0].dim_value > _LONGEST
         for graph in iterate_graphs(model.graph)
@@ -71,12 +70,12 @@ def has_long_vector(model: onnx.ModelProto) -> bool:
 
 
 def may_have_long_vector(model: onnx.ModelProto) -> bool:
-    """Returns True if a constant of the model is large enough to be the length of such a vector."""
+    """Returns True if the model has a constant integer so large that it may be the length of a long vector."""
     for tensor in (tensor for graph in iterate_graphs(model.graph) for tensor in list_constants(graph).values()):
         # Lengths come from int64 constants of one element or a few.
         if tensor.data_type != onnx.TensorProto.INT64 or len(tensor.dims) > 1 or not is_small(tensor):
             continue
-        # Data that do not fit the shape are refused elsewhere.
+        # Data that do not fit the shape are refused by `soundness.find_wrong_size`.
         with contextlib.suppress(ValueError):
             inside = tensor.data_location != onnx.TensorProto.EXTERNAL
             if inside and (np.abs(numpy_helper.to_array(tensor)) > _LONGEST).any():
@@ -96,8 +95,8 @@ _MOST_BYTES = 1 << 14
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with types and shapes that onnx can infer, without large initializers' data and lists of trees.
 
-    Contrib operators of ONNX Runtime are inferred too (`contrib.py`). A graph with contradictory shapes keeps those it
-    has.
+    Contrib operators of ONNX Runtime are inferred too (`contrib.py`). If inference fails, for example at contradictory
+    shapes, the copy has those of the model.
     """
     light, large = copy_light(proto, _MOST_BYTES, lists=False)
     light.graph.name = proto.graph.name or "graph"
@@ -141,11 +140,11 @@ def _try_inference(light: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProt
 def copy_light(
     proto: onnx.ModelProto, most: int, *, lists: bool = True
 ) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
-    """Returns a copy with inputs in place of large initializers, and these initializers.
+    """Returns a copy with inputs in place of the large initializers, and these initializers.
 
-    Large are those of more than `most` bytes, and external ones: tools of onnx copy the whole model, and fail on an
-    initializer without data. Small ones stay, because tools read shapes and axes from them. Without `lists`, very long
-    lists of trees are empty.
+    Large are those of more than `most` bytes and those with external data: onnx's tools copy the whole model, and fail
+    on an initializer without data. Small ones stay, since the tools read shapes and axes from them. Without `lists`,
+    very long lists of tree ensembles are empty.
     """
     light, large = copy_without_weights(proto, lists=lists), list[onnx.TensorProto]()
     for tensor in proto.graph.initializer:

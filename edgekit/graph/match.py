@@ -1,8 +1,6 @@
-"""Pattern matching on a graph.
+"""Pattern matching on a graph: which operator computes a value, and from which operands and constants.
 
-Which node makes a value, which number it is multiplied with, what a product consists of.
-
-It also tells whether values stay finite: attention masks hold the lowest float32, or minus infinity.
+`count_huge_terms` tells whether values stay finite: attention masks contain the lowest float32, or minus infinity.
 """
 
 import math
@@ -15,7 +13,7 @@ from edgekit.graph.graph import Graph, Node
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it.
 _HUGE = 1e30
-# Operators that pass their first input on, with other axes, other positions or another sign.
+# Operators that return elements of their first input, perhaps with another sign.
 _MOVING = frozenset({
     "Abs", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Neg", "Reshape", "Slice",
     "Squeeze", "Tile", "Transpose", "Unsqueeze",
@@ -28,10 +26,10 @@ _FINITE = frozenset({
 
 
 def count_huge_terms(graph: Graph, name: str) -> int | None:
-    """Returns how many huge numbers one element of a value may be the sum of; None where it may be infinite or NaN.
+    """Returns how many huge numbers add up in an element of a value, at most; None where it may be infinite or NaN.
 
-    One huge number stays finite: -3.4e38 plus a score of usual size is finite. Two do not: -3.4e38 - 3.4e38 is minus
-    infinity. A float input of the graph may hold anything. Each node before the value is visited once.
+    One is harmless: -3.4e38 plus a score of usual size is finite. Two are not: -3.4e38 - 3.4e38 is minus infinity. A
+    float input of the graph may have any value.
     """
     known: dict[str, int | None] = {}
     waiting = [name]
@@ -47,7 +45,7 @@ def count_huge_terms(graph: Graph, name: str) -> int | None:
 
 
 def _list_sources(graph: Graph, name: str) -> tuple[str, ...]:
-    """Returns the values whose counts make that of a value."""
+    """Returns the inputs that the count of a value depends on."""
     node = graph.producers.get(name)
     if name in graph.constants or node is None or node.domain or _reads_integers(graph, node):
         return ()
@@ -59,7 +57,7 @@ def _list_sources(graph: Graph, name: str) -> tuple[str, ...]:
 
 
 def _count(graph: Graph, name: str, known: dict[str, int | None]) -> int | None:
-    """Returns the count of a value from those of its sources."""
+    """Returns the count of a value from the counts of its sources."""
     node = graph.producers.get(name)
     if name in graph.constants or node is None or node.domain:
         array = graph.inline(name)
@@ -83,22 +81,23 @@ def _reads_integers(graph: Graph, node: Node) -> bool:
     return node.op_type == "Cast" and dtype.startswith(("bool", "int", "uint"))
 
 
+# The most nested products and fractions that the functions below look into.
 _DEEPEST = 4
 
 
 def is_near(number: float | None, wanted: float) -> bool:
-    """Returns True if two numbers are equal but for rounding: exporters round roots and fractions."""
+    """Returns True if two numbers differ by at most 1e-4 of the larger one: exporters round roots and fractions."""
     return number is not None and math.isclose(number, wanted, rel_tol=1e-4)
 
 
 def made_by(graph: Graph, name: str, *ops: str) -> Node | None:
-    """Returns the node that makes a value if it is one of these operators of ONNX."""
+    """Returns the node that computes a value if it is one of these operators of ONNX's own domain, else None."""
     node = graph.producers.get(name)
     return node if node is not None and not node.domain and node.op_type in ops else None
 
 
 def other_operand(graph: Graph, node: Node | None, wanted: float) -> str | None:
-    """Returns the other operand of a node of two operands, one of which is this number, in either order."""
+    """Returns the other operand of a node with two operands, of which one is the constant `wanted`, else None."""
     if node is None or len(node.input) != 2:
         return None
     one, other = node.input
@@ -115,7 +114,10 @@ def scaled_by(graph: Graph, node: Node | None, factor: float) -> str | None:
 
 
 def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> tuple[float, tuple[str, ...]]:
-    """Returns a value as a number times values, through Mul, and Div by a number; `stop` is not looked into."""
+    """Splits a value into a number and other factors, through Mul and Div by a number: (2, (x, y)) for (x * 2) * y.
+
+    The value `stop` is a factor even if it is a product itself.
+    """
     number = graph.number(name)
     if number is not None:
         return number, ()
@@ -125,12 +127,12 @@ def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> t
     first, second = (factors(graph, each, stop, depth - 1) for each in node.input)
     if node.op_type == "Mul":
         return first[0] * second[0], first[1] + second[1]
-    # Of a Div only a number is looked through.
+    # A Div by anything but a number is a factor itself.
     return (first[0] / second[0], first[1]) if not second[1] and second[0] else (1.0, (name,))
 
 
 def walk_product(graph: Graph, name: str, depth: int = _DEEPEST) -> Iterator[str]:
-    """Yields the operands of a tree of Mul, and of Div by a number, and their operands."""
+    """Yields the operands of a Mul or Div that computes a value, and, depth first, of those that compute these."""
     node = made_by(graph, name, "Mul", "Div") if depth else None
     for each in node.input if node is not None else ():
         yield each
@@ -148,9 +150,9 @@ def square_of(graph: Graph, name: str) -> str | None:
 
 
 def mean_of(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns x and an axis where a value is the mean of x along this axis, in whatever shape.
+    """Returns x and an axis where a value is the mean of x along this axis, in any shape, else None.
 
-    JAX writes a mean as a sum, times one over the number of values.
+    JAX writes a mean as a sum times the reciprocal of the number of values.
     """
     name = unshape(graph, name)
     mean = made_by(graph, name, "ReduceMean")
@@ -165,20 +167,20 @@ def mean_of(graph: Graph, name: str) -> tuple[str, int] | None:
 
 
 def unshape(graph: Graph, name: str) -> str:
-    """Returns the value that a value repeats, entry by entry, in the same or another shape."""
+    """Returns the value before any Identity, Reshape, Squeeze and Unsqueeze: the same elements in the same order."""
     while (node := made_by(graph, name, "Identity", "Reshape", "Squeeze", "Unsqueeze")) is not None:
         name = node.input[0]
     return name
 
 
 def keeps_axis(graph: Graph, name: str, data: str, axis: int) -> bool:
-    """Returns True if a value has the shape of `data`, but for one axis, whose size is 1."""
+    """Returns True if a value has the shape of `data` with size 1 at one axis, as a reduction with keepdims gives."""
     shape = graph.value(data).shape
     return shape is not None and graph.value(name).shape == (*shape[:axis], 1, *shape[axis + 1 :])
 
 
 def reduced_axis(graph: Graph, node: Node) -> int | None:
-    """Returns the one axis of a Reduce operator, as the model writes it; None for several axes or a computed one."""
+    """Returns the one axis of a Reduce operator, perhaps negative; None for several axes or computed ones."""
     axes = node.entries("axes")
     if axes is None and node.has_input(1):
         array = graph.array(node.input[1])
@@ -187,7 +189,7 @@ def reduced_axis(graph: Graph, node: Node) -> int | None:
 
 
 def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
-    """Returns x and epsilon where a value is the root of x + epsilon."""
+    """Returns x and epsilon where a value is the square root of x + epsilon, else None."""
     node = made_by(graph, name, "Sqrt", "Pow")
     if node is None or (node.op_type == "Pow" and graph.number(node.input[1]) != 0.5):
         return None
@@ -202,7 +204,10 @@ def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
 def fraction_of(
     graph: Graph, name: str, stop: Collection[str] = (), depth: int = _DEEPEST
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns a value as factors above and below a line, through Mul, Div and Reciprocal; `stop` is not looked into."""
+    """Returns the factors of a value's numerator and denominator, through Mul, Div and Reciprocal.
+
+    For example ((a, b), (c,)) for a * b / c. A value of `stop` is a factor even if it is a product itself.
+    """
     node = made_by(graph, name, "Mul", "Div", "Reciprocal") if name not in stop and depth else None
     if node is None:
         return (() if graph.number(name) == 1 else (name,)), ()

@@ -1,27 +1,27 @@
-"""Whether a graph takes pixels as a file has them, from 0 to 255: its first operators and its first layer tell."""
+"""Whether an image input takes raw pixels (0 to 255): the operators up to the first layer with weights tell."""
 
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 
-# Operators that move or keep the values of pixels.
+# Operators that do not change the scale of pixels.
 _MOVING = frozenset({
     "Cast", "Clip", "Concat", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Transpose", "Unsqueeze",
 })  # fmt: skip
 _SHIFTING, _SCALING = frozenset({"Add", "Sub"}), frozenset({"Mul", "Div"})
-# Operators that divide by the spread of what they read, whatever it is.
+# Operators that divide by the standard deviation of their input.
 _NORMALIZING = frozenset({"InstanceNormalization", "LayerNormalization", "MeanVarianceNormalization"})
 _LAYERS = frozenset({"Conv", "Gemm", "MatMul"})
-# Few operators stand before the first layer: more are a loop in a hostile file.
+# Few operators come before the first layer: a longer walk is a cycle in a malicious file.
 _MOST_NODES = 32
 # A graph that divides by this or more makes pixels small; the usual divisors are 58 (a standard deviation) to 255.
 _LEAST_DIVISOR = 16.0
-# Raw pixels deviate by about 64 from their mean. In a trained layer inputs and bias move the outputs about alike: of
-# three networks for raw pixels, pixels moved them 1.2 to 1.7 times as far as the bias, and of 19 for scaled pixels 24
-# to 2,800 times (as raw pixels would). The bound is half way between, in logarithms.
-_SPREAD, _MOST_MOVED = 64.0, 6.0
+# The standard deviation of raw pixels is about 64. In a trained layer, weights and bias contribute about equally to the
+# outputs. With raw pixels, the weights' part was 1.2 to 1.7 times the bias in three networks for raw pixels, and 24 to
+# 2,800 times in 19 networks for scaled pixels. The bound is the geometric mean of 1.7 and 24.
+_PIXEL_DEVIATION, _MOST_TIMES_BIAS = 64.0, 6.0
 
 
 def takes_raw_pixels(graph: Graph, name: str) -> bool:
@@ -31,7 +31,7 @@ def takes_raw_pixels(graph: Graph, name: str) -> bool:
         node = next(iter(graph.readers(name)), None)
         if node is None or not node.output:
             return False
-        # Numbers that choose the rows of a table are codes, such as letters.
+        # The indices of a Gather are codes, such as letters, which must not be scaled either.
         if node.op_type in _NORMALIZING or (node.op_type == "Gather" and node.input[1] == name):
             return True
         if node.op_type in _LAYERS:
@@ -39,8 +39,8 @@ def takes_raw_pixels(graph: Graph, name: str) -> bool:
             if weight is None or bias is None or weight.ndim < 2:
                 return False
             rows = weight.reshape(len(weight), -1) if node.op_type == "Conv" else np.moveaxis(weight, -1, 0)
-            moved = _SPREAD * gain * float(np.median(np.linalg.norm(rows.reshape(len(rows), -1), axis=1)))
-            return moved <= _MOST_MOVED * float(np.median(np.abs(bias)))
+            part = _PIXEL_DEVIATION * gain * float(np.median(np.linalg.norm(rows.reshape(len(rows), -1), axis=1)))
+            return part <= _MOST_TIMES_BIAS * float(np.median(np.abs(bias)))
         gain *= _find_gain(graph, node, name)
         if not np.isfinite(gain) or gain <= 0:
             return False
@@ -51,7 +51,7 @@ def takes_raw_pixels(graph: Graph, name: str) -> bool:
 
 
 def _find_gain(graph: Graph, node: Node, name: str) -> float:
-    """Returns by how much an operator before the first layer multiplies pixels, NaN where that is not known."""
+    """Returns the factor by which an operator before the first layer scales pixels, NaN where it is not known."""
     if node.op_type in _MOVING | _SHIFTING:
         return 1.0
     if node.op_type in _SCALING:

@@ -1,4 +1,4 @@
-"""Rewrites of a graph: nodes replaced by others that compute the same."""
+"""Rewrites of a graph: nodes are replaced by others that compute the same."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,19 +17,19 @@ from edgekit.model.model import refill
 FLOATS = frozenset({"float32", "float16"})
 """The element types for which rewrites that add constants are written."""
 
-# Operators of which any output may be left out, also the first.
+# Operators whose first output may be left out too.
 _FREE_OUTPUTS = frozenset({"LSTM"})
 
 Write = Callable[["Writer"], None]
-"""Writes the nodes that replace one node; it writes nothing where the node stays."""
+"""Adds the nodes that replace `Writer.node`; none if the node stays."""
 Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
-"""Changes a graph of an opset in place, and returns the names of the nodes it changed."""
+"""Changes a graph of an opset version in place, and returns the names of the nodes it changed."""
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
     """A rewrite and its id.
 
-    `advice` is the message where it would help a target; {count} in it is the number of nodes.
+    `advice` is what `edgekit check` says of nodes that it would change, "" for nothing; {count} in it is their number.
     """
 
     id: str
@@ -42,16 +42,16 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rewrite(id_: str, advice: str = "") -> Callable[[Change], Rewrite]:
-    """Makes a rewrite of a function that changes a whole graph."""
+    """Decorates a function that changes a whole graph: returns it as a `Rewrite`."""
     return lambda change: Rewrite(id=id_, advice=advice, change=change)
 
 
 def node_rewrite(
     id_: str, ops: Collection[str], advice: str = "", *, since: int = 1, floats: bool = False
 ) -> Callable[[Write], Rewrite]:
-    """Makes a rewrite of a function that replaces one node of these operators.
+    """Decorates a function that replaces one node: returns a `Rewrite` that applies it to all nodes of these operators.
 
-    It runs on models of opset `since` and later; with `floats`, only on nodes whose first input is of `FLOATS`.
+    It applies to models of opset `since` and later; with `floats`, only to nodes whose first input is of `FLOATS`.
     """
 
     def wrap(write: Write) -> Rewrite:
@@ -72,10 +72,10 @@ def replace_nodes(
     floats: bool = False,
     folder: Path = Path(),
 ) -> tuple[str, ...]:
-    """Replaces each node of these operators by what `write` writes, in place; a node for which it writes nothing stays.
+    """Replaces each node of these operators by the nodes that `write` adds, in place, and returns the replaced names.
 
-    Shapes are those in the graph, which `fix_model` infers first. Nodes that ONNX's checker refuses are left alone.
-    Returns the names of the replaced nodes. External data lie in `folder`.
+    A node for which it adds none stays, and one that ONNX's checker refuses. Types and shapes are those in the graph:
+    infer them first. External data lie in `folder`.
     """
     # Most rewrites find nothing: then no view of the graph is made.
     if not any(node.op_type in ops for node in graph.node):
@@ -84,7 +84,7 @@ def replace_nodes(
     made: dict[tuple[str, ...], Sequence[onnx.NodeProto]] = {}
     changed: list[str] = []
     for node in view.nodes:
-        # What ONNX's checker refuses may lack inputs that a rewrite relies on.
+        # An invalid node may lack inputs that a rewrite relies on.
         if node.op_type not in ops or not _is_valid(node, opset):
             continue
         writer = Writer(graph=view, node=node, opset=opset)
@@ -103,7 +103,7 @@ def _is_valid(node: Node, opset: int) -> bool:
         return False
     if node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain):
         return True
-    # The checker of one node; `check_model` would want a whole model that is valid.
+    # `check_model` would require the whole model to be valid.
     context = onnx.checker.C.CheckerContext()
     context.ir_version = onnx.IR_VERSION
     context.opset_imports = {"": opset, ML_DOMAIN: 1}
@@ -123,7 +123,10 @@ def reshape_tensor(tensor: onnx.TensorProto, name: str, shape: Sequence[int]) ->
 
 
 class Writer(msgspec.Struct, kw_only=True):
-    """Writes the nodes that replace one node. Each is named after it; the last has its name and its output."""
+    """Adds the nodes that replace `node`, named after it and a part; the last has the name and the output of `node`.
+
+    `cuts` holds the constants with the sizes of each Split.
+    """
 
     graph: Graph
     node: Node
@@ -137,7 +140,7 @@ class Writer(msgspec.Struct, kw_only=True):
         return self.graph.value(self.node.input[0]).dtype or ""
 
     def add(self, op: str, inputs: Sequence[str], part: str = "", **attributes: Any) -> str:
-        """Adds a node and returns its output; without a `part` to name it, it is the last."""
+        """Adds a node and returns its output; without a `part` it is the last, with the name of the replaced node."""
         name = f"{self.node.proto.name}/{part}" if part else self.node.proto.name
         own = next(filter(None, self.node.output))
         output = f"{own}/{part}" if part else own
@@ -145,7 +148,7 @@ class Writer(msgspec.Struct, kw_only=True):
         return output
 
     def cut(self, name: str, part: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
-        """Adds a Split and returns its outputs; from opset 13 on its sizes are an input, written once for all."""
+        """Adds a Split of opset 13 or later and returns its outputs; equal `sizes` share one constant."""
         key = tuple(sizes)
         if key not in self.cuts:
             self.cuts[key] = self.constant(f"{part}_sizes", key, "int64")
@@ -155,19 +158,19 @@ class Writer(msgspec.Struct, kw_only=True):
         return names
 
     def copy(self, node: Node) -> onnx.NodeProto:
-        """Adds a copy of a node, to be changed."""
+        """Adds a copy of a node and returns it for changes."""
         self.nodes.append(onnx.NodeProto())
         self.nodes[-1].CopyFrom(node.proto)
         return self.nodes[-1]
 
     def constant(self, part: str, value: Any, dtype: str = "") -> str:
-        """Adds a constant, of the type of the node's first input where none is given, and returns its name."""
+        """Adds a constant and returns its name; without a `dtype` it has that of the node's first input."""
         name = f"{self.node.proto.name}/{part}"
         self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
 
     def reshaped(self, part: str, name: str, shape: Sequence[int]) -> str:
-        """Adds a constant with the data of another one in another shape, and returns its name; no data are read."""
+        """Adds the constant `name` in another shape, and returns its new name; its data need not be loaded."""
         made = f"{self.node.proto.name}/{part}"
         self.graph.proto.initializer.append(reshape_tensor(self.graph.constants[name], made, shape))
         return made

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from edgekit._ort import Level, SessionSettings, makes_session
-from edgekit.check.macs import choose_sizes, count_macs, count_open, has_unknown_work, value_bytes
+from edgekit.check.macs import assume_sizes, choose_sizes, count_macs, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
@@ -131,7 +131,7 @@ def inspect_model(
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
-    graph = count_open(_read_sized(model, dims or {}, freeze or {}))
+    graph = assume_sizes(_read_sized(model, dims or {}, freeze or {}))
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
     unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     return OnnxReport(

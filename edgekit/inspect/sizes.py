@@ -10,7 +10,7 @@ from edgekit._files import digest_bytes
 from edgekit.bundle.checks import iterate_files
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.multi import MultiBundle, opened_any
-from edgekit.check.macs import count_macs, count_open
+from edgekit.check.macs import assume_sizes, count_macs
 from edgekit.convert.fusions import as_nodes
 from edgekit.convert.ort_format.report import OrtNode, read_nodes
 from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
@@ -95,7 +95,7 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
                 weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
             return _assign_weights([node for part in parts for node in read_nodes(part)], weights, None)
     model = load_model(path)
-    graph, graphs = count_open(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
+    graph, graphs = assume_sizes(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
     weights = {name: _measure_weight(tensor) for part in graphs for name, tensor in list_constants(part).items()}
     nodes = [
         node

@@ -253,7 +253,7 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
     }
     manifest = result.bundle.manifest
     # A bundle's ONNX file mostly has the graph of the last step, so both give the same outputs: they are computed once.
-    # A bundle in half precision is held against the form that the device loaded, which has another graph.
+    # The run of an fp16 bundle is compared with the form that the device loaded, which has another graph.
     has_own = "onnx" in manifest.forms and manifest.precision != "fp16"
     stamp = read_stamp(load_model(result.bundle.find_model("onnx"))) if has_own else ""
     report = verify_bundle(

@@ -12,7 +12,7 @@ import msgspec
 from edgekit._files import move_file, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
-from edgekit.check.macs import choose_sizes, count_open
+from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
@@ -27,7 +27,16 @@ from edgekit.model.model import Model, find_reader, load_model, read_proto
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
-from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
+from edgekit.prepare.fix import (
+    FIXES,
+    FUSIONS,
+    TARGET_REWRITES,
+    Fix,
+    FixedModel,
+    apply_rewrites,
+    fix_model,
+    list_required,
+)
 from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
@@ -113,7 +122,7 @@ def check_targets(
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
         assumed, sized = choose_sizes(skim_model(prepared.path).graph), None
         # Once for all targets: what became of the nodes does not depend on them.
-        traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
+        traced, graph = trace_model(source, prepared, recipe.dims), assume_sizes(read_graph(prepared))
         for target in targets:
             progress(f"check {target.name}")
             report = add_model_nodes(check_model(prepared, target), traced)
@@ -182,7 +191,7 @@ def _assume_sizes(
 
 def _gains_by_rewrites(report: CheckReport) -> bool:
     """Returns True if the target takes more after rewrites that are not for every provider."""
-    return not SPELLINGS.keys().isdisjoint(advice.id for advice in report.advice)
+    return not TARGET_REWRITES.keys().isdisjoint(advice.id for advice in report.advice)
 
 
 def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
@@ -211,10 +220,10 @@ def fix_for_target(
     """
     after = before = before or check_model(prepared, target)
     fixes: list[Fix] = []
-    asked = list_asked(target, stays_float=stays_float)
+    asked = list_required(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
         # Patterns are joined in the first round alone: a rewrite for this target may have split them again since.
-        plain = FIXES.keys() - JOINS if turn else FIXES
+        plain = FIXES.keys() - FUSIONS if turn else FIXES
         fixed = fix_model(prepared, out, {*plain, *asked, *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
@@ -235,7 +244,7 @@ def gain_on_target(
         TargetError: the target's rules are missing or malformed.
     """
     # Asked before gigabytes are written: most models have nothing to gain.
-    asked = list_asked(target, stays_float=stays_float)
+    asked = list_required(target, stays_float=stays_float)
     finds = asked and apply_rewrites(skim_model(prepared.path), asked)
     before = check_model(prepared, target)
     if not finds and not _gains_by_rewrites(before):

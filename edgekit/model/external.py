@@ -26,11 +26,11 @@ LEAST_BYTES = 1024
 """Weights up to this size stay in the model file: shape inference and constant folding do not read external data."""
 
 MAX_DATA_BYTES = 1 << 17
-"""Data of a tensor beyond this size are left out when a model is skimmed, and lie in a file while it is processed."""
+"""Data of a tensor beyond this size are skipped by `skim_model`, and stay in a file by `point_into`."""
 
 
 def begin_page(out: IO[bytes]) -> int:
-    """Pads a file to the next page and returns the position: data written there can be mapped."""
+    """Pads a file with zeros to the next page and returns the position: data written there can be memory-mapped."""
     out.write(bytes(-out.tell() % PAGE_BYTES))
     return out.tell()
 
@@ -43,8 +43,8 @@ class DataPlace(msgspec.Struct, frozen=True):
     length: int
 
 
-def read_words(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Returns the entries that say where the data of a tensor lie; none if they lie in the model's own file."""
+def read_external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    """Returns `TensorProto.external_data` as a dict; empty if the data lie in the model's own file."""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
@@ -55,13 +55,13 @@ def read_place(tensor: onnx.TensorProto) -> DataPlace | None:
     """
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
-    words = read_words(tensor)
-    length = int(words["length"]) if "length" in words else count_bytes(tensor) or 0
-    return DataPlace(file=words["location"], offset=int(words.get("offset", "0")), length=length)
+    entries = read_external_entries(tensor)
+    length = int(entries["length"]) if "length" in entries else count_bytes(tensor) or 0
+    return DataPlace(file=entries["location"], offset=int(entries.get("offset", "0")), length=length)
 
 
 def list_files(tensors: Iterable[onnx.TensorProto]) -> Iterator[str]:
-    """Yields the files that hold data of these tensors; every `location`, even if a hostile tensor has two."""
+    """Yields the files that hold data of these tensors; every `location`, even if a malicious tensor has two."""
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             yield from (entry.value for entry in tensor.external_data if entry.key == "location")
@@ -89,9 +89,9 @@ def copy_data(folder: Path, place: DataPlace, out: IO[bytes]) -> None:
 
 
 def load_external(graph: onnx.GraphProto, folder: Path, most: int = sys.maxsize) -> None:
-    """Loads external data of at most `most` bytes from `folder` into the initializers of a graph, in place.
+    """Loads external data of up to `most` bytes a tensor from `folder` into the initializers of a graph, in place.
 
-    Where a file ends before its data do, less is loaded.
+    Data that are cut off are loaded as far as they go; `soundness.find_wrong_size` finds them.
 
     Raises:
         OSError: a file cannot be read.
@@ -107,9 +107,9 @@ def load_external(graph: onnx.GraphProto, folder: Path, most: int = sys.maxsize)
 
 
 def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes], *, most: int = MAX_DATA_BYTES) -> None:
-    """Appends the data of an initializer of more than `most` bytes to an open file, and points to them there, in place.
+    """Moves an initializer of more than `most` bytes to the end of an open file, as external data, in place.
 
-    They may lie in a file of `folder`.
+    They may be external data already, in `folder`.
     """
     place, data = read_place(tensor), tensor.raw_data
     length = len(data) if place is None else place.length
@@ -147,11 +147,11 @@ _INSIDE: dict[str, dict[int, str]] = {
     "constant": {},
 }
 LISTS_OF_TREES = ("nodes_", "class_", "target_", "leaf_")
-"""How attributes of tree ensembles begin that hold an entry for each node: no shape and no rule depends on them."""
-# The bytes of an attribute from which on such a list is very long; its name is field 1, a text.
+"""The prefixes of attributes of tree ensembles with an entry for each node: no shape and no rule depends on them."""
+# A list of more bytes is very long; field 1 of an attribute is its name, a text.
 _LONG_LIST = 1 << 16
 _NAME = 0x0A
-# Last in an attribute stands its type (onnx.proto), as field 20: a number, a text, or a list of these holds no tensor.
+# The last field of a serialized attribute is its type (field 20): numbers, texts and lists of them contain no tensor.
 _WITHOUT_TENSORS = tuple(b"\xa0\x01" + bytes([kind]) for kind in (1, 2, 3, 6, 7, 8))
 _TENSORS = frozenset({"tensor", "constant"})
 # float_data 4, int32_data 5, string_data 6, int64_data 7, raw_data 9, double_data 10, uint64_data 11 (onnx.proto).
@@ -162,7 +162,7 @@ _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 def skim_model(path: Path, *, lists: bool = False) -> onnx.ModelProto:
     """Returns the model without the data of its large tensors; their names, types and shapes stay.
 
-    Very long lists of trees are empty but with `lists`: a session wants them.
+    Without `lists`, very long lists of tree ensembles are empty; a session needs them.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
@@ -171,9 +171,9 @@ def skim_model(path: Path, *, lists: bool = False) -> onnx.ModelProto:
 
 
 def point_into(path: Path) -> onnx.ModelProto:
-    """Returns the model with the raw data of its large initializers as external data that lie in the file itself.
+    """Returns the model with the raw data of its large initializers as external data in the file itself, `path`.
 
-    So a model of gigabytes can be processed without being in memory; the data keep their place in the file, `path`.
+    So a model of gigabytes can be processed without being in memory.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
@@ -216,10 +216,10 @@ def _read(path: Path, location: str, *, lists: bool) -> onnx.ModelProto:
 def _skim(
     data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str, *, lists: bool
 ) -> Iterator[bytes]:
-    """Yields the bytes of a message that stay; `span` is its begin and end.
+    """Yields a serialized message of a kind without the large data in it; `span` is its begin and end in `data`.
 
-    With a `location`, raw data that are left out become external data there, and other data stay. With `lists`, very
-    long lists in attributes stay.
+    With a `location`, raw data become external data in that file, and data in other fields stay. With `lists`, very
+    long lists of tree ensembles stay.
     """
     at, end = span
     place = b""
@@ -229,8 +229,8 @@ def _skim(
         field, wire = key >> 3, key & 7
         # All long fields have wire type 2; varints and fixed numbers stay as they are.
         if wire != 2:
-            # Wire types 3 and 4 are groups, which onnx.proto does not use; 6 and 7 do not exist. A KeyError means: no
-            # model.
+            # Wire types 3 and 4 are groups, which onnx.proto does not use; 6 and 7 do not exist. All raise a KeyError:
+            # the file is no model.
             at = _read_varint(data, at)[1] if wire == 0 else at + {1: 8, 5: 4}[wire]
             yield data[start:at]
             continue
@@ -241,13 +241,13 @@ def _skim(
         if at > end:
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
-        # Trees have millions of numbers in attributes, each a field of its own.
+        # Only to save time: trees have millions of numbers in attributes, each a field of its own.
         if inner == "attribute" and data[at - 3 : at] in _WITHOUT_TENSORS:
             inner = None
             if not lists and size > _LONG_LIST and (named := _read_name(data, body)):
                 yield write_varint(key) + write_varint(len(named) + 3) + named + data[at - 3 : at]
                 continue
-        # A message as small as the data that stay holds nothing that is left out.
+        # A message of up to MAX_DATA_BYTES cannot contain larger data.
         if inner is not None and depth < _MAX_DEPTH and size > MAX_DATA_BYTES:
             # The length changes with what is left out, so the field is written anew.
             kept = b"".join(_skim(data, inner, (body, at), depth + 1, location, lists=lists))
@@ -256,13 +256,12 @@ def _skim(
             yield data[start:at]
         # External data are raw bytes (onnx.proto): other data fields have another encoding, and stay in the message.
         elif location and kind == "tensor" and field == _RAW_DATA:
-            # The fields of a tensor that say where its data lie.
             tensor = onnx.TensorProto()
             point_to(tensor, DataPlace(location, body, size))
             place = tensor.SerializeToString()
         elif location:
             yield data[start:at]
-    # Written last, where it wins: a tensor loaded from external data states earlier that its data lie in the message.
+    # Last, because the last of equal fields counts: a tensor loaded from external data still has `data_location`.
     yield place
 
 

@@ -28,8 +28,6 @@ from edgekit.target import read_version
 
 _T = TypeVar("_T")
 
-# Which format versions each ONNX Runtime reads; every command uses this table.
-
 
 class OrtFormats(NamedTuple):
     """The newest IR version, opset of ai.onnx and version of the ORT format that an ONNX Runtime loads.
@@ -61,18 +59,18 @@ ORT_FORMATS = (
 
 
 def formats_of(version: str) -> OrtFormats:
-    """Returns what a version of ONNX Runtime reads; for one older than the table, the first row."""
+    """Returns the row of the newest listed ONNX Runtime up to this version, the first row for older ones."""
     known = [row for row in ORT_FORMATS if read_version(row.since) <= read_version(version)]
     return known[-1] if known else ORT_FORMATS[0]
 
 
 def find_reader(ir_version: int, opset: int, ort_format: int = 0) -> str | None:
-    """Returns the oldest ONNX Runtime that reads all of these versions, None if no measured one does.
+    """Returns the oldest ONNX Runtime that loads all of these versions, None if no measured one does.
 
-    `ort_format` is the version of a file in ORT format.
+    `ort_format` is the version of a file in ORT format, 0 if there is none.
     """
-    asked = (ir_version, opset, ort_format)
-    return next((row.since for row in ORT_FORMATS if all(map(le, asked, row[1:]))), None)
+    needed = (ir_version, opset, ort_format)
+    return next((row.since for row in ORT_FORMATS if all(map(le, needed, row[1:]))), None)
 
 
 QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
@@ -89,9 +87,10 @@ _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvIntege
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """An ONNX file, its digest, and the facts that every stage needs.
 
-    `sha256` covers the file and, in the order of their names, its external files (`external_files`): external data, and
-    what a provider compiled. `size_bytes` includes them. `inputs` leaves out initializers. `node_count` counts the
-    nodes of the main graph. `custom_ops` are the libraries whose operators it uses.
+    `external_files` are the files that the model refers to, sorted: external data, and the compiled contexts of
+    EPContext nodes. `sha256` and `size_bytes` cover them too. `opsets` maps domains to versions ("ai.onnx" is ONNX's
+    own). `inputs` leaves out initializers. `node_count` counts the nodes of the main graph. `custom_ops` are the shared
+    libraries with its custom operators.
     """
 
     path: Path
@@ -113,7 +112,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
-    """Reads the facts of an ONNX model; weights are digested, not loaded. `custom_ops` are libraries it needs to run.
+    """Reads the facts of an ONNX model; weights are hashed, not loaded. `custom_ops` are libraries it needs to run.
 
     Raises:
         UsageError: a library is missing.
@@ -125,7 +124,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
-    # First refuses names that are no UTF-8, which protobuf returns as bytes; then what breaks ONNX's rules.
+    # Before the other rules, which expect names to be text: protobuf returns those that are no UTF-8 as bytes.
     strange = find_invalid_text(proto)
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
@@ -160,7 +159,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
 
 
 def measure_files(path: Path) -> int:
-    """Returns the size of an ONNX model with its external data, without reading these.
+    """Returns the size of an ONNX model with its external data in bytes, without reading the weights.
 
     Raises:
         ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
@@ -169,10 +168,10 @@ def measure_files(path: Path) -> int:
 
 
 def list_external(path: Path) -> tuple[str, ...]:
-    """Returns the external files of an ONNX model, sorted, without reading them.
+    """Returns the external files of an ONNX model, relative to its folder and sorted, without reading them.
 
     Raises:
-        ModelError: the file cannot be read, or names a file that is missing or outside its folder.
+        ModelError: the file cannot be read, or refers to a file that is missing or outside its folder.
     """
     return _find_external(path, _parse(path))
 
@@ -181,7 +180,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
     """Returns the protobuf of a model, with external weights loaded unless `weights` is False.
 
     Raises:
-        ModelError: onnx takes the external data for unsafe, such as a hard link, or weights are cut off.
+        ModelError: onnx refuses the external data as unsafe, such as a hard link, or weights are cut off.
     """
     try:
         if model.external_files or model.size_bytes < LARGE_BYTES:
@@ -202,7 +201,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
 
 
 def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
-    """Writes a protobuf like `write_proto` and returns its model.
+    """Writes a protobuf like `write_proto` and returns the `Model` of the new file.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -212,24 +211,24 @@ def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
 
 
 def write_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes a protobuf deterministically; weights go into a file beside it if they exceed protobuf's 2 GB.
+    """Writes a protobuf; weights of more than `MOST_INLINE_BYTES` become external data in `NAME.onnx.data`.
 
     Raises:
         OutputError: `path` cannot be written.
     """
     is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
     with writing(path):
-        # One file for all weights, named after the model: apps and bundles then always have the same two files.
+        # All weights in one file, named after the model: apps and bundles then have two files of known names.
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 def count_weight_bytes(proto: onnx.ModelProto) -> int:
-    """Returns the size of the weights in a protobuf; protobuf's own count fails beyond 2 GB."""
+    """Returns the bytes of raw data in the main graph's initializers; protobuf's own count fails beyond 2 GB."""
     return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
 
 
 def move_data(path: Path, out: Path) -> None:
-    """Moves the external data that `write_proto` wrote for `path`, if any, into the folder of `out`, under their name.
+    """Moves the external data that `write_proto` wrote for `path`, if any, into the folder of `out`; the name stays.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -252,7 +251,7 @@ def list_names(graph: onnx.GraphProto) -> set[str]:
 def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inputs: bool = False) -> None:
     """Renames tensors in place, subgraphs included.
 
-    With `skip_inputs` the graph's inputs keep their names, and only the nodes that read them read the new names.
+    With `skip_inputs` only what nodes read is renamed: inputs, outputs and computed tensors keep their names.
     """
     for part in iterate_graphs(graph):
         for node in part.node:
@@ -275,18 +274,19 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def keep_used_opsets(proto: onnx.ModelProto) -> None:
-    """Drops, in place, the opsets of domains that no node has, and sorts the others by domain; "ai.onnx" becomes "".
+    """Drops, in place, the opset imports of domains that no node uses, and sorts the rest; "ai.onnx" becomes "".
 
     ONNX Runtime writes every domain that its process knows into a model that it optimizes: its own, and those of custom
     operators that any earlier session of the process loaded.
     """
     used = {"", *(node.domain for node in iterate_nodes(proto.graph))}
+    # ONNX's own domain must be imported; where the model does not, none of its nodes use it, and any version will do.
     opsets = {"": 17, **read_opsets(proto.opset_import)}
     refill(proto.opset_import, (onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))))
 
 
 def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
-    """Replaces the values of a protobuf list in place; the new ones may be some of its own."""
+    """Replaces the entries of a repeated protobuf field in place; `values` may contain entries of the field."""
     kept = list(values)
     # Each message would be copied, and the nodes of trees are hundreds of megabytes.
     if len(kept) == len(field) and all(new is old for new, old in zip(kept, field, strict=True)):
@@ -296,7 +296,7 @@ def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
 
 
 def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
-    """Copies the fields of a message except `skipped`, which may be too large to copy and drop."""
+    """Copies the set fields of a protobuf message into `target`, except those named in `skipped`."""
     for field, value in source.ListFields():
         if field.name in skipped:
             continue
@@ -351,7 +351,7 @@ def iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def list_element_types(graph: onnx.GraphProto) -> set[int]:
-    """Returns the element types of the tensors and values of a graph, and those that its nodes cast to."""
+    """Returns the element types (TensorProto.DataType) of a graph's tensors and values, and of its `to` attributes."""
     kinds = {tensor.data_type for tensor in iterate_tensors(graph)}
     for part in iterate_graphs(graph):
         kinds |= {value.type.tensor_type.elem_type for value in (*part.input, *part.output, *part.value_info)}
@@ -360,9 +360,10 @@ def list_element_types(graph: onnx.GraphProto) -> set[int]:
 
 
 def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
-    """Returns the nodes, each after those that it and its subgraphs read from, otherwise in their given order.
+    """Returns the nodes in topological order, counting what their subgraphs read; otherwise the order stays.
 
-    A quantizer appends its nodes out of order. Nodes of a cycle, which no runtime accepts, come in any order.
+    ONNX Runtime's quantizer appends its nodes out of order. Nodes of a cycle, which no runtime accepts, come in any
+    order.
     """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     needs = [[makers[name] for name in iterate_reads(node) if name in makers] for node in graph.node]
@@ -383,35 +384,33 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
 
 
 def find_reads(graph: onnx.GraphProto) -> set[str]:
-    """Returns every name that the nodes, the subgraphs and the outputs of a graph read."""
+    """Returns the names of all tensors that the nodes of a graph and their subgraphs read, and of its outputs."""
     return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
 
 
 def drop_unread(graph: onnx.GraphProto, ops: Collection[str] = ()) -> None:
-    """Removes the nodes of `ops` without readers, then the initializers that no node of a graph reads, in place."""
+    """Removes unread initializers from a graph, in place; before that, the nodes of `ops` whose outputs are unread."""
     read = find_reads(graph)
     if any(node.op_type in ops and read.isdisjoint(node.output) for node in graph.node):
         refill(graph.node, [node for node in graph.node if node.op_type not in ops or not read.isdisjoint(node.output)])
         read = find_reads(graph)
-    for at in reversed(range(len(graph.initializer))):  # putting the others into a new list would copy each of them
+    # One by one: `refill` would copy each weight that stays.
+    for at in reversed(range(len(graph.initializer))):
         if graph.initializer[at].name not in read:
             del graph.initializer[at]
 
 
 def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Returns the operators that show that a model is quantized, sorted; none for a float model.
+    """Returns the operators of a model that quantize or compute with integers, sorted; none for a float model.
 
-    DQ nodes alone do not show it: they store weights in 8 bits, and the model computes in float.
+    DequantizeLinear alone is none of them: a model that only stores its weights in 8 bits computes in float.
     """
     ops = {node.op_type for node in iterate_nodes(proto.graph)}
     return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
 
 
 def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
-    """Returns how a model is quantized: "" for a float model, "weights" if only weights are stored in few bits.
-
-    A QDQ model may come from quantization-aware training or from a quantizer; both are treated alike.
-    """
+    """Returns how a model is quantized: "" for a float model, "weights" if only weights are quantized."""
     ops = {node.op_type for node in iterate_nodes(proto.graph)}
     # Checked before Q and DQ nodes: a QOperator model has those too, at its edges.
     if any(op.startswith("QLinear") for op in ops):
@@ -476,8 +475,8 @@ def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
 def _digest(path: Path, external: tuple[str, ...]) -> str:
     if not external:
         return digest_file(path)
-    # The protobuf refers to the weights by file, offset and length, so the digest must cover both. Digests have a fixed
-    # length, so that joined ones cannot be mistaken for those of other files.
+    # The protobuf refers to the weights by file, offset and length, so the digest must cover both. It hashes the files'
+    # digests: their length is fixed, so that no other split of the same bytes into files has the same digest.
     digest = hashlib.sha256(digest_file(path).encode())
     for name in external:
         digest.update(digest_file(path.parent / name).encode())
@@ -491,7 +490,7 @@ def read_inputs(graph: onnx.GraphProto) -> tuple[TensorSpec, ...]:
 
 
 def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    """Returns name, type and shape of a value as its protobuf states them."""
+    """Returns name, type and shape of an input or output as its protobuf states them."""
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return TensorSpec(name=value.name, dtype=(kind or "unknown").removesuffix("_type"), shape=None)
@@ -506,7 +505,7 @@ def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
 
 def read_with_weights_on_disk(model: Model) -> onnx.ModelProto:
-    """Returns the protobuf of a model whose large weights stay on disk: in its own file, or in external files.
+    """Returns the protobuf of a model with its large weights as external data, in its own file or in external files.
 
     Raises:
         ModelError: the file is gone or unreadable, or weights are cut off.

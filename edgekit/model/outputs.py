@@ -1,4 +1,4 @@
-"""The meaning of outputs: as the model's maker states it, and which columns of a list of detections hold what."""
+"""The meaning of outputs: as the user states it, and which columns of a list of detections hold what."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
@@ -11,18 +11,21 @@ from edgekit.model.tensors import TensorSpec
 
 Code = Literal["corners", "middle and size"]
 CODES: tuple[Code, ...] = get_args(Code)
-"""How four numbers encode a box."""
+"""How four numbers encode a box: two opposite corners, or the center with width and height."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of each row: a column of an output of rows."""
+    """A column of an output that has a row for each detection."""
 
     output: str
     index: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a list holds the first of four columns of boxes, scores in falling order, and classes, if it has any."""
+    """The columns of a list of detections, sorted by falling score.
+
+    `boxes` is the first of four columns, in the encoding `code`; `kind` holds the classes, None if there are none.
+    """
 
     boxes: Column
     score: Column
@@ -36,11 +39,12 @@ class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 OutputKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values", "scores"]
-"""classes: the scores of one decision. map: those of many, such as pixels or boxes.
+"""What an output is.
 
-sequence: those of steps that make one answer, such as letters of a word. labels: the decisions themselves. image: an
-image. embedding: a vector whose neighbours are asked for, of any length. values: other numbers, such as boxes. scores:
-raw ones, to which the app applies the sigmoid.
+classes: scores of the classes of one decision. map: of many independent decisions, such as pixels or boxes. sequence:
+of the steps of one answer, such as the letters of a word. labels: the decided classes themselves (ArgMax). image: an
+image. embedding: a vector that is compared with others by its direction, such as a face's. values: other numbers, such
+as boxes. scores: logits of independent classes, to which the app applies the sigmoid.
 """
 
 
@@ -48,12 +52,11 @@ MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embeddi
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
+    """How an output is evaluated: its kind (see `OutputKind`), the axis of its classes, and its activation.
 
-    "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
-    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector whose neighbours are asked
-    for. Of values it is the axis of the channels, which is the shortest. `other` is what the output may be as well,
-    where neither the graph nor its values tell, and nothing is stated; "" where it is clear.
+    `axis` of "values" is that of the channels, taken to be the shortest. `squash` is the activation to apply to the
+    scores, "" for none. `other` is a second possible kind, with `other_axis`, where neither the graph nor the values
+    decide and the user states nothing; "" where the kind is clear.
     """
 
     kind: MeasuredKind
@@ -64,14 +67,14 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StatedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an output is, and the axis of its classes or channels, where it has one and that is not told."""
+    """What the user says that an output is; `axis` is that of its classes or channels, None to find it."""
 
     kind: OutputKind
     axis: int | None = None
 
 
 def check_outputs(stated: Mapping[str, OutputKind | StatedOutput], model: Model) -> dict[str, StatedOutput]:
-    """Returns what is stated of the outputs of a model.
+    """Returns what the user states of the outputs of a model, by name.
 
     Raises:
         UsageError: there is no such output, or it cannot be what is stated.

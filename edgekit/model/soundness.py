@@ -16,13 +16,13 @@ import msgspec
 import onnx
 from google.protobuf.message import Message
 
-from edgekit.model.external import count_bytes, read_words
+from edgekit.model.external import count_bytes, read_external_entries
 
 # Far above the largest weights; a product of dimensions beyond it is a size that no memory can hold.
 _MOST_ELEMENTS = 1 << 40
 _MAIN = ("", "ai.onnx")
 # The keys of external data in onnx.proto, and the one that ONNX Runtime adds for prepacked weights.
-_PLACES = frozenset({"basepath", "checksum", "length", "location", "offset"})
+_EXTERNAL_KEYS = frozenset({"basepath", "checksum", "length", "location", "offset"})
 _PREPACKED = "prepacked"
 # Terms of letters, each with one ellipsis at most (ONNX operator Einsum 12).
 _TERM = rb" *(?:[A-Za-z] *)*(?:\.\.\. *(?:[A-Za-z] *)*)?"
@@ -30,8 +30,8 @@ _EQUATION = re.compile(_TERM + rb"(?:," + _TERM + rb")*(?:->" + _TERM + rb")?")
 _TYPES = frozenset(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
 
 
-class _Form(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator's schema requires of its nodes; attributes by name, with their types."""
+class _Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator's schema requires: least and most inputs and outputs, the types of attributes by name."""
 
     inputs: tuple[int, int]
     outputs: tuple[int, int]
@@ -69,7 +69,7 @@ def find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
     yield from _check_functions(proto.functions)
     for entry in (*proto.opset_import, *(entry for function in proto.functions for entry in function.opset_import)):
         if not 0 < entry.version < 2**31:
-            yield f"opset {entry.version} of domain '{entry.domain}'"
+            yield f"the invalid opset {entry.version} of domain '{entry.domain}'"
     yield from _check_graph(proto.graph, read_opsets(proto.opset_import), ChainMap[str, None]())
     for function in proto.functions:
         own = read_opsets(function.opset_import)
@@ -127,7 +127,7 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
         where = f"node '{node.name}' ({node.op_type})" if node.name else f"node {index} ({node.op_type})"
         yield from (f"{where} reads '{name}', which nothing makes" for name in node.input if name and name not in scope)
         yield from (
-            f"{where} takes its attribute '{attribute.name}' from a function, and stands in none"
+            f"{where} takes its attribute '{attribute.name}' from a function, but is in none"
             for attribute in node.attribute
             if attribute.ref_attr_name
         )
@@ -170,11 +170,11 @@ def find_captured(body: onnx.GraphProto) -> dict[str, None]:
 def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> Iterator[str]:
     for attribute in node.attribute:
         if attribute.type not in onnx.AttributeProto.AttributeType.values() or not attribute.type:
-            yield f"{where} has the attribute '{attribute.name}' of no type"
+            yield f"{where} has the attribute '{attribute.name}' without a type"
         for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
             yield from _check_tensor(tensor)
     domain = "" if node.domain in _MAIN else node.domain
-    form = _read_form(node.op_type, domain, opsets.get(domain, 1)) if domain in opsets or not domain else None
+    form = _read_signature(node.op_type, domain, opsets.get(domain, 1)) if domain in opsets or not domain else None
     if form is None:
         return
     for side, names, (least, most) in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
@@ -199,23 +199,22 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
             yield f"{where} has {len(node.output)} outputs, and num_outputs says {parts.i}"
     # onnx's shape inference does not terminate on a text that is no equation.
     if "equation" in given and _EQUATION.fullmatch(given["equation"].s) is None:
-        yield f"{where} has an equation that is none"
+        yield f"{where} has an invalid equation"
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
     if tensor.data_type not in _TYPES:
-        yield f"tensor '{tensor.name}' has the type {tensor.data_type}, which is none"
+        yield f"tensor '{tensor.name}' has the invalid type {tensor.data_type}"
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        # The entries must say which part of which file holds the data.
-        where = read_words(tensor)
-        odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
+        where = read_external_entries(tensor)
+        odd = next((key for key in where if key not in _EXTERNAL_KEYS and not key.startswith(_PREPACKED)), None)
         if odd is not None:
-            yield f"tensor '{tensor.name}' lies in another file with the unknown word '{odd[:80]}'"
+            yield f"tensor '{tensor.name}' has external data with the unknown key '{odd[:80]}'"
         if not where.get("location"):
-            yield f"tensor '{tensor.name}' lies in another file, which has no name"
+            yield f"tensor '{tensor.name}' has external data without a location"
         numbers = [where[key] for key in ("offset", "length") if key in where]
         if not all(number.isascii() and number.isdigit() and len(number) < 19 for number in numbers):
-            yield f"tensor '{tensor.name}' lies in another file, in no part of it"
+            yield f"tensor '{tensor.name}' has external data with an invalid offset or length"
     if any(dim < 0 for dim in tensor.dims) or math.prod(tensor.dims) > _MOST_ELEMENTS:
         yield f"tensor '{tensor.name}' has the shape {list(tensor.dims)[:8]}"
 
@@ -226,11 +225,11 @@ def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:
     if math.prod(max(1, dim.dim_value) for dim in tensor.shape.dim) > _MOST_ELEMENTS:
         yield f"tensor '{value.name}' has the shape {[dim.dim_value for dim in tensor.shape.dim][:8]}"
     if tensor.elem_type and tensor.elem_type not in _TYPES:
-        yield f"tensor '{value.name}' has the type {tensor.elem_type}, which is none"
+        yield f"tensor '{value.name}' has the invalid type {tensor.elem_type}"
 
 
 @lru_cache(maxsize=4096)
-def _read_form(op: str, domain: str, version: int) -> _Form | None:
+def _read_signature(op: str, domain: str, version: int) -> _Signature | None:
     """Returns what an operator requires of its nodes, None for one that onnx does not know."""
     try:
         schema = onnx.defs.get_schema(op, version, domain)
@@ -239,7 +238,7 @@ def _read_form(op: str, domain: str, version: int) -> _Form | None:
     # The numbers of the types are those of AttributeProto; onnx annotates them as bare enums.
     attributes: dict[str, Any] = dict(schema.attributes)
     types = {name: int(entry.type.value) for name, entry in attributes.items()}
-    return _Form(
+    return _Signature(
         inputs=(schema.min_input, schema.max_input),
         outputs=(schema.min_output, schema.max_output),
         attributes=types,

@@ -18,21 +18,20 @@ MOST_STEPS = 4096
 MOST_FEEDS = 4096
 """Limits for recipes and bundles: a model of 100 layers feeds 200 tensors back."""
 
-# Words in the name of an input that comes from the previous step, and of an output for the next step.
+# Words that mark an input from the previous step, and an output for the next step.
 _PAST = frozenset({"past", "prev", "previous", "initial", "init", "old", "last", "in"})
 _NEXT = frozenset({"present", "next", "new", "updated", "out", "n"})
-# Words that do not make a pair by themselves: an image may also go "in" and come "out".
+# Words that are no evidence of state by themselves: an image may also be called "in" and "out".
 _WEAK = frozenset({"in", "out", "n"})
-# Prefix that marks the whole name of an output without such a word.
+# Prefix of the stem of an output whose name has no word of _NEXT: only inputs with a strong word of _PAST match it.
 _WHOLE = "="
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is run step by step: `feeds` names for each input that holds state the output it comes from.
+    """How a model is run step by step: `feeds` maps each state input to the output that it comes from.
 
-    So many samples as `steps`, one after another, make a sequence; the first of each begins with the state in the data,
-    or zeros. An output that is longer than its input on one axis gives its last rows, as a window of a KV cache does;
-    one that is shorter is appended to the input, whose oldest rows go.
+    Every `steps` consecutive samples make a sequence; its first sample holds the initial state, zeros where it has
+    none. `feed_back` says what happens where an output is longer or shorter than its input.
     """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
@@ -40,7 +39,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def find_fed_back(state: State | None) -> Mapping[str, str]:
-    """Returns the feeds of a model that is run step by step; none if each sample is a sequence of its own."""
+    """Returns the feeds of a model that is run step by step; none if a sequence has one step."""
     return state.feeds if state is not None and state.steps > 1 else {}
 
 
@@ -172,7 +171,7 @@ def _words(name: str) -> list[str]:
 
 
 def _input_stems(name: str) -> set[str]:
-    """Returns the possible stems of an input's name: the whole name, and the name without words for the past."""
+    """Returns the stems by which an input may match an output: its whole name, and that without words of _PAST."""
     words = _words(name.replace("past_key_values", "past"))
     rest = [word for word in words if word not in _PAST]
     whole = "_".join(words)
@@ -187,7 +186,7 @@ def _input_stems(name: str) -> set[str]:
 
 
 def _output_stems(name: str) -> set[str]:
-    """Returns the stems of an output's name: without words for the next step, or the whole name if it has none."""
+    """Returns the stems by which an output may match an input: its name without words of _NEXT, else the whole name."""
     words = _words(name)
     rest = [word for word in words if word not in _NEXT]
     if len(rest) < len(words):
@@ -198,6 +197,7 @@ def _output_stems(name: str) -> set[str]:
 
 
 def _join(words: Sequence[str], rest: Sequence[str]) -> str:
+    """Returns the stem of a name; a name of marking words alone, such as `past` and `present`, is a KV cache."""
     if rest:
         return "_".join(rest)
     return "" if _WEAK.issuperset(words) else "kv"

@@ -1,8 +1,8 @@
 """ONNX Runtime's basic graph optimizations, without what only suits its CPU provider.
 
-The CPU provider has few fp16 kernels. Around a node without a kernel ONNX Runtime puts casts
-(`insert_cast_transformer.cc`), and it replaces a node that ONNX defines as a function by the function's body. Providers
-of other devices have these kernels, so both changes are undone here.
+The CPU provider has few fp16 kernels. ONNX Runtime puts casts around a node without a kernel
+(`insert_cast_transformer.cc`), and replaces a node that ONNX defines as a function by the function's body. Providers of
+other devices have these kernels, so both changes are prevented or undone here.
 """
 
 import re
@@ -24,11 +24,9 @@ from edgekit.prepare.stripped import replace_unsupported, restore_nodes
 
 _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axes
 
-# Small changes that keep what a model computes: names, domains, order, metadata.
-
 
 def merge_domains(proto: onnx.ModelProto) -> None:
-    """Writes the domain "ai.onnx" as "" everywhere, in place: both mean the same, and files mix them."""
+    """Writes the domain "ai.onnx" as "" everywhere, in place: both mean the same."""
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
     for entry in proto.opset_import:
@@ -36,17 +34,16 @@ def merge_domains(proto: onnx.ModelProto) -> None:
 
 
 def import_contrib(proto: onnx.ModelProto) -> None:
-    """Adds the opset import of ONNX Runtime's contrib operators where a graph uses them, in place."""
+    """Adds the opset import of ONNX Runtime's contrib operators if a graph uses them, in place."""
     used = any(node.domain == ORT_DOMAIN for node in iterate_nodes(proto.graph))
     if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
 
 def write_scalers(proto: onnx.ModelProto) -> None:
-    """Writes each Scaler of scikit-learn, (x - offset) * scale in float32, as Sub and Mul, in place.
+    """Replaces each Scaler of scikit-learn, (x - offset) * scale in float32, by Sub and Mul, in place.
 
-    ONNX Runtime computes the same, but does not infer the shape of a Scaler: its optimizer and the providers would
-    leave what follows alone.
+    ONNX Runtime does not infer the shape of a Scaler, so its optimizer and the providers would skip what follows.
     """
     replace_nodes(proto.graph, read_opset(proto), {"Scaler"}, _write_scaler)
 
@@ -64,17 +61,17 @@ def _write_scaler(writer: Writer) -> None:
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
     """Removes initializers from the list of inputs, so that they count as constants, in place.
 
-    IR version 3 wanted each initializer among the inputs, where a caller could replace it.
+    IR version 3 required each initializer among the inputs, where a caller could replace it.
     """
     initializers = {tensor.name for tensor in graph.initializer}
     refill(graph.input, [value for value in graph.input if value.name not in initializers])
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node, in bodies too, a name of its own, in place; names that are unique already stay.
+    """Gives every node, in subgraphs too, a unique name, in place; names that are unique already stay.
 
-    A node without a name is called after its operator and its first output, so that the name does not depend on what
-    stands before it.
+    A node without a name is named after its operator and its first output, so that the name does not depend on other
+    nodes.
     """
     nodes = list(iterate_nodes(graph))
     taken = {node.name for node in nodes}
@@ -83,8 +80,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     counts: dict[str, int] = {}
     for node in nodes:
         if not node.name or node.name in seen:
-            # Not a running number: a node inserted at the front would rename all later ones, and reports of two
-            # versions could not be compared.
+            # With running numbers, an inserted node would rename all later ones, and reports could not be compared.
             stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
             name = stem
             while name in taken:
@@ -96,7 +92,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def restore_metadata(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """Restores the metadata of the original model, and drops opset imports that no node needs, in place."""
+    """Copies the metadata of the original model, and drops unused opset imports, in place."""
     keep_used_opsets(proto)
     refill(proto.metadata_props, origin.metadata_props)
     proto.producer_name = origin.producer_name
@@ -106,18 +102,18 @@ def restore_metadata(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def sort_values(graph: onnx.GraphProto) -> None:
-    """Sorts initializers and value infos by name, in place: ONNX Runtime writes them in the order of a hash table."""
+    """Sorts initializers and value infos by name, in place: ONNX Runtime writes them in varying order."""
     for part in iterate_graphs(graph):
         part.initializer.sort(key=lambda tensor: tensor.name)
         part.value_info.sort(key=lambda value: value.name)
 
 
-# How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours.
+# The prefixes of inserted casts and of the values between them: ONNX Runtime's and ours.
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 
 
 def guard_half(proto: onnx.ModelProto) -> None:
-    """Inserts casts around fp16 function operators, in place, so that ONNX Runtime does not inline them."""
+    """Inserts casts to float32 around fp16 function operators, in place, so that ONNX Runtime does not inline them."""
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     types |= {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     if TensorProto.FLOAT16 not in types.values():
@@ -145,7 +141,7 @@ def guard_half(proto: onnx.ModelProto) -> None:
 def strip_casts(graph: onnx.GraphProto) -> bool:
     """Removes the casts that edgekit and ONNX Runtime inserted, and restores the names of the values, in place.
 
-    Returns True if there was one. Where ONNX Runtime merged them with casts of the model, the types no longer fit.
+    Returns True if there was one. If ONNX Runtime merged them with casts of the model, the types do not match any more.
     """
     stripped = False
     for part in iterate_graphs(graph):
@@ -164,37 +160,36 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [result], name=f"{name}/cast", to=to)
 
 
-OUTSIDE_FROM_BYTES = 1 << 26
-"""Weights of a model of this size or more lie in files while its graph is worked on, so that no copy is in memory."""
+ON_DISK_FROM_BYTES = 1 << 26
+"""The graph of a model of this size or more is edited with its weights on disk, so that no copy is in memory."""
 
-# These optimizers move or drop Q and DQ nodes. A provider groups Q and DQ into units, and must see them where the
-# quantizer put them.
+# These optimizers move or drop Q and DQ nodes, which a provider must see where the quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
 
 
-def works_outside(model: Model) -> bool:
-    """Returns True if the weights of a model lie in files while its graph is worked on."""
-    return model.size_bytes >= OUTSIDE_FROM_BYTES
+def keeps_weights_on_disk(model: Model) -> bool:
+    """Returns True if the graph of a model is edited with its weights on disk."""
+    return model.size_bytes >= ON_DISK_FROM_BYTES
 
 
 def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:
-    """Returns the graph that ONNX Runtime shows to a provider; `path` is where ONNX Runtime writes it.
+    """Returns the graph that ONNX Runtime shows to a provider, after its basic optimizations; it is written to `path`.
 
-    External weights are read from `folder`; those of a large model are written to `path` + ".data". Where a change that
-    only suits the CPU provider cannot be undone, the graph is returned without optimization.
+    External weights are read from `folder`; those of a large model are written to `path` + ".data". If a change for the
+    CPU provider cannot be undone, the graph is returned without optimization.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load the model.
     """
     name_nodes(proto.graph)
     nodes = onnx.GraphProto(node=proto.graph.node).node
-    # Both come before the session sees the graph: at any level it replaces operators that it has no kernel for.
+    # At any level, a session replaces operators without a kernel: they are hidden from it.
     guard_half(proto)
     replaced = replace_unsupported(proto.graph)
     # Prepacked copies of all weights would double the memory, for a session that never runs.
     config = external_config(folder) | {"session.disable_prepacking": "1"}
-    if works_outside(model):
+    if keeps_weights_on_disk(model):
         config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
     quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
     settings = SessionSettings(
@@ -208,12 +203,11 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph)
     whole = restore_nodes(optimized.graph, replaced)
-    # Casts that ONNX Runtime merged with the model's own cannot be taken out again; whether that happened shows only
-    # when the stripped graph is loaded.
-    plain = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
-    if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), plain)):
+    # Casts that ONNX Runtime merged with the model's own cannot be removed: then the stripped graph does not load.
+    as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
+    if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), as_is)):
         return optimized
     refill(proto.graph.node, nodes)
-    if works_outside(model):
+    if keeps_weights_on_disk(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto

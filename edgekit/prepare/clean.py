@@ -25,12 +25,12 @@ from edgekit.model.model import (
 )
 from edgekit.prepare.basic import (
     drop_initializer_inputs,
+    keeps_weights_on_disk,
     merge_domains,
     name_nodes,
     optimize_basic,
     restore_metadata,
     sort_values,
-    works_outside,
     write_scalers,
 )
 from edgekit.prepare.external import write_inline
@@ -41,22 +41,22 @@ from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
 
 
 def _needs_two_passes(proto: onnx.ModelProto, opset: int) -> bool:
-    """Returns True if a graph has to be optimized before it is converted to an opset, and again behind it.
+    """Returns True if a graph must be optimized before it is converted to an opset, and again after.
 
-    Constant folding removes operators that onnx's converter cannot lower. ONNX Runtime has no kernel for a
-    GroupNormalization, and writes it in parts, whose shapes only the next session folds; its scale is that of a group
-    before opset 21, and that of a channel since.
+    Constant folding removes operators that onnx's converter cannot lower. A GroupNormalization, for which ONNX Runtime
+    has no kernel, is replaced by its function body, whose shapes only the next session folds; its scale is per group
+    before opset 21, and per channel since.
     """
     own = read_opset(proto)
     is_parted = any(node.op_type == "GroupNormalization" for node in iterate_nodes(proto.graph))
     return own <= MAX_OPSET and (opset < own or is_parted)
 
 
-# Before this IR version every initializer had to be listed among the inputs, and was a constant all the same.
+# Since this IR version, an initializer that is also an input is a default value; before, all had to be inputs.
 _OVERRIDING = 4
-# A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory.
+# A model of this size or more keeps its weights as external data: a protobuf has at most 2 GB, and copies cost memory.
 _EXTERNAL_FROM_BYTES = 1 << 30
-# What is appended to the names of constants that ONNX Runtime made.
+# The suffix of constants that ONNX Runtime computed.
 _MADE = ".prepared"
 
 
@@ -73,20 +73,20 @@ def prepare_model(
 ) -> Model:
     """Writes a model with static inputs and a clean graph to `out`, and returns it.
 
-    Inputs and outputs keep their names and order, nodes get unique names, constants are folded and no-ops are gone
-    (ONNX Runtime's basic level, the graph that it shows to a provider), initializers are no inputs any more. An opset
-    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". A branch of an If that
-    is never taken need not fit the dimensions. With `may_stay_open`, a dimension without a number stays open.
+    Inputs and outputs keep their names and order. Nodes get unique names, constants are folded and no-ops removed (ONNX
+    Runtime's basic level: the graph that it shows to a provider). Initializers are no inputs any more. An opset below
+    13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". A branch of an If that is
+    never taken need not fit the dimensions.
 
     Args:
         model: any ONNX model.
-        out: where the file goes.
+        out: the path of the new file.
         dims: a number for each dynamic dimension of the inputs, by its name or as `INPUT:AXIS`.
-        opset: the opset to have, up or down.
+        opset: the opset to convert to, higher or lower.
         outputs: the outputs to keep, or values that become outputs; all outputs if none is named.
         inputs: the inputs to keep, or values of the prepared graph that become inputs; all inputs if none is named.
         constants: inputs that become constants, by name, with the number that fills them.
-        may_stay_open: if False, each dynamic dimension needs a number.
+        may_stay_open: if True, dimensions without a number stay dynamic.
 
     Raises:
         UsageError: a dimension, output or input that does not exist, or a dynamic dimension that got no number.
@@ -97,7 +97,7 @@ def prepare_model(
     out = as_path(out)
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants or {})
-    # ONNX Runtime refuses a branch that dimensions do not fit, or crashes on it.
+    # ONNX Runtime refuses a branch that does not fit the dimensions, or crashes: so the branches are folded first.
     if not (folds_first := bool(constants) or any(node.op_type == "If" for node in proto.graph.node)):
         fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
@@ -110,8 +110,8 @@ def prepare_model(
             fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         keep_inputs(proto, inputs)
-        # A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two
-        # that are alike ("Attempt to replace the existing tensor").
+        # A session that optimizes the graph again computes constants of the same names, on which ONNX Runtime 1.31
+        # fails ("Attempt to replace the existing tensor").
         made = {tensor.name for tensor in proto.graph.initializer} - given
         rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
         _tidy(proto, origin)
@@ -120,9 +120,7 @@ def prepare_model(
 
 
 def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
-    """Returns a model in which some inputs are constants filled with one number.
-
-    It is written to `folder`. Without such inputs the model itself is returned.
+    """Writes a model to `folder` in which some inputs are constants filled with one number; without any, returns it.
 
     Raises:
         UsageError: a name that is no input, or a number that its type cannot hold.
@@ -138,9 +136,9 @@ def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> 
 
 
 def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
-    """Writes what `prepare_model` writes, but without the values of large weights: enough to check, not to run.
+    """Writes what `prepare_model` writes, but without the values of large weights: for a check, not to run.
 
-    Weights that a rewrite looks at keep their values.
+    Weights whose values a rewrite reads keep them.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
@@ -149,7 +147,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
         OutputError: `out` cannot be written.
     """
     proto = skim_weights(model.path)
-    if proto is None and works_outside(model):
+    if proto is None and keeps_weights_on_disk(model):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     proto = proto or read_proto(model)
     _clean_interface(proto, (), {})
@@ -160,9 +158,9 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
 
 
 def show_model(model: Model, out: Path) -> Model:
-    """Writes the graph that a provider is shown when an app opens the user's file as it is, without large weights.
+    """Writes the graph that a provider sees when an app opens the user's file as it is, without large weights.
 
-    Only ONNX Runtime's own basic level changes it: inputs, open dimensions and the opset stay, and an initializer that
+    Only ONNX Runtime's basic level changes it: inputs, dynamic dimensions and the opset stay, and an initializer that
     is also an input is no constant.
 
     Raises:
@@ -173,14 +171,14 @@ def show_model(model: Model, out: Path) -> Model:
     if proto.ir_version < _OVERRIDING:
         drop_initializer_inputs(proto.graph)
         proto.ir_version = _OVERRIDING
-    # A caller may give another value for them, so a session treats them as inputs.
+    # A caller may override these, so a session treats them as inputs.
     fed = {value.name for value in proto.graph.input}
     refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
     return _write_sketch(proto, model, out, _copy_texts(proto), read_opset(proto))
 
 
 def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int) -> Model:
-    """Writes what ONNX Runtime makes of a graph in this opset, without the values of large weights."""
+    """Writes the optimized graph of a model in this opset, without the values of large weights."""
     shells = strip_weights(proto)
     with replacing_file(out) as temporary:
         if _needs_two_passes(proto, opset):
@@ -193,9 +191,7 @@ def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.
 
 
 def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
-    """Writes the graph of a model that ONNX Runtime cannot load.
-
-    With dimensions fixed and nodes named, and no other change.
+    """Writes the graph of a model that ONNX Runtime cannot load, without large weights and without optimization.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
@@ -214,16 +210,16 @@ def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_sta
 
 def _read_graph(model: Model) -> onnx.ModelProto:
     """Returns the graph of a model, with its weights unless they are large."""
-    if works_outside(model) and not model.external_files:
-        # Weights inside a file are not parsed: the graph points into the file, as at external data.
+    if keeps_weights_on_disk(model) and not model.external_files:
+        # Weights inside the file become external data in this file.
         return point_into(model.path)
-    return read_proto(model, weights=not works_outside(model))
+    return read_proto(model, weights=not keeps_weights_on_disk(model))
 
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
     for part in iterate_graphs(proto.graph):
-        # ONNX Runtime leaves them sparse, and its quantizer does not find them.
+        # ONNX Runtime leaves initializers sparse, and its quantizer does not find these.
         write_dense(part)
     # ONNX Runtime takes nodes in any order; what follows, and onnx's converter, do not.
     refill(proto.graph.node, order_nodes(proto.graph))
@@ -243,7 +239,7 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def _write(proto: onnx.ModelProto, model: Model, temporary: Path, out: Path) -> None:
-    if works_outside(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
+    if keeps_weights_on_disk(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
         write_inline(proto, temporary.parent, temporary)
         return
     temporary.write_bytes(proto.SerializeToString(deterministic=True))

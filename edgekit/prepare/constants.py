@@ -1,7 +1,7 @@
-"""Constants of nodes that stay in float.
+"""Constants of float nodes in a quantized model.
 
-Where ONNX Runtime would quantize such weights by itself, this is switched off. To save bytes they may be stored as
-integers with a scale for each channel, which a Cast and a Mul turn back into float.
+An optimizer of ONNX Runtime that would quantize them is switched off. To save bytes they may be stored as integers with
+a scale for each channel, which a Cast and a Mul turn back into float.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from edgekit.target import Target
 OPTIMIZER = "WeightBiasQuantization"
 LAYOUT = "NhwcTransformer"
 DISABLED = "optimization.disable_specified_optimizers"
-"""The session entry that switches optimizers off.
+"""The session config entry that switches optimizers off.
 
-Where it does not name those that would harm a graph, results are wrong, and ONNX Runtime reports no error.
+If it lacks one that would harm the graph, results are wrong, and ONNX Runtime reports no error.
 """
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -33,9 +33,10 @@ _MOVED = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsq
 def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tuple[str, ...]:
     """Returns the names of the nodes whose float weights ONNX Runtime would quantize, in graph order.
 
-    These are layers with a constant float weight that read a DQ with one scale and whose only reader is a Q, directly
-    or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc), or operators that Q and DQ are
-    moved past, unless they are asked for `directly`. XNNPACK's provider computes wrong values with what was rounded.
+    These are layers with a constant float weight between a DQ with one scale before them, and a Q as the only reader
+    behind them, perhaps after Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Operators
+    past which ONNX Runtime moves Q and DQ may lie between, unless `directly`. XNNPACK's provider computes wrong values
+    with weights that were rounded so.
     """
     view, found, moved = view_part(graph), list[str](), frozenset[str]() if directly else _MOVED
     for node in view.nodes:
@@ -47,8 +48,7 @@ def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tup
         if source is None or source.op_type != "DequantizeLinear":
             continue
         scale = view.constants.get(source.input[1])
-        # A computed scale may be one number. It is assumed to be, since quantizing silently is worse than a key too
-        # many.
+        # A computed scale is taken for one number: quantizing silently is worse than an unnecessary entry.
         if scale is not None and list(scale.dims) not in ([], [1]):
             continue
         last = node
@@ -65,8 +65,8 @@ def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tup
 def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
     """Returns the names of the cubic Resize nodes of a quantized graph, in graph order.
 
-    Behind an integer convolution, which it has in NHWC, ONNX Runtime moves the Transpose past them; their kernel then
-    refuses to make a map smaller (`ScalesValidation` of core/providers/cpu/tensor/upsamplebase.h).
+    ONNX Runtime computes integer convolutions in NHWC, and moves the Transpose behind one past a Resize; the cubic
+    kernel then refuses to shrink (`ScalesValidation` of core/providers/cpu/tensor/upsamplebase.h).
     """
     if not any(node.op_type == "QuantizeLinear" for node in graph.node):
         return ()
@@ -75,7 +75,7 @@ def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def find_harmful(graph: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the optimizers that would harm a graph, and the nodes that they would harm."""
+    """Returns the optimizers of ONNX Runtime that would harm a graph, with the names of the nodes concerned."""
     found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph)}
     return {name: nodes for name, nodes in found.items() if nodes}
 
@@ -88,7 +88,7 @@ _REASONS = {
 
 
 def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
-    """Returns a target whose session switches off the optimizers that would harm the graph, and a note about it."""
+    """Returns a target whose session switches off the optimizers that would harm the graph, and notes about it."""
     found = find_harmful(graph)
     if not found:
         return target, ()
@@ -106,12 +106,12 @@ def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tup
 _FLOAT = onnx.TensorProto.FLOAT
 _MOST: Mapping[int, int] = {8: 127, 16: 32767}
 _INTEGERS = frozenset({onnx.TensorProto.INT8, onnx.TensorProto.INT16})
-# The scales may be at most this share of the elements: else each element of a vector would get its own.
+# At most this share of a constant's elements may be scales: a vector would get one for each element.
 _MOST_SCALES = 1 / 16
 
 
 class Narrow(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of the constants and of the Cast and Mul that replace a float constant."""
+    """The names of the constants and of the outputs of Cast and Mul that replace a float constant."""
 
     integers: str
     scales: str
@@ -120,7 +120,7 @@ class Narrow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
-    """Stores float initializers in 8 or 16 bits, in place; the float value that nodes read keeps its name."""
+    """Stores float initializers as integers of 8 or 16 bits by name, in place; the float tensors keep their names."""
     taken = {*list_names(graph), *(node.name for node in graph.node)}
     added: list[onnx.NodeProto] = []
     for tensor in [tensor for tensor in graph.initializer if tensor.name in bits]:
@@ -139,9 +139,9 @@ def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
 
 
 def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
-    """Returns integers of the shape of `values`, and float32 scales along the axis with the least error.
+    """Returns integers of the shape of `values`, and float32 scales along the axis with the least squared error.
 
-    The scales have the rank of the values, so that a product of both is what the integers stand for.
+    The scales have the rank of the values: integers * scales approximates the values.
     """
     axes = [axis for axis, size in enumerate(values.shape) if 1 < size <= values.size * _MOST_SCALES]
     every = tuple(range(values.ndim))
@@ -175,7 +175,10 @@ def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
 
 
 def widen_constants(graph: onnx.GraphProto) -> None:
-    """Turns narrow constants back into float initializers without data, in place, as a session does by folding."""
+    """Turns the Cast and Mul of such constants back into float initializers, in place, as a session does by folding.
+
+    The initializers have no data.
+    """
     found = find_narrow(graph)
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
     for whole, narrow in found.items():

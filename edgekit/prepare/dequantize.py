@@ -1,8 +1,8 @@
-"""The float model of one that dynamic quantization wrote (`onnxruntime.quantization.quantize_dynamic`).
+"""Computes the float model of a dynamically quantized one (`onnxruntime.quantization.quantize_dynamic`).
 
-Dynamic quantization finds the range of an activation in each run, which only the CPU does. Hubs often offer such a file
-and not the float model. Its weights are integers with a scale, so a float model is computed from them. It lacks the
-rounding of activations, and can be quantized with samples for any target.
+Dynamic quantization computes the range of an activation in each run, which only the CPU provider can. Hubs often offer
+such a file and not the float model. The float model is computed from its integer weights and their scales; it can be
+quantized with samples for any target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +30,18 @@ from edgekit.model.model import (
 )
 from edgekit.prepare.interface import drop_idle_nodes
 
-# Operators that a Cast and a product with the scales follow.
+# Operators followed by a Cast and a Mul with the scales.
 _LAYERS = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
-# Operators that read their scales: the float one, and the places of its inputs; of integers with scale and zero point.
+# Operators that take scales as inputs: the float operator, and for each of its inputs the position it comes from, or
+# the positions of integers, scale and zero point.
 _WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
     "DequantizeLinear": ("Identity", [(0, 1, 2)]),
     "DynamicQuantizeLSTM": ("LSTM", [(0,), (1, 8, 9), (2, 10, 11), (3,), (4,), (5,), (6,), (7,)]),
     "QAttention": ("Attention", [(0, 3, 6), (1, 4, 7), (2,), (5,), (8,)]),
 }
-# Those whose weights may have a scale for each entry of the last axis.
+# Operators whose weights may have a scale for each index of the last axis.
 _WIDE = frozenset({"DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
-# What ONNX Runtime's quantizer and optimizer write for whole patterns.
+# Operators that ONNX Runtime's quantizer and optimizer fuse.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
 
 
@@ -48,18 +49,18 @@ def dequantize_model(model: Model, out: Path) -> Model:
     """Writes the float model of a dynamically quantized one to `out`, and returns it.
 
     The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
-    a convolution a Conv; an LSTM and a QAttention become float too. What a DequantizeLinear makes of a constant, or of
-    rows of one, is float from the start. The bodies of control flow are changed as well.
+    a ConvInteger likewise a Conv; DynamicQuantizeLSTM and QAttention become float too. A constant with a
+    DequantizeLinear, perhaps after a Gather, becomes a float constant. Subgraphs are changed as well.
 
     Raises:
-        ModelError: the model is not dynamically quantized, or has other integers too.
+        ModelError: the model is not dynamically quantized, or has other quantized operators too.
         OutputError: `out` cannot be written.
     """
     proto = read_proto(model)
     refill(proto.graph.node, order_nodes(proto.graph))
     writer = _Writer(proto)
     found = [writer.write(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
-    # Bodies first: what they do not read any more is idle in the graphs around them.
+    # Subgraphs first: what they no longer read is idle in the graphs around them.
     for part in reversed([*iterate_graphs(proto.graph)]):
         drop_idle_nodes(part)
     if left := sorted({*find_integer_ops(proto), *({node.op_type for node in iterate_nodes(proto.graph)} & _FUSED)}):
@@ -74,7 +75,7 @@ def dequantize_model(model: Model, out: Path) -> Model:
 
 
 def _iterate(graph: Graph, outer: Mapping[str, Node]) -> Iterator[Graph]:
-    """Yields a graph and its bodies, whose producers include those of the graphs around them."""
+    """Yields a graph and its subgraphs, whose producers include those of the graphs around them."""
     graph = msgspec.structs.replace(graph, producers={**outer, **graph.producers})
     yield graph
     for body in (body for node in graph.nodes for body in node.bodies):
@@ -82,17 +83,17 @@ def _iterate(graph: Graph, outer: Mapping[str, Node]) -> Iterator[Graph]:
 
 
 class _Writer:
-    """Makes layers of integers float, and what they read, in place."""
+    """Replaces integer layers and the weights that they read by float ones, in place."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._graph, self._taken = proto.graph, list_names(proto.graph)
-        # The name of what was made of a constant with its scale and zero point, each by its tensor.
+        # The float constant made from integers, scale and zero point, by the ids of these tensors.
         self._made: dict[tuple[int, ...], str] = {}
-        # The scale and zero point of what moves integers.
+        # The scale and zero point of a Gather or Transpose that used to pass integers on.
         self._moving: dict[Node, tuple[str, str]] = {}
 
     def write(self, graph: Graph, node: Node) -> bool:
-        """Makes a layer float, and returns True; False for any other node."""
+        """Replaces an integer layer by a float one and returns True, False for any other node."""
         if node.op_type in _LAYERS:
             return self._write_layer(graph, node)
         if node.op_type not in _WHOLE:
@@ -118,7 +119,7 @@ class _Writer:
         return False
 
     def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str | None:
-        """Returns the name of integers as float; None if they are neither an activation's nor from a constant."""
+        """Returns the float tensor of integers; None if they are neither a quantized activation nor constant."""
         source = graph.producers.get(name)
         if source is not None and source.op_type == "DynamicQuantizeLinear":
             return source.input[0] if source.output[1] == scale else None
@@ -127,7 +128,7 @@ class _Writer:
         is_single = graph.value(scale).elements == 1
         if name in graph.constants:
             return self._store(graph, reader, name, scale, zero) if is_single or reader.op_type in _WIDE else None
-        # The quantizer lets these pass integers on.
+        # The quantizer lets these operators pass integers on.
         if source is None or source.op_type not in {"Gather", "Transpose"} or not is_single:
             return None
         if source in self._moving:
@@ -139,7 +140,7 @@ class _Writer:
         return name
 
     def _store(self, graph: Graph, reader: Node, *names: str) -> str:
-        """Returns the name of a float constant of integers, scale and zero point, which the main graph gets once."""
+        """Adds (integers - zero point) * scale as a constant to the main graph, once, and returns its name."""
         key = tuple(id(graph.constants.get(name)) for name in names)
         if key in self._made:
             return self._made[key]
@@ -160,7 +161,10 @@ class _Writer:
 
 
 def _find_bias(graph: Graph, layer: Node, biased: Node) -> list[str] | None:
-    """Returns the float bias of a convolution to which older quantizers of ONNX Runtime added Floor(bias / scales)."""
+    """Returns the float bias of a convolution to which ONNX Runtime's older quantizers add Floor(bias / scales).
+
+    None if anything else is added.
+    """
     name = next((name for name in biased.input if name != layer.output[0]), "")
     for op in ("Reshape", "Cast", "Floor", "Div"):
         node = made_by(graph, name, op)
@@ -171,10 +175,10 @@ def _find_bias(graph: Graph, layer: Node, biased: Node) -> list[str] | None:
 
 
 def _put(node: Node, op: str, inputs: Sequence[str | None], last: Node) -> bool:
-    """Puts a float layer in place of the nodes up to the `last`, and returns True; False if an input is unknown."""
+    """Replaces the nodes from `node` to `last` by a float layer and returns True, False if an input is unknown."""
     if None in inputs:
         return False
-    # What lies between is idle now.
+    # Nothing reads the nodes between any more.
     last.proto.output[0] = f"{node.output[0]}/idle"
     node.proto.op_type, node.proto.domain = op, ORT_DOMAIN if op == "Attention" else ""
     node.proto.output[0] = last.output[0]
@@ -185,6 +189,6 @@ def _put(node: Node, op: str, inputs: Sequence[str | None], last: Node) -> bool:
 
 
 def _follow(graph: Graph, node: Node | None, op: str) -> Node | None:
-    """Returns the only reader of what a node makes, if it is such an operator."""
+    """Returns the only reader of a node's first output if it is this operator, else None."""
     readers = graph.readers(node.output[0]) if node is not None and node.output[0] not in graph.outputs else ()
     return readers[0] if len(readers) == 1 and readers[0].op_type == op else None

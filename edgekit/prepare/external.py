@@ -1,4 +1,4 @@
-"""Models with external data: the weights are moved into the model file or beside it without being loaded."""
+"""Models with external data: weights are moved between the model file and external files without being loaded."""
 
 import shutil
 from pathlib import Path
@@ -15,8 +15,8 @@ from edgekit.model.external import (
     copy_data,
     move_weight,
     point_to,
+    read_external_entries,
     read_place,
-    read_words,
     write_varint,
 )
 from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_tensors, load_model, read_proto
@@ -27,13 +27,13 @@ _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
 
 
 def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
-    """Writes a model to `path` with the initializers inside that lie in files of `folder`.
+    """Writes a model to `path` with all weights inside; external data are copied from files of `folder`.
 
     The bytes are those of `SerializeToString(deterministic=True)`: fields in the order of their numbers.
     """
     graph = proto.graph
     head, tail = _split(graph, _INITIALIZER)
-    # The bytes before the data of each tensor, their place, and the bytes after them.
+    # For each tensor the bytes before its data, the place of its external data, and the bytes after them.
     tensors: list[tuple[bytes, DataPlace | None, bytes]] = []
     length = len(head) + len(tail)
     for tensor in graph.initializer:
@@ -41,7 +41,7 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
         before, after = b"", tensor.SerializeToString(deterministic=True)
         if place is not None:
             bare = onnx.TensorProto()
-            # ONNX Runtime writes an empty `doc_string` with weights that lie outside alone.
+            # ONNX Runtime gives tensors with external data alone an empty `doc_string`.
             copy_fields(
                 tensor, bare, {"external_data", "data_location", *(() if tensor.doc_string else ("doc_string",))}
             )
@@ -62,7 +62,7 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
 
 
 def _split(message: Message, field: int) -> tuple[bytes, bytes]:
-    """Returns the bytes of the fields before and behind a field."""
+    """Returns the serialized fields of a message before a field number, and those after it."""
     before, behind = type(message)(), type(message)()
     numbers = {each.name: each.number for each, _ in message.ListFields()}
     copy_fields(message, before, {name for name, number in numbers.items() if number >= field})
@@ -74,8 +74,8 @@ def _frame(field: int, length: int) -> bytes:
     return write_varint(field << 3 | _LENGTH_DELIMITED) + write_varint(length)
 
 
-def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
-    """Writes a graph whose external weights still lie with `source`, copies these beside it, and returns it."""
+def write_with_weights(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
+    """Writes a graph with external weights in the files of `source`, copies these too, and returns it."""
     if points_into(proto, source):
         write_inline(proto, source.path.parent, path)
         return load_model(path, custom_ops=source.custom_ops)
@@ -86,7 +86,9 @@ def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
 
 
 def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
-    """Writes a graph to `out` and its external weights beside it, and returns it. Weights that are there already stay.
+    """Writes a graph to `out` and its external weights next to it, and returns it.
+
+    If `out` is the file of `source`, its external files stay.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -95,15 +97,15 @@ def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
         write_file(out, proto.SerializeToString(deterministic=True))
     else:
         with work_folder(out.parent) as work:
-            write_beside(proto, source, work / out.name)
+            write_with_weights(proto, source, work / out.name)
             for path in sorted(work.iterdir(), key=lambda path: path.name == out.name):
                 move_file(path, out.with_name(path.name))
     return load_model(out, custom_ops=source.custom_ops)
 
 
 def points_into(proto: onnx.ModelProto, source: Model) -> bool:
-    """Returns True if weights of a graph lie in the very file of the model, as `point_into` leaves them."""
-    return any(read_words(tensor).get("location") == source.path.name for tensor in proto.graph.initializer)
+    """Returns True if external data of a graph lie inside the model file `source`, as after `point_into`."""
+    return any(read_external_entries(tensor).get("location") == source.path.name for tensor in proto.graph.initializer)
 
 
 def refuse_inline(model: Model) -> None:
@@ -120,7 +122,7 @@ def refuse_inline(model: Model) -> None:
 
 
 def place_weights(model: Model, *, external: bool) -> Model:
-    """Moves the weights of a model out of its file into one beside it, or back, and returns it; each file is whole.
+    """Moves the weights of a model into external data in `NAME.onnx.data`, or back, and returns it.
 
     Raises:
         ModelError: the weights are to be inside, and have 2 GB or more.
@@ -144,10 +146,7 @@ def place_weights(model: Model, *, external: bool) -> Model:
 
 
 def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
-    """Copies the external weights of a graph from `folder` into the file `path`, and points to them there, in place.
-
-    Weights of several files go into one, each file on a page of its own.
-    """
+    """Copies the external files of a graph from `folder` into the one file `path`, and points to it, in place."""
     places = [(tensor, place) for tensor in iterate_tensors(proto.graph) if (place := read_place(tensor))]
     starts: dict[str, int] = {}
     with path.open("wb") as out:

@@ -1,4 +1,7 @@
-"""The automatic rewrites. Each keeps every result bit for bit, or changes last bits only and says by how much."""
+"""The automatic rewrites of the graph.
+
+Each keeps every result bit for bit, or says in its docstring how much results may differ.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +15,14 @@ from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.external import point_into
 from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, read_proto, refill
-from edgekit.prepare.basic import import_contrib, merge_domains, name_nodes, works_outside
+from edgekit.prepare.basic import import_contrib, keeps_weights_on_disk, merge_domains, name_nodes
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites import (
     activations,
-    halves,
+    float16,
     idle,
     join_attention,
     layout,
@@ -60,18 +63,18 @@ FIXES = _by_id(
 )
 """Rewrites that help or do no harm on every provider."""
 
-JOINS = frozenset({norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id})
-"""Those of them that another rewrite undoes for a target that lacks the operator they write."""
+FUSIONS = frozenset({norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id})
+"""Those of FIXES that write a fused operator; for a target that lacks it, one of TARGET_REWRITES undoes them."""
 
-_SHAPED = (
+_NEED_SHAPES = (
     activations.plain_softmax, idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax,
     layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm, norms.join_rms_norm,
 )  # fmt: skip
-_SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
+_WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}
 
-SPELLINGS = _by_id(
-    # First, so that the others see float32.
-    halves.compute_in_float,
+TARGET_REWRITES = _by_id(
+    # First, so that the other rewrites see float32.
+    float16.compute_in_float,
     stored.store_float_weights,
     layout.narrow_indices,
     layout.plain_gather,
@@ -83,10 +86,10 @@ SPELLINGS = _by_id(
     activations.join_hard_swish,
     activations.split_hard_swish,
     layout.flatten_expand,
-    # After the rewrite to few axes: a Concat has as many axes as the Expand that it replaces.
+    # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
     layout.expand_to_concat,
     products.neg_to_mul,
-    # First the operators that ONNX Runtime's optimizers fuse, then what these are rewritten to.
+    # First what ONNX Runtime's optimizers fuse, then the operators that these are rewritten to.
     norms.split_embed_norm,
     split_attention.split_attention,
     activations.split_bias_gelu,
@@ -94,68 +97,66 @@ SPELLINGS = _by_id(
     norms.split_skip_norm,
     norms.split_layer_norm,
     norms.split_rms_norm,
-    # Before the formula with Tanh or Erf: a provider that takes an exact Gelu needs no parts.
+    # Before split_gelu: a provider that takes the exact Gelu needs no formula.
     activations.write_exact_gelu,
     activations.split_gelu,
     activations.split_tanh_gelu,
     activations.clip_to_min_max,
-    # After those of activations, which may lie between two layers.
+    # After the rewrites of activations, which may lie between two layers.
     planes.conv_to_planes,
     products.write_unsigned_weights,
 )
-"""Rewrites that help some providers only.
+"""Rewrites that help some providers only; a target gets those by which the check finds that its provider takes more."""
 
-For a target, those are applied by which the check finds that it takes more.
-"""
-
-ASKED = _by_id(
+REQUIRED_REWRITES = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
     activations.flatten_softplus, layout.cast_by_int32, recurrent.split_lstm
 )  # fmt: skip
-"""Rewrites that gain no node but that a target needs all the same: in a float model (`list_asked`), or in integers
-(`fix_quantized`)."""
+"""Rewrites that a target may need although its provider takes no more nodes by them: in a float model
+(`list_required`), or in a quantized one (`fix_quantized`)."""
 
-REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
+REWRITES: Mapping[str, Rewrite] = {**FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 
-# Around kernels of QNN's HTP that are wrong or coarse.
-_AROUND_QNN = (
+# They avoid kernels of QNN's HTP that are wrong or inaccurate.
+_QNN_WORKAROUNDS = (
     activations.part_silu.id, activations.flatten_softplus.id, layout.cast_by_int32.id, recurrent.split_lstm.id,
 )  # fmt: skip
 
 
-def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
-    """Returns the rewrites that a target needs, whatever the check finds of the float model.
+def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
+    """Returns the ids of the rewrites that a target needs, whatever the check finds of the float model.
 
-    Some are needed by the way the target is quantized: what computes in float16 is not, and gets no ranges. Others fuse
-    patterns that quantizing would need in parts, so they are only for a model that `stays_float`.
+    For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
+    tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
+    quantizer needs in parts.
     """
-    # A product keeps its weights in blocks in three dimensions alone.
+    # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
-    own = target.float_rewrites if stays_float else (halves.HALF_TO_FLOAT,) if takes_integers else ()
+    own = target.float_rewrites if stays_float else (float16.HALF_TO_FLOAT,) if takes_integers else ()
     return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
-    """A rewrite that was applied, by the id that advice has for it, and the nodes it changed."""
+    """The id of a rewrite that was applied, and the names of the nodes it changed."""
 
     id: str
     nodes: tuple[str, ...]
 
 
 class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model after the automatic rewrites, and those that changed something."""
+    """A model after the automatic rewrites, and the rewrites that changed something."""
 
     model: Model
     fixes: tuple[Fix, ...]
 
 
 def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> FixedModel:
-    """Writes the model that every build starts from: prepared, with the rewrites for every provider.
+    """Writes the model that every build starts from into `folder`: prepared, with the rewrites `FIXES`.
 
-    A dimension without a number stays open where it `may_stay_open`.
+    With `may_stay_open`, dimensions without a number stay dynamic.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
@@ -168,18 +169,18 @@ def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_sta
 
 
 def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:
-    """Writes a model to `out` with the rewrites of these ids applied: those for every provider, if none are named.
+    """Writes a model to `out` with the rewrites of these ids applied, by default `FIXES`.
 
     Raises:
         OutputError: `out` cannot be written.
     """
-    # Two rewrites look at the numbers of weights; half-to-float reads them below, only where it has something to do.
-    outside = works_outside(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
-    proto = point_into(model.path) if outside else read_proto(model, weights=False)
-    if halves.HALF_TO_FLOAT in ids and halves.computes_in_half(proto.graph):
-        # In float32 the weights take twice the bytes, and stand in the file.
+    # Two rewrites need the values of weights: unsigned-weights, and half-to-float, for which they are read below.
+    on_disk = keeps_weights_on_disk(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
+    proto = point_into(model.path) if on_disk else read_proto(model, weights=False)
+    if float16.HALF_TO_FLOAT in ids and float16.computes_in_half(proto.graph):
+        # In float32 the weights take twice the bytes, inside the model file.
         if 2 * model.size_bytes > MOST_INLINE_BYTES:
-            ids = set(ids) - {halves.HALF_TO_FLOAT}
+            ids = set(ids) - {float16.HALF_TO_FLOAT}
         else:
             proto = read_proto(model)
     merge_domains(proto)
@@ -190,7 +191,7 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
 
 
 def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
-    """Writes a model that is quantized already to `out`, with the rewrites of integers that a target needs.
+    """Writes a quantized model to `out` with the rewrites that a target needs there, or returns it if there are none.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -198,21 +199,21 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
     rules = target.quantization
     ids = [
         *([products.UNSIGNED_WEIGHTS] if rules.unsigned_ops else ()),
-        *(_AROUND_QNN if rules.scheme == "qnn" else ()),
+        *(_QNN_WORKAROUNDS if rules.scheme == "qnn" else ()),
     ]
     return fix_model(model, out, ids) if ids else FixedModel(model=model, fixes=())
 
 
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
-    """Applies the rewrites of these ids in place, and returns those that found something to do."""
+    """Applies the rewrites of these ids in place, and returns those that changed something."""
     known = {value.name for value in proto.graph.value_info}
     opset, is_inferred = read_opset(proto), False
     fixes: list[Fix] = []
     for name, rewrite in REWRITES.items():
         if name not in ids:
             continue
-        if name not in _SHAPELESS and not is_inferred:
-            # Shapes after the rewrites before it.
+        if name not in _WITHOUT_SHAPES and not is_inferred:
+            # The previous rewrites may have changed shapes.
             inferred = infer_model(proto).graph.value_info
             refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
             is_inferred = True
@@ -220,8 +221,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
             is_inferred = False
-            # Where one node replaces several, the others are idle now. ONNX Runtime would keep them, and the next
-            # rewrite see them.
+            # Where one node replaces several, nothing reads the others now. ONNX Runtime would keep them.
             drop_idle_nodes(proto.graph)
     if fixes:
         import_contrib(proto)
@@ -234,7 +234,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
 
 
 class BucketModels(msgspec.Struct, frozen=True, kw_only=True):
-    """The prepared model of each size but the `largest`, and how samples are filled up to a size."""
+    """The prepared model of each size except the `largest`, and how samples are padded to a size."""
 
     padding: Padding
     smaller: dict[int, Model]
@@ -249,11 +249,11 @@ class BucketModels(msgspec.Struct, frozen=True, kw_only=True):
 def choose_dims(
     dims: Mapping[str, int], buckets: Mapping[str, Sequence[int]], values: Mapping[str, float]
 ) -> dict[str, int]:
-    """Returns a number for each dimension that has one, or several: of those the largest.
+    """Returns the size of each dimension in `dims`, and the largest size of the one in `buckets`.
 
     Raises:
-        UsageError: more than one dimension has several sizes, they do not rise, one is no size, or `values` say what
-            fills inputs, and there is nothing to fill.
+        UsageError: more than one dimension has several sizes, they are not positive and rising, or there are fill
+            `values` without `buckets`.
     """
     if not buckets:
         if values:
@@ -287,11 +287,11 @@ def prepare_buckets(
     values: Mapping[str, float],
     work: Path,
 ) -> BucketModels | None:
-    """Prepares a model for each bucket but the largest, which `prepared` is of; returns None where there are none.
+    """Prepares a model for each bucket except the largest, which `prepared` is; returns None without buckets.
 
     Raises:
-        UsageError: a size contradicts the model, or the dimension cannot be filled; see `find_padding`.
-        ModelError: the model is another at another size.
+        UsageError: a size contradicts the model, or the dimension cannot be padded; see `find_padding`.
+        ModelError: the models of two sizes differ in more than this size.
     """
     if not buckets:
         return None

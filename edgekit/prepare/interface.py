@@ -1,8 +1,4 @@
-"""Changes to a model's inputs and outputs.
-
-Outputs are dropped and inputs frozen to constants. A model also gets the inputs that an app has: raw pixels, another
-layout, other names.
-"""
+"""Changes to a model's inputs and outputs: which there are, constants for inputs, pixels, layout, and names."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,15 +19,15 @@ from edgekit.prepare.external import save_graph
 
 
 def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
-    """Keeps the outputs that are named, in place and in their order; without names all stay.
+    """Keeps the named outputs, in place; without names all stay.
 
-    A value inside the graph becomes an output, so that an app computes what stands behind it.
+    A named value inside the graph becomes an output after them, so that an app computes what follows.
 
     Raises:
-        UsageError: a name that is no output and that no node makes, or a value whose type is unknown.
+        UsageError: a name that is no tensor of the graph, or a tensor whose type is unknown.
     """
     graph = proto.graph
-    # ONNX Runtime takes an output that is listed twice, and returns it twice under one name.
+    # ONNX Runtime accepts an output that is listed twice, and returns it twice under one name.
     refill(graph.output, {value.name: value for value in graph.output}.values())
     shown = [value.name for value in graph.output]
     made = {name for node in graph.node for name in node.output if name}
@@ -50,13 +46,13 @@ def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
 
 
 def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
-    """Keeps the inputs that are named, in place; without names all stay.
+    """Keeps the named inputs, in place; without names all stay.
 
-    A value inside the graph becomes an input, so that an app computes what stands before it. Its shape must be known.
+    A named value inside the graph becomes an input, so that an app computes what precedes it. Its shape must be known.
 
     Raises:
-        UsageError: a name that is no input and that no node makes, a value that is an output too or whose shape is
-            unknown, or another input that the outputs need.
+        UsageError: a name that is no tensor of the graph, a tensor that is an output too or whose shape is unknown, or
+            an input that is not named and that the outputs still need.
     """
     graph = proto.graph
     given = {value.name: value for value in graph.input}
@@ -79,7 +75,7 @@ def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
         if not (tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)):
             raise UsageError(f"the shape of '{name}' is unknown", hint="name another value of the graph")
     for node in graph.node:
-        # What computed the value becomes idle, unless another of its outputs is needed.
+        # The node that computed the value is removed below, unless another of its outputs is needed.
         node.output[:] = [f"{name}{_INNER}" if name in inner else name for name in node.output]
     refill(graph.input, [known[name] for name in dict.fromkeys(names)])
     drop_idle_nodes(graph)
@@ -90,7 +86,7 @@ def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
 
 
 def drop_idle_nodes(graph: onnx.GraphProto) -> None:
-    """Removes the nodes and the initializers that no output depends on, in place; ONNX Runtime keeps them."""
+    """Removes the nodes and the initializers on which no output depends, in place; ONNX Runtime keeps such nodes."""
     needed = {value.name for value in graph.output}
     kept: list[onnx.NodeProto] = []
     for node in reversed(graph.node):
@@ -102,10 +98,10 @@ def drop_idle_nodes(graph: onnx.GraphProto) -> None:
 
 
 def freeze_inputs(graph: onnx.GraphProto, values: Mapping[str, float]) -> None:
-    """Turns inputs into constants that hold one number everywhere, in place; their shapes must be known.
+    """Turns inputs into constants filled with one number, in place; their shapes must be known.
 
     Raises:
-        UsageError: a name that is no input, an input that holds no numbers, or a number that its type cannot hold.
+        UsageError: a name that is no input, an input that is not numeric, or a number that its type cannot hold.
     """
     inputs = {value.name: value for value in graph.input}
     for name, number in values.items():
@@ -127,15 +123,15 @@ Layout = Literal["nchw", "nhwc"]
 LAYOUTS: Mapping[str, Layout] = {"nchw": "nchw", "nhwc": "nhwc"}
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
 _CHANNELS = frozenset({1, 3, 4})
-# What is added to the name of an input for the tensor that takes its place inside.
+# The suffix of the tensor that replaces an input inside the graph.
 _INNER = "/edgekit"
 
 
 class InterfaceChanges(msgspec.Struct, frozen=True, kw_only=True):
     """The changes of inputs and outputs that an app wants, by the names in the model.
 
-    `preprocess` moves the normalisation of images into the model: (v * scale - mean) / std, from uint8. It may name its
-    input, which is found where one input only can be an image. `layouts` says how the app holds the axes of an input.
+    `preprocess` moves the normalisation of images into the model: (v * scale - mean) / std, from uint8. `image_input`
+    names the input, "" for the only one that can be an image. `layouts` holds the layout in which the app has an input.
     `renames` are made last.
     """
 
@@ -183,7 +179,7 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
 
 
 def remaining_preprocess(preprocess: Preprocess) -> Preprocess:
-    """Returns the preprocessing that is left to the app once the normalisation is part of the model."""
+    """Returns the preprocessing that is left to the app when the model contains the normalisation."""
     return msgspec.structs.replace(preprocess, scale=1.0, mean=(0.0,), std=(1.0,), dtype="uint8")
 
 
@@ -211,7 +207,7 @@ def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str)
         ("Mul", (preprocess.scale,)), ("Sub", preprocess.mean), ("Div", preprocess.std),
     ]  # fmt: skip
     kept = [(op, numbers) for op, numbers in steps if any(number != (op != "Sub") for number in numbers)]
-    inner = _stand_behind(graph, value.name)
+    inner = _rename_for_readers(graph, value.name)
     names = [f"{inner}/{op.lower()}" for op in ("Cast", *(op for op, _ in kept))]
     ends = [*names[:-1], inner]
     nodes = [helper.make_node("Cast", [value.name], [ends[0]], name=names[0], to=TensorProto.FLOAT)]
@@ -226,7 +222,7 @@ def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str)
 
 
 def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
-    """Changes an input to channels last ("nhwc") or channels second ("nchw"), where the model has the other layout."""
+    """Changes an input to channels last ("nhwc") or channels second ("nchw"), by a Transpose to the other layout."""
     value = next(value for value in graph.input if value.name == name)
     dims = list(value.type.tensor_type.shape.dim)
     rank = len(dims)
@@ -241,15 +237,15 @@ def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
     given = [onnx.TensorShapeProto.Dimension() for _ in dims]
     for place, axis in enumerate(last if layout == "nhwc" else first):
         given[place].CopyFrom(dims[axis])
-    inner = _stand_behind(graph, name)
+    inner = _rename_for_readers(graph, name)
     refill(value.type.tensor_type.shape.dim, given)
     back = first if layout == "nhwc" else last
     turned = helper.make_node("Transpose", [name], [inner], name=f"{inner}/transpose", perm=back)
     refill(graph.node, [turned, *graph.node])
 
 
-def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
-    """Renames an input for all its readers, and returns the new name, for which a node is yet to be added."""
+def _rename_for_readers(graph: onnx.GraphProto, name: str) -> str:
+    """Makes all readers of an input read a new name, and returns it; the caller adds a node that computes it."""
     taken = list_names(graph)
     inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
     rename_tensors(graph, {name: inner}, skip_inputs=True)

@@ -1,6 +1,6 @@
 """Conversion between opsets.
 
-onnx's converter can lower few operators. Here the opset is also lowered where all operators in use mean the same in
+onnx's converter can lower few operators. Here the opset is also lowered if all operators of the model are the same in
 both versions.
 """
 
@@ -32,9 +32,9 @@ from edgekit.prepare.stripped import put_weights
 
 
 def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
-    """Returns True if the operator has the same inputs, outputs and defaults in both opsets.
+    """Returns True if an operator has the same inputs, outputs and defaults in both opsets, as far as the node uses it.
 
-    A new attribute or a new trailing input is no difference where the node does not use it.
+    An attribute or trailing input that the node does not use makes no difference.
     """
     if not defs.has(node.op_type, opset):
         return False
@@ -58,20 +58,20 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
 
 
 def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
-    """Drops attributes that the older opset lacks, and that only say what a node without them does, in place."""
+    """Drops attributes that the older opset lacks and that state the default, in place."""
     if not defs.has(node.op_type, own) or not defs.has(node.op_type, opset):
         return
     new: Any = defs.get_schema(node.op_type, own).attributes
     old: Any = defs.get_schema(node.op_type, opset).attributes
     read = helper.get_attribute_value
-    plain = [
+    default = [
         attribute
         for attribute in node.attribute
         if attribute.name in set(new) - set(old)
         and not new[attribute.name].required
         and read(attribute) == read(new[attribute.name].default_value)
     ]
-    refill(node.attribute, [attribute for attribute in node.attribute if attribute not in plain])
+    refill(node.attribute, [attribute for attribute in node.attribute if attribute not in default])
 
 
 MAX_OPSET = formats_of(VERSION).opset
@@ -92,23 +92,21 @@ _NEWEST_PORTABLE_TYPE = onnx.TensorProto.FLOAT8E5M2FNUZ
 _SCAN_SINCE = 9
 # Since these opsets a Resize says how positions are mapped, and a Hardmax compares along its axis alone.
 _RESIZE_SINCE, _HARDMAX_SINCE = 11, 13
-# A GroupNormalization had a scale and a bias for each group before this opset, and has them for each channel since.
+# Since this opset a GroupNormalization has scale and bias per channel, before per group.
 _CHANNELS_SINCE = 21
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
 
 def read_opset(proto: onnx.ModelProto) -> int:
-    """Returns the version of ONNX's own operator set, 1 if the model imports none; its domain is written empty."""
+    """Returns the version of ONNX's own operator set, 1 if the model imports none; `merge_domains` must come before."""
     return max((entry.version for entry in proto.opset_import if not entry.domain), default=1)
 
 
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
-    """Returns the opset to convert to.
+    """Returns the opset to convert to: the wanted one, else the model's own or the nearest that edgekit supports.
 
-    The one the user wants, else the model's own, if QDQ and ONNX Runtime support it.
-
-    A model that has LayerNormalization in parts, or as ONNX Runtime's optimizers write it into older models, is raised
-    to the first opset with that operator.
+    An opset below 13 is raised to 17, and so is one below 17 of a model that has a LayerNormalization in parts, or as
+    ONNX Runtime's optimizers write it into older models. One that ONNX Runtime does not have is lowered.
 
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
@@ -119,8 +117,7 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     lifted = own < OLDEST_OPSET and any(not node.domain for node in iterate_nodes(proto.graph))
-    # ONNX Runtime writes a LayerNormalization in parts as one node, where the opset has it.
-    # True if a graph holds a norm that ONNX Runtime's optimizers fused.
+    # From opset 17 on, ONNX Runtime fuses the parts, and its optimizers' own operators can be split into ONNX's norm.
     normed = own < _LAYER_NORM_SINCE and (
         _has_parted_norms(proto.graph)
         or any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in proto.graph.node)
@@ -137,7 +134,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     own = read_opset(proto)
     if own == opset:
         return proto
-    # The converter raises the version and keeps the node, whose inputs then have another meaning.
+    # The converter would keep the node, though the meaning of its inputs changed.
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         raise ModelError(
             f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
@@ -146,23 +143,23 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     nodes = [node for node in iterate_nodes(proto.graph) if not node.domain] if opset < own else []
     for node in nodes:
         _drop_defaults(node, own, opset)
-    # Those in use that have another meaning in the older opset, or do not exist there.
+    # The operators that differ in the older opset, or do not exist there.
     newer = sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)})
     if opset < own and not newer:
-        # Imports the older opset in place of the model's own, in place.
+        # No node changes, only the import.
         for entry in proto.opset_import:
             if not entry.domain:
                 entry.version = opset
         return proto
     light, weights = copy_light(proto, LEAST_BYTES)
-    # Normalizations that only ONNX Runtime has leave ONNX's domain, so that the converter leaves them alone.
+    # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
     unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
     aside = [node for node in iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
     for node in aside:
         node.domain = _ASIDE
     if aside:
         light.opset_import.add(domain=_ASIDE, version=1)
-    # The converter knows of a Softmax that its axis changed its meaning, and not of a Hardmax.
+    # The converter handles the changed meaning of `axis` for Softmax, but not for Hardmax.
     is_hard = own < _HARDMAX_SINCE <= opset
     hard = {node.name for node in iterate_nodes(light.graph) if is_hard and node.op_type == "Hardmax"}
     for node in iterate_nodes(light.graph):
@@ -185,10 +182,10 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def _map_positions(graph: onnx.GraphProto) -> None:
-    """Says at each Resize how positions were mapped before opset 11, in place; the converter leaves it out.
+    """Adds the attributes for how positions were mapped before opset 11 to each Resize; the converter does not.
 
-    They were divided by the scale, and the nearest was rounded up where all sizes shrink, else down (`GetNearestPixel`
-    of ONNX Runtime's `upsamplebase.h`).
+    Positions were divided by the scale, and the nearest was rounded up if all sizes shrink, else down
+    (`GetNearestPixel` of ONNX Runtime's `upsamplebase.h`).
     """
     constants = {name: tensor for part in iterate_graphs(graph) for name, tensor in list_constants(part).items()}
     for node in (node for node in iterate_nodes(graph) if node.op_type == "Resize" and not node.domain):
@@ -199,12 +196,10 @@ def _map_positions(graph: onnx.GraphProto) -> None:
 
 
 def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
-    """Returns a model that this version of ONNX Runtime reads.
-
-    Itself, or one of a lower IR version and opset, in `folder`.
+    """Returns a model that a version of ONNX Runtime reads: itself, or one of lower IR version and opset in `folder`.
 
     Raises:
-        ModelError: an operator has no form in an opset that this ONNX Runtime reads.
+        ModelError: an operator cannot be converted to an opset that this ONNX Runtime reads.
         OutputError: `folder` cannot be written.
     """
     opset, reads = model.opsets.get("ai.onnx", 1), formats_of(runtime)
@@ -227,10 +222,9 @@ def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
 
 
 def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VERSION) -> None:
-    """Sets an IR version that old runtimes read too, as far as the opset and the element types allow, in place.
+    """Lowers the IR version to 9 if the opset (up to 20) and the element types allow it, in place, for old runtimes.
 
-    IR version 9 belongs to the opsets up to 20. None is newer than the `newest` that ONNX Runtime reads.
-    Below 8 it is raised: version 3 wants initializers among the inputs.
+    It is at most `newest`, which ONNX Runtime reads, and at least 8: version 3 requires initializers among the inputs.
     """
     is_portable = opset <= 20 and max(list_element_types(proto.graph), default=0) <= _NEWEST_PORTABLE_TYPE
     if proto.ir_version > _PORTABLE_IR_VERSION and is_portable:
@@ -239,7 +233,7 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:
-    """Returns True if a graph seems to have a LayerNormalization in parts: values divided by the root of a variance.
+    """Returns True if a graph seems to have a LayerNormalization in parts: a division by the root of a variance.
 
     The variance is the mean of (x - mean(x))^2, or mean(x^2) - mean(x)^2, as JAX writes it.
     """
@@ -268,6 +262,6 @@ def _has_parted_norms(graph: onnx.GraphProto) -> bool:
 
 
 _SQUARES, _SUB, _MEANS = frozenset({"Mul", "Pow"}), frozenset({"Sub"}), frozenset({"ReduceMean", "ReduceSum"})
-# What stands between the parts: other shapes, a variance that is never negative, a sum times one over the size.
+# Operators between the parts: changed shapes, Max(variance, 0), and a sum times the reciprocal of the size.
 _MOST_PARTS = 10
 _RESHAPES = frozenset({"Div", "Expand", "Identity", "Max", "Mul", "Reshape", "Squeeze", "Unsqueeze"})

@@ -1,6 +1,6 @@
-"""Dynamic dimensions: fixed by the user, derived from others, inferred.
+"""The sizes of dynamic dimensions: given by the user, derived from others, or inferred.
 
-A dimension's name may be a formula of others, such as `2*batch` or `floor(height/2)`.
+A dimension's name may be a formula of other names, such as `2*batch` or `floor(height/2)`.
 """
 
 import ast
@@ -41,7 +41,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-# What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
+# The functions of sympy and torch.utils._sympy, in lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
     "ceil": math.ceil,
     "ceildiv": lambda left, right: math.ceil(left / right),
@@ -65,7 +65,7 @@ _MAX_LENGTH = 200
 
 
 def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
-    """Returns the value of a formula; None if it is no formula, a name has no number, or the value is not whole."""
+    """Returns the value of a formula; None if it is no formula, lacks the size of a name, or is no integer."""
     tree = _parse(formula)
     if tree is None:
         return None
@@ -77,11 +77,9 @@ def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
 
 
 def solve_dim(formula: str, value: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """Solves a formula for the one name that has no number.
+    """Solves formula = `value` for the one name that has no size; returns this name and its size.
 
-    Returns the name and its number where the formula is `value`.
-
-    None if there is not exactly one such name, or the formula is not linear in it, or the number is not whole.
+    None if there is not exactly one such name, the formula is not linear in it, or the size is no integer.
     """
     tree = _parse(formula)
     unknown = sorted(_names(tree) - sizes.keys()) if tree is not None else []
@@ -101,7 +99,7 @@ def solve_dim(formula: str, value: int, sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def formula_names(formula: str) -> set[str]:
-    """Returns the names in a formula, none if it is none."""
+    """Returns the names in a formula; none if the text is a single name or no formula."""
     tree = _parse(formula)
     return set() if tree is None else _names(tree)
 
@@ -143,14 +141,14 @@ _UNSET_DIM = 1
 
 
 def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
-    """Replaces each dynamic dimension by its number, wherever its name occurs, in place; see `size_inputs`.
+    """Sets the size of each dynamic dimension, in place; for `dims` see `size_inputs`.
 
-    An input without a rank gets one from `INPUT:0`, `INPUT:1` and so on. Inferred shapes are dropped, so that they are
-    inferred again.
+    An input without a rank gets one from `INPUT:0`, `INPUT:1` and so on. Inferred shapes are removed, to be inferred
+    again.
 
     Raises:
-        UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
-            key, or a dynamic dimension that got no number.
+        UsageError: a key that is no dimension, an invalid size, a size that contradicts the model or another key, or a
+            dynamic dimension without a size.
     """
     for value in graph.input:
         if not value.type.HasField("tensor_type") or value.type.tensor_type.HasField("shape"):
@@ -178,12 +176,12 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
 def size_inputs(
     inputs: Sequence[TensorSpec], dims: Mapping[str, int], *, may_stay_open: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
+    """Returns inputs with a size for each dimension: from `dims`, derived from those, or 1.
 
-    A key of `dims` is the name of a dimension or `INPUT:AXIS`. Where such keys give one name several numbers, it names
-    nothing: an exporter called different axes alike. A dimension named by a formula, such as `2*batch`, follows from
-    the names in it; the last unknown name in a formula follows from its value. With `may_stay_open`, dimensions without
-    a number stay as they are.
+    A key of `dims` is the name of a dimension or `INPUT:AXIS`. If such keys give one name several sizes, the name is
+    ignored: an exporter used it for different axes. A dimension named by a formula, such as `2*batch`, is derived from
+    the names in it; the only unknown name in a formula is derived from its value. With `may_stay_open`, dimensions
+    without a size stay dynamic.
 
     Raises:
         UsageError: a name or a size in `dims` is wrong.
@@ -201,14 +199,14 @@ def size_inputs(
 
 
 def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
-    """Returns the dynamic dimensions that need a number and have none in `dims`; of a formula, the names in it."""
+    """Returns the dynamic dimensions without a size in `dims`; of a formula, the names in it."""
     axes = ((text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items())
     left = [text for text, key in axes if not {text, key} & dims.keys()]
     return {name for text in left for name in formula_names(text) or {text}} - dims.keys()
 
 
 class OpenDimsError(UsageError):
-    """Dimensions of inputs have no number; `names` are what `--dim` calls them, and `sizes` the numbers to propose."""
+    """Dimensions of inputs have no size; `names` are what `--dim` calls them, and `sizes` the sizes to propose."""
 
     def __init__(self, message: str, *, names: Sequence[str], sizes: Mapping[str, int] | None = None) -> None:
         known = sizes or {}
@@ -219,10 +217,10 @@ class OpenDimsError(UsageError):
 
 
 def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Returns the number of each dynamic dimension that has the same in all rows, by what `--dim` calls it.
+    """Returns the size of each dynamic dimension that is equal in all rows, by what `--dim` calls it.
 
-    A row holds the shape of each input. A dimension named by a formula is solved for the name in it. If axes of one
-    name have different numbers, and each has its own in all rows, they are called `INPUT:AXIS`.
+    A row holds the shape of each input in a sample. A dimension named by a formula is solved for the name in it. If
+    axes of one name have different sizes, each the same in all rows, they are called `INPUT:AXIS`.
     """
     seen: dict[str, set[int]] = {}
     own: dict[str, dict[str, set[int]]] = {}
@@ -241,16 +239,16 @@ def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[i
 
 @contextmanager
 def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: Preprocess | None) -> Generator[None]:
-    """Adds to the error about open dimensions of a model the numbers that its samples have.
+    """Adds the sizes that the samples have to an `OpenDimsError` of the block.
 
     Raises:
-        OpenDimsError: inputs have dimensions without a number.
+        OpenDimsError: inputs have dimensions without a size.
     """
     try:
         yield
     except OpenDimsError as error:
         sizes: dict[str, int] = {}
-        # If the samples are wrong too, that is said when they are used.
+        # Errors in the samples are reported when they are used.
         with suppress(EdgekitError):
             sizes = find_sizes(inputs, read_shapes(source, inputs, preprocess))
         axes = [(text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items()]
@@ -263,7 +261,7 @@ def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: P
 
 
 def _find_shared_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
-    """Returns the names of dimensions that `INPUT:AXIS` gives several numbers."""
+    """Returns the names of dimensions to which keys `INPUT:AXIS` give several sizes."""
     given: dict[str, set[int]] = {}
     for spec in inputs:
         for axis, dim in enumerate(spec.shape or ()):
@@ -280,7 +278,7 @@ def _drop_names(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
 def _resolve_dims(
     inputs: Sequence[TensorSpec], dims: Mapping[str, int], shared: Collection[str], *, may_stay_open: bool
 ) -> dict[str, int]:
-    """Returns the number of each dimension by its name; the `shared` names name nothing."""
+    """Returns the size of each dimension by what `--dim` calls it; the `shared` names are ignored."""
     for key, size in dims.items():
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
@@ -290,8 +288,7 @@ def _resolve_dims(
     sizes = _derive_formulas({text for *_, text in axes}, sizes)
     missing: dict[str, str] = {}
     for owner, axis, text in () if may_stay_open else axes:
-        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
-        # value.
+        # A formula is derived from its names: the user is asked for these, or for the formula if it still has no value.
         for name in sorted(formula_names(text) - sizes.keys()) or [text]:
             if text not in sizes:
                 missing.setdefault(name, f"'{name}' (axis {axis} of input '{owner}')")
@@ -303,7 +300,7 @@ def _resolve_dims(
 
 
 def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict[str, int]:
-    """Returns the number of each dynamic dimension by its name, having turned `INPUT:AXIS` into names."""
+    """Returns the sizes of `dims` by the names of dimensions: a key `INPUT:AXIS` is replaced by the axis's name."""
     known = {f"{spec.name}:{axis}": dim for spec in inputs for axis, dim in enumerate(spec.shape or ())}
     names = {name for spec in inputs for name in spec.name_axes().values()}
     names |= {part for name in names for part in formula_names(name)}
@@ -323,7 +320,7 @@ def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict
 
 
 def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the numbers that follow from given ones: formulas from their names, and a name from a formula."""
+    """Returns the sizes with those derived from them: formulas from their names, and a name from a formula."""
     derived = dict(sizes)
     for formula in sizes:
         solved = solve_dim(formula, sizes[formula], derived)
@@ -342,12 +339,12 @@ def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[s
 
 
 def infer_outputs(proto: onnx.ModelProto) -> None:
-    """Gives the graph's outputs the shapes that follow from the inputs', in place; others keep what was declared.
+    """Sets the shapes of the graph's outputs to the inferred ones, in place; dimensions that cannot be inferred stay.
 
-    A declared shape may be wrong: an exporter may call the sides of an enlarged image `height` and `width`, as the
-    input's, and ONNX Runtime only warns.
+    A declared shape may be wrong, and ONNX Runtime only warns: an exporter may call the sides of an enlarged image
+    `height` and `width`, as the input's.
     """
-    # An output may have no type at all, and inference gives it one: outputs are found by name, not by place.
+    # An output may have no type at all, and inference gives it one: outputs are found by name, not by position.
     outputs = [value for value in proto.graph.output if value.type.HasField("tensor_type")]
     declared = [onnx.TypeProto.Tensor.FromString(value.type.tensor_type.SerializeToString()) for value in outputs]
     for value in outputs:

@@ -1,6 +1,6 @@
 """Models without their large weights, for graph optimization.
 
-Tools copy the whole model, so large weights are replaced by inputs while they run, and left out where nothing needs
+Tools copy the whole model, so large weights are replaced by inputs while they run, or not read at all if nothing needs
 their values. Operators without a kernel in ONNX Runtime's CPU provider are replaced by others while it optimizes.
 """
 
@@ -16,7 +16,7 @@ from edgekit.model.model import iterate_nodes, iterate_tensors, refill
 
 
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
-    """Puts the initializers back in place of these inputs."""
+    """Replaces inputs by the initializers of their names, in place."""
     names = {tensor.name for tensor in weights}
     refill(graph.input, [value for value in graph.input if value.name not in names])
     graph.initializer.extend(weights)
@@ -28,7 +28,7 @@ _FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad
 
 
 def skim_weights(path: Path) -> onnx.ModelProto | None:
-    """Returns a model without its large weights, or None where a rewrite turned out to need one of their values."""
+    """Returns a model without its large weights, or None if a rewrite may need the values of one."""
     proto = skim_model(path, lists=True)
     absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
     is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
@@ -36,9 +36,9 @@ def skim_weights(path: Path) -> onnx.ModelProto | None:
 
 
 def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Replaces large weights by inputs, in place, and returns their names, types and shapes.
+    """Replaces large weights by inputs, in place, and returns them as tensors without data.
 
-    The result of a ConstantOfShape counts as a weight.
+    The output of a ConstantOfShape counts as a weight.
     """
     graph = proto.graph
     # Equal ConstantOfShape nodes are merged, as ONNX Runtime merges nodes with equal weights.
@@ -69,7 +69,7 @@ def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
 
 
 def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Returns the type and shape of each large weight whose values no rewrite looks at."""
+    """Returns the type and shape of each large weight whose values no rewrite reads."""
     shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
     made = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
     for node in graph.node:
@@ -92,7 +92,7 @@ def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...
 
 
 def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
-    # A rewrite may look at the values of a first operand or a bias.
+    # A rewrite may read the values of a first operand or a bias.
     if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
         return False
     followers = graph.readers(node.output[0])
@@ -101,21 +101,21 @@ def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
 
 
 def is_absent(tensor: onnx.TensorProto) -> bool:
-    """Returns True if the data of a tensor were left out, or lie in another file."""
+    """Returns True if a tensor has no data, or external data."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return True
     fields = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
     return math.prod(tensor.dims) > 0 and not any(getattr(tensor, field) for field in fields)
 
 
-# Elementwise operators, and the attribute that tells their substitutes apart.
+# Elementwise operators, with the alpha of their substitutes: those of different operators must not be merged.
 _ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
 # The substitute has a kernel, keeps type and shape, and no basic optimizer changes it.
 _STAND_IN = "Celu"
 
 
 def replace_unsupported(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Replaces each such node by its substitute, in place, and returns the nodes by name; names must be unique."""
+    """Replaces each node of `_ALPHAS` by its substitute, in place, and returns the originals by their unique names."""
     replaced: dict[str, onnx.NodeProto] = {}
     for node in iterate_nodes(graph):
         if node.op_type in _ALPHAS and not node.domain:
@@ -127,7 +127,7 @@ def replace_unsupported(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
 
 
 def restore_nodes(graph: onnx.GraphProto, replaced: dict[str, onnx.NodeProto]) -> bool:
-    """Puts the nodes back in place of their substitutes, in place; returns False if one was folded or merged."""
+    """Restores the replaced nodes, in place; returns False if a substitute was folded or merged."""
     restored = 0
     for node in iterate_nodes(graph):
         if node.op_type == _STAND_IN and node.name in replaced:

@@ -1,7 +1,4 @@
-"""Fusion of transformer patterns by ONNX Runtime's transformer optimizer.
-
-These are attention, LayerNormalization, GELU and embeddings.
-"""
+"""Fusion of attention, LayerNormalization, GELU and embeddings by ONNX Runtime's transformer optimizer."""
 
 import importlib
 import logging
@@ -23,11 +20,11 @@ from edgekit.prepare.rewrites import idle, join_attention
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
-# Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is joined elsewhere.
+# Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is fused by our rewrite.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
 
 
-# The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
+# The optimizer finds attention as exporters wrote it some years ago, but not as PyTorch 2.15 does.
 _PARTS_OF_ATTENTION = tuple(
     rewrite.id
     for rewrite in (
@@ -43,7 +40,7 @@ _PARTS_OF_ATTENTION = tuple(
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The family of the transformer, its attention heads and its hidden size; 0 means to read them from the graph.
 
-    `for_cpu` leaves patterns that the CPU provider computes slower fused than in parts.
+    `for_cpu` does not fuse what the CPU provider computes faster in parts.
     """
 
     model_type: str = "bert"
@@ -53,7 +50,7 @@ class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FusedOps(msgspec.Struct, frozen=True, kw_only=True):
-    """What fusing made of a model: the number of nodes of each fused operator, and of all nodes before and after."""
+    """The number of new nodes of each fused operator, and of all nodes before and after fusion."""
 
     model_type: str
     fused: dict[str, int]
@@ -70,17 +67,17 @@ class FusedModel(FusedOps, frozen=True, kw_only=True):
 def fuse_transformer(
     model: Model, options: FuseOptions, out: Path, prepare: Callable[[Model, Path], Model]
 ) -> FusedModel:
-    """Writes a model with transformer patterns fused into operators of `com.microsoft` to `out`, prepared.
+    """Writes a model to `out` with transformer patterns fused into operators of `com.microsoft`, and prepared.
 
-    ONNX Runtime's optimizer fuses what its family has, in the model as it was exported; what it leaves of attention is
-    joined after `prepare`, by what is computed. Only ONNX Runtime's CPU, CUDA and WebGPU providers have these
-    operators: for a phone's accelerator, do not fuse.
+    ONNX Runtime's optimizer fuses the patterns of the family in the exported model; attention that it does not find is
+    fused after `prepare` by edgekit's rewrite. Only ONNX Runtime's CPU, CUDA and WebGPU providers have these operators:
+    do not fuse for a phone's accelerator.
 
     Raises:
         UsageError: there is no such family.
         ModelError: the optimizer cannot handle the model, or nothing was found to fuse.
     """
-    # Loaded when it is needed: with sympy it takes half a second, which most commands need not wait.
+    # Imported only here: with sympy it takes half a second.
     optimizer: Any = importlib.import_module("onnxruntime.transformers.optimizer")
     families = tuple(sorted(optimizer.MODEL_TYPES))
     if options.model_type not in families:

@@ -77,7 +77,7 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
 
 
 def find_other_model(bundle: Bundle) -> tuple[str, ...]:
-    """Returns, in words, that the bundle's ONNX file is made for another target than its manifest says, else None.
+    """Returns a line that says that the bundle's ONNX file is made for another target than its manifest says, else ().
 
     On the CPU a model for another provider gives good outputs too. The target's rules predict from the file itself how
     much of its work the provider takes. If that is clearly less than the manifest says (by the limit for work lost on a
@@ -101,7 +101,7 @@ def find_other_model(bundle: Bundle) -> tuple[str, ...]:
 
 
 def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> Iterator[str]:
-    """Yields why an app's loader on this device would fail the bundle's self-test, by the loader's own rule.
+    """Yields why an app's loader on this device would fail the bundle's self-test, at most one line.
 
     `rows` are the golden samples that ran, in order; only self-test samples among them count. Every number may differ
     from the bundle's expected one by the manifest's tolerance (`edgekit_loader.run_self_test`).
@@ -222,7 +222,7 @@ def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
     )
 
 
-def find_sameness(reference: Samples) -> tuple[str, ...]:
+def find_equal_outputs(reference: Samples) -> tuple[str, ...]:
     """Returns a note if the float model gives the same outputs for all samples: then they test a single case."""
     if reference.count < 2:
         return ()
@@ -278,7 +278,7 @@ _BUDGET_S = 120.0
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """What a metric keeps of each sample that a device ran, by the sample's number, and how long the device took."""
+    """The metric's records of the samples that a device ran, by the sample's index, and how long the device took."""
 
     device: str
     records: dict[int, Any]
@@ -288,7 +288,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 def score_run(
     limit: TaskLimit, labels: Sequence[Label], rows: Sequence[int], outputs: Samples, device: str, elapsed_ms: float
 ) -> Scored | None:
-    """Returns what a metric keeps of the samples that a device ran, or None if it cannot read the outputs."""
+    """Returns the metric's records of the samples that a device ran, or None if it cannot read the outputs."""
     try:
         records = list(read_records(limit, outputs, [labels[row] for row in rows]))
     except EdgekitError:
@@ -359,8 +359,7 @@ def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence
 def _agree(metric: TaskMetric, mine: Any, theirs: Any) -> bool:
     here, there = (_score(metric, [record]) for record in (mine, theirs))
     if here is None or there is None:
-        # A metric that ranks samples gives no figure for a single sample: it keeps only the score and the label of
-        # each.
+        # A metric that ranks samples gives no figure for a single one: its record, (score, label), is compared.
         here, there = float(mine[0]), float(theirs[0])
     absolute, relative = (0.0, 0.0) if metric.hits else _SAME_SCORE[metric.unit]
     return abs(here - there) <= absolute + relative * abs(there)

@@ -367,7 +367,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         return
     if not trial.run.versions.get("onnxruntime"):
         yield "it does not say which ONNX Runtime ran"
-    yield from own_model.find_sameness(trial.reference)
+    yield from own_model.find_equal_outputs(trial.reference)
     done, planned = len(trial.rows), trial.job.samples.count
     # A device that ran out of time says so itself.
     if done < planned and not any(note.startswith(STOPPED) for note in trial.run.notes):

@@ -324,7 +324,7 @@ def _judge_cost(run: RunReport, reference: Cost) -> Iterator[str]:
             continue
         # A device that reports no figure, or an impossible one, must not pass because of that.
         if not value:
-            yield f"{name} was not measured, and {reference.source} has one to hold it against"
+            yield f"{name} was not measured, and {reference.source} has one to compare it with"
         elif value > most * before:
             yield f"{name} is {value / before:.2f} times that of {reference.source}, more than {most:g} times"
 

@@ -31,9 +31,9 @@ the variance of values) with a model's own state."""
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
     """The signal-to-noise ratio of an output in dB at each step, over all sequences.
 
-    `fed_back` is measured with the device's own state, `given` with the float model's state. None means that nothing
-    can be measured: the float model's output is zero, or a value is not finite. `late_fed_back` and `late_given` are
-    those of the second half of the steps together.
+    `fed_back` is measured with the device's own state, `given` with the float model's state at each step (teacher
+    forcing). None means that nothing can be measured: the float model's output is zero, or a value is not finite.
+    `late_fed_back` and `late_given` are those of the second half of the steps together.
     """
 
     output: str

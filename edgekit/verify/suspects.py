@@ -75,7 +75,7 @@ def _list_suspects(rows: Sequence[tuple[Tensors, ...]], name: str, *, is_half: b
 
 
 def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) -> str | None:
-    """Returns the mistake in the inputs that explains an output: the float model gives it for inputs changed so.
+    """Returns the mistake in the inputs that explains an output, or None: with it, the float model gives that output.
 
     The mistakes tried, on the first samples, are channels in reverse order, another layout, and the usual scalings.
     """

@@ -230,10 +230,17 @@ Reader = Callable[[Tensors, Any, TaskLimit], Any]
 
 
 class TaskMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of the task: which labels it needs, what it keeps of a sample, and the score of all kept values.
+    """A metric of the task.
 
-    `prepare` returns a function of how often each sample counts, so that the score of a bootstrap draw is cheap. `hits`
-    means that a sample is either right or wrong.
+    Attributes:
+        labels: the kind of labels that it needs.
+        read: returns the record of a sample from its outputs, its label and the limit.
+        prepare: returns the scorer of all records: a function of how often each sample counts, so that the score of a
+            bootstrap draw is cheap.
+        unit: the unit of the score.
+        higher_is_better: whether a higher score is better.
+        hits: whether a sample is either right or wrong.
+        rounds: the number of bootstrap draws.
     """
 
     labels: LabelKind
@@ -268,7 +275,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
 def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Sequence[Label]) -> TaskReport:
     """Returns a metric on both models, over all labelled samples, with the interval of their difference.
 
-    Only one sample, and what the metric keeps of each, is in memory.
+    Only one sample, and the records of all, are in memory.
 
     Raises:
         UsageError: there is no such metric or decoder.
@@ -289,7 +296,7 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
 def compare_records(
     limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any], mismatch: str | None = None
 ) -> TaskReport:
-    """Returns a metric on both models from what was kept of each sample, with the interval of their difference.
+    """Returns a metric on both models from the records of each sample, with the interval of their difference.
 
     A `mismatch` says why the other model has no figure.
 
@@ -327,7 +334,7 @@ def compare_records(
 
 
 def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
-    """Returns what the metric of a limit keeps of one sample.
+    """Returns the record of one sample for the metric of a limit (`TaskMetric.read`).
 
     Raises:
         DataError: an output is not finite, or is nothing that the metric reads.
@@ -339,7 +346,7 @@ def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
 
 
 def read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
-    """Returns what the metric of a limit keeps of each sample, lazily.
+    """Yields the record of each sample for the metric of a limit.
 
     Raises:
         DataError: an output is not finite, or is nothing that the metric reads.
@@ -531,9 +538,10 @@ def _read_own(name: str, function: Callable[..., Any], outputs: Tensors, label: 
 
 
 MOST_SAMPLES = 1024
-"""Where the models agree on so many samples, 0.2 points of doubt are left on each side (Agresti and Min 2005)."""
+"""The most samples that are compared with labels: if the models agree on so many, the interval of the drop is 0.2
+points to each side (Agresti and Min 2005)."""
 TOP1 = TaskLimit(name="top1")
-"""What labels are assumed to be if nobody says it."""
+"""The metric for labels if none is named."""
 
 
 def measure_drop(

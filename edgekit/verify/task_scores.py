@@ -128,7 +128,8 @@ def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[
             least=-most / factor,
         ))  # fmt: skip
     if share is not None and (not report.higher_is_better or report.reference <= 0.0):
-        yield Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
+        reason = "lower is better" if not report.higher_is_better else "the float model's is not above 0"
+        yield Judgement(failures=(f"cannot be limited by min_share, since {reason}; use max_drop",))
     elif share is not None:
         low, high = report.share_interval or (0.0, 0.0)
         yield _judge_loss(report, limit, _Loss(

@@ -18,7 +18,7 @@ from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.fix import fix_model, fix_quantized, list_asked
+from edgekit.prepare.fix import fix_model, fix_quantized, list_required
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
@@ -345,8 +345,8 @@ def test_the_kernel_of_an_lstm_is_coarse_and_its_parts_are_not(direction: str, t
     # If this fails with a new version of QNN, its kernel is right, and the rewrite can go.
     assert 25 < measure_simulator(path, (24, 1, 16), tmp_path / "whole") < 45
     target = load_target("qnn")
-    assert "split-lstm" in list_asked(target, stays_float=True)
-    fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_asked(target, stays_float=True))
+    assert "split-lstm" in list_required(target, stays_float=True)
+    fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_required(target, stays_float=True))
     assert [(fix.id, len(fix.nodes)) for fix in fixed.fixes] == [("split-lstm", 1)]
     assert measure_simulator(fixed.model.path, (24, 1, 16), tmp_path / "parted") > 50
 

@@ -10,7 +10,7 @@ from prepare_models import make_inputs, make_model, op_names, run_model
 
 from edgekit.check.advice import ADVISERS
 from edgekit.model.model import load_model
-from edgekit.prepare.fix import ASKED, REWRITES, Fix, fix_model, list_asked
+from edgekit.prepare.fix import REQUIRED_REWRITES, REWRITES, Fix, fix_model, list_required
 from edgekit.target import load_target
 
 SUM = "g (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) { s = Sum(a, b)  t = Sum(s)  y = Sum(t, c, a) }"
@@ -91,11 +91,11 @@ def test_external_data_is_copied_beside(tmp_path: Path) -> None:
 
 
 def test_every_rewrite_has_advice() -> None:
-    assert set(REWRITES) - set(ASKED) <= {adviser.id for adviser in ADVISERS}
+    assert set(REWRITES) - set(REQUIRED_REWRITES) <= {adviser.id for adviser in ADVISERS}
 
 
 def test_a_target_with_weights_in_blocks_asks_for_products_of_three_dimensions() -> None:
-    assert list_asked(load_target("qnn", {"blocks": "32"})) == ("gemm-to-matmul", "half-to-float")
-    assert list_asked(load_target("qnn")) == ("half-to-float",)
-    assert list_asked(load_target("qnn"), stays_float=True) == ("split-lstm",)
-    assert list_asked(load_target("coreml")) == ()
+    assert list_required(load_target("qnn", {"blocks": "32"})) == ("gemm-to-matmul", "half-to-float")
+    assert list_required(load_target("qnn")) == ("half-to-float",)
+    assert list_required(load_target("qnn"), stays_float=True) == ("cast-by-int32", "split-lstm")
+    assert list_required(load_target("coreml")) == ()

@@ -202,8 +202,8 @@ def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -
     now = compare_with_baseline(replace(before, runs=(silent,)), before, "base.json")
     assert now.passed
     assert recheck_report(now, limits).runs[0].failures == (
-        "latency was not measured, and base.json has one to hold it against",
-        "peak memory was not measured, and base.json has one to hold it against",
+        "latency was not measured, and base.json has one to compare it with",
+        "peak memory was not measured, and base.json has one to compare it with",
     )
 
 

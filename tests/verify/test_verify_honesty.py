@@ -12,7 +12,7 @@ from edgekit.bundle.golden import read_outputs
 from edgekit.data.samples import Samples, order_for_runs, select_samples
 from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.metrics.fidelity import Sides, describe_origin, find_permutation, find_replay, find_unfaithful
-from edgekit.verify.own_model import find_half_values, find_sameness
+from edgekit.verify.own_model import find_equal_outputs, find_half_values
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import RunReport
 
@@ -110,9 +110,9 @@ def test_grids_and_outputs_that_did_not_come_back_are_no_half_precision() -> Non
 
 def test_samples_that_all_give_the_same_are_told() -> None:
     row = np.ones((1, 4), np.float32)
-    assert "for all 9 samples" in find_sameness(rows_of([row] * 9))[0]
-    assert not find_sameness(rows_of([*[row] * 8, row + 1]))
-    assert not find_sameness(rows_of([row]))
+    assert "for all 9 samples" in find_equal_outputs(rows_of([row] * 9))[0]
+    assert not find_equal_outputs(rows_of([*[row] * 8, row + 1]))
+    assert not find_equal_outputs(rows_of([row]))
 
 
 SPREAD = np.random.default_rng(0).uniform(-0.9, 0.9, (16, 6))

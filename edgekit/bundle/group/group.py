@@ -25,7 +25,7 @@ from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strict
 from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, render_template
 from edgekit.errors import BundleError, UsageError
-from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_place, read_words
+from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_external_entries, read_place
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import TaskLimit
@@ -345,7 +345,8 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
         others = {
             tensor.name: _locate(tensor, models[name].path.parent)
             for tensor in proto.graph.initializer
-            if tensor.data_location == onnx.TensorProto.EXTERNAL and read_words(tensor).get("location") != file.name
+            if tensor.data_location == onnx.TensorProto.EXTERNAL
+            and read_external_entries(tensor).get("location") != file.name
         }
         own = path.with_name(f"{path.name}.data")
         for other, offset in (_write_weights(own, others) if others else {}).items():

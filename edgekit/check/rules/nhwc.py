@@ -1,7 +1,7 @@
-"""What a change of the layout to NHWC leaves behind at the outputs of a graph.
+"""The Transposes that ONNX Runtime's layout transformation to NHWC leaves at the outputs of a graph.
 
-ONNX Runtime puts a Transpose before and behind each operator whose provider wants channels last, and pushes them on
-through the nodes behind it (core/optimizer/layout_transformation/layout_transformation.cc,
+ONNX Runtime puts a Transpose before and after each operator whose provider wants channels last, and pushes them through
+the following nodes (core/optimizer/layout_transformation/layout_transformation.cc,
 core/optimizer/transpose_optimization/onnx_transpose_optimization.cc). Two that meet cancel; one that reaches an output
 of the graph stays there, with the element type of that output.
 """
@@ -14,13 +14,13 @@ from edgekit.graph.graph import Graph, Node
 
 Order = tuple[int, ...]
 
-# GetLayoutSensitiveOps of ONNX Runtime, and what QNN adds to it (qnn_execution_provider.cc).
+# GetLayoutSensitiveOps of ONNX Runtime, and the operators that QNN adds (qnn_execution_provider.cc).
 _LAID_OUT = frozenset({
     "AveragePool", "BatchNormalization", "Conv", "ConvTranspose", "DepthToSpace", "GlobalAveragePool", "GlobalLpPool",
     "GlobalMaxPool", "GridSample", "GroupNormalization", "InstanceNormalization", "LRN", "LpPool", "MaxPool", "Resize",
     "SpaceToDepth", "Upsample",
 })  # fmt: skip
-# Transposes go through these if they lie on the first input.
+# Operators through which a Transpose of the first input is pushed.
 _FIRST = frozenset({
     "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh",
     "DequantizeLinear", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN",
@@ -30,7 +30,7 @@ _FIRST = frozenset({
 })  # fmt: skip
 # From opset 13 on these compute along one axis, which a Transpose may move.
 _ALONG_AXIS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
-# Transposes go through these from any input; the others get the inverse.
+# Operators through which a Transpose of any input is pushed; the other inputs get the inverse.
 _ANY = frozenset({
     "Add", "And", "BitShift", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min",
     "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
@@ -42,7 +42,10 @@ _REDUCING = frozenset({
 
 
 class LeftTransposed(BaseRule, frozen=True, kw_only=True, tag="left_transposed"):
-    """Outputs of the graph of these types may have no Transpose of the layout change behind them; integers in Q may."""
+    """The provider takes no node whose output is one of the graph, of these types, and gets a Transpose for NHWC.
+
+    Quantized outputs are excepted.
+    """
 
     dtypes: tuple[str, ...]
 
@@ -60,7 +63,7 @@ class LeftTransposed(BaseRule, frozen=True, kw_only=True, tag="left_transposed")
 
 
 def find_orders(graph: Graph) -> dict[str, Order]:
-    """Returns for each value that is stored in another order of its axes the Transpose that restores it."""
+    """Returns the `perm` that restores the original axes, for each tensor that is stored with its axes permuted."""
     orders: dict[str, Order] = {}
     for node in graph.nodes:
         order = _order_after(graph, node, orders) if node.domain in MAIN_DOMAINS else None
@@ -79,7 +82,7 @@ def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order]) -> Order
     if op == "Concat":
         computed = [name for name in node.input if name not in graph.constants]
         moved = [orders[name] for name in computed if name in orders]
-        # ONNX Runtime's estimate of the cost: what goes away must outweigh what is added at other inputs and behind it.
+        # ONNX Runtime's cost estimate: the removed Transposes must outweigh those added at other inputs and after it.
         return moved[0] if 2 * len(moved) - len(computed) > 1 else None
     order = orders.get(node.input[0])
     if order is None:
@@ -100,7 +103,7 @@ def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order]) -> Order
 
 
 def _axes_of(graph: Graph, node: Node, rank: int) -> tuple[int, ...] | None:
-    """Returns the axes that a node drops or adds, None if they are computed or left out."""
+    """Returns the axes that a node removes or adds, None if they are computed or absent."""
     if node.op_type in {"ArgMax", "ArgMin"}:
         return (node.integer("axis", 0) % rank,)
     given = graph.array(node.input[1]) if node.has_input(1) else None

@@ -42,7 +42,11 @@ class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
-    """The shapes allowed for input C; N is the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
+    """The shapes allowed for input C of a Gemm with B [K, N].
+
+    "row" is [N] or [1, N], "scalar" [], "one" [1], "column" [M, 1], "matrix" any of rank 2, and "first" XNNPACK's test:
+    the first dimension equals one of B's.
+    """
 
     shapes: tuple[Literal["row", "scalar", "one", "column", "matrix", "first"], ...]
 

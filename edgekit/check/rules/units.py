@@ -84,7 +84,11 @@ class Operand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """A node alone, or a node with its DQs, Qs and redundant activation; `members` are node positions."""
+    """A node alone, or a node with its DQs, Qs and redundant activation.
+
+    `members` are the positions of all its nodes in the graph. `inputs` and `outputs` are those of `node`, each with its
+    quantization if a DQ or Q of the unit gives one.
+    """
 
     node: Node
     members: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 ONNX Runtime writes parts of the file in the order of a hash table that is seeded anew in each process, gives
 ReorderOutput nodes their indices and names in that order, and saves optimisations that it cannot replay. This module
-adds the missing operator to such optimisations, numbers the nodes by their outputs, sorts every list that has no order,
-and lays out tables, vectors, strings and weights front to back by fixed rules.
+adds the missing operator to such optimisations, numbers these nodes by their outputs, sorts every list without a
+defined order, and lays out tables, vectors, strings and weights by fixed rules.
 
 ORT 1.31 saves the QDQ actions of MatMul and Split without the operator they produce (they have no `RunForSave` of their
 own, `qdq_actions.cc`), and then refuses the file where saved optimisations are switched on: "Not enough produced nodes
@@ -71,7 +71,7 @@ _OWN_DOMAINS = frozenset({
 
 
 def drop_foreign_opsets(root: Record) -> None:
-    """Drops, in place, the opsets of custom operators that no node of the model has.
+    """Drops, in place, the opset imports of custom operators that no node uses.
 
     ONNX Runtime writes each domain that its process knows, including those that an earlier session loaded for another
     model.
@@ -83,7 +83,7 @@ def drop_foreign_opsets(root: Record) -> None:
 
 
 def repair_saved(root: Record) -> None:
-    """Adds, in place, the operator to each saved action that lacks it."""
+    """Adds the produced operator to each saved optimisation that lacks it, and its kernel types, in place."""
     model = table(root, "model")
     # A model may import the main domain twice, as "" and as "ai.onnx": the newer opset counts.
     imported = (entry for entry in records(model, "opset_import") if text(entry, "domain") in {"", "ai.onnx"})
@@ -93,7 +93,7 @@ def repair_saved(root: Record) -> None:
         for entry in records(table(graph, "runtime_optimizations"), "records"):
             for saved in records(entry, "runtime_optimization_records"):
                 action = text(saved, "action_id")
-                # A later ONNX Runtime may write the operator itself: that one stays.
+                # A later ONNX Runtime may write the operator itself.
                 if action not in {"MatMul", "dropSplitQDQ"} or saved.get("produced_op_ids"):
                     continue
                 if action == "dropSplitQDQ":
@@ -107,8 +107,7 @@ def repair_saved(root: Record) -> None:
                 produced.add(op)
     known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
     present = {text(entry, "op_id") for entry in known}
-    # A minimal build looks kernels up by these entries: without an entry, an operator is "not found" although it is
-    # linked in.
+    # A minimal build finds kernels by these entries only.
     for op in sorted(produced - present):
         arguments: list[Record] = []
         for name, places in _TYPES[op].items():
@@ -126,8 +125,7 @@ _EDGE = struct.Struct("<Iii")
 def renumber_reorders(graph: Record) -> None:
     """Gives ReorderOutput nodes indices and names in the order of their outputs, in place.
 
-    A graph with saved optimisations stays as it is: these refer to nodes by index, and such a graph has no
-    ReorderOutput.
+    A graph with saved optimisations, which refer to nodes by index, has no ReorderOutput and stays as it is.
     """
     if "runtime_optimizations" in graph:
         return
@@ -151,14 +149,14 @@ def renumber_reorders(graph: Record) -> None:
 
 
 def _set_index(record: Record, name: str, index: int) -> None:
-    """Sets a number of a table; the default zero is left out, as in the format."""
+    """Sets a number of a table; as in ONNX Runtime's files, the default zero is left out."""
     record.pop(name, None)
     if index:
         record[name] = index.to_bytes(4, "little")
 
 
 CANONICAL_VERSION = 1
-"""Grows with each change of the layout, since a change alters every digest."""
+"""The version of the canonical form; increment it with each change, which alters every digest."""
 
 KNOWN_FORMATS = ("5", "6")
 
@@ -206,9 +204,9 @@ def is_canonical(path: Path) -> bool:
 
 
 def sort_tables(record: Record, kind: str) -> Record:
-    """Returns a table in which every list without an order is sorted by its key, recursively.
+    """Returns a table with every list that has a sort key in the schema sorted by it, recursively.
 
-    Its nodes whose indices have no order are given others in place.
+    The ReorderOutput nodes of a graph are renumbered in place.
     """
     fields = {field.name: field for field in SCHEMA[kind]}
     # Node indices of x64 files come from a hash table too, and everything that is sorted below refers to them.

@@ -1,4 +1,4 @@
-"""Which operators a custom minimal build of ONNX Runtime needs, and which of them a build lacks for a model.
+"""The operators that a custom minimal build of ONNX Runtime needs, and those that a build lacks for a model.
 
 The config's format is that of ORT's `tools/python/util/reduced_build_config_parser.py`.
 """
@@ -21,10 +21,10 @@ _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Valu
 
 
 def list_type_entries(models: Sequence[Path]) -> dict[tuple[str, str], str]:
-    """Returns the types of each operator as a build's config limits them, in JSON, by domain and operator.
+    """Returns the types that each operator needs, as JSON for a build's config, by domain and operator.
 
-    An operator has no entry if its kernel has no separate code for each type, or if no node of the files is of it:
-    operators that only saved optimisations produce are built with all their types.
+    An operator has no entry, and is built with all types, if its kernel has no separate code for each type, or if only
+    saved optimisations produce it.
 
     Raises:
         ModelError: the tool cannot read a file.
@@ -65,19 +65,19 @@ class _Entry(msgspec.Struct, frozen=True):
 Operators = dict[tuple[str, int], frozenset[str]]
 """Operators by domain and opset."""
 Types = dict[tuple[str, str], frozenset[str]]
-"""The types that operators, by domain and name, are limited to, such as `input 0 float`; others have all types."""
+"""The types to which operators are limited, by domain and name, such as `input 0 float`; others have all types."""
 
 
 def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -> None:
-    """Writes the config of a build that runs every one of these ORT-format files; no path enters it.
+    """Writes the config of a build that runs every one of these ORT-format files; it does not contain their paths.
 
     A runtime-style file should be listed together with its full-style file: only the latter has the layouts that a
     session gives to the operators of saved optimisations.
 
     Args:
         models: ORT-format files.
-        out: where the config goes.
-        types: limits each operator to the types that its nodes have, which makes the build smaller still.
+        out: the path of the config.
+        types: limits each operator to the types that its nodes have, for a smaller build.
 
     Raises:
         UsageError: no file is given.
@@ -179,7 +179,7 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
         missing = _read_entry(entry, config) - limits.get((domain, name), frozenset())
         if (domain, name) in limits and missing:
             lacking.append(f"{domain}:{name} ({', '.join(sorted(missing))})")
-    # Nodes do not tell which types a produced operator needs: any limit on its types may be too tight.
+    # The types that a produced operator needs are unknown: any limit may be too tight.
     lacking += [
         f"{domain}:{name} (all types: it comes with saved optimisations)"
         for domain, name in sorted(limits)

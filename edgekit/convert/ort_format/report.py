@@ -46,7 +46,7 @@ ABSENT_NODE = 0xFFFFFFFF
 """The node index that a saved optimisation holds in place of a missing node (ORT's kEmptyNodeIndex)."""
 
 # ORT's `core/flatbuffers/schema/README.md`: version 5 added the kernel type strings, version 6 the float8 types. Which
-# ONNX Runtimes write 6 was measured (model/versions.py).
+# ONNX Runtimes write 6 was measured (`ORT_FORMATS` in model/model.py).
 _WRITERS = {"4": "ONNX Runtime 1.12 or older", "5": "ONNX Runtime 1.13 to 1.15", "6": "ONNX Runtime 1.16 or newer"}
 
 
@@ -79,11 +79,11 @@ class OrtGraph(msgspec.Struct, frozen=True, kw_only=True):
 class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of an ORT-format file.
 
-    `format_version` is the version at its beginning, and `writer` says which ONNX Runtimes write that version; their
-    own version is not in the file. `canonical_form` is the version of edgekit's canonical order, None if the file is
-    not in it. `ops` counts the nodes of every graph, subgraphs included, by domain and operator; `saved_optimizations`
-    counts those of the runtime style by the operator they produce. `kernels` are the operators that a build must have,
-    as `domain:operator:opset`, and `types` the element types that occur.
+    `writer` says which ONNX Runtimes write `format_version`; their own version is not in the file. `canonical_form` is
+    the version of edgekit's canonical order, None if the file is not in it. `ops` counts the nodes of all graphs,
+    subgraphs included, by domain and operator; `saved_optimizations` counts those of the runtime style by the operator
+    they produce. `kernels` are the operators that a build needs, as `domain:operator:opset`, and `types` the element
+    types that occur.
     """
 
     format_version: str
@@ -159,7 +159,7 @@ def read_graph(path: Path) -> OrtGraph:
 
 
 def read_nodes(graph: Record) -> tuple[OrtNode, ...]:
-    """Returns the nodes of a graph."""
+    """Returns the nodes of a graph as `OrtNode`."""
     return tuple(
         OrtNode(
             index=number(node, "index"),
@@ -173,7 +173,7 @@ def read_nodes(graph: Record) -> tuple[OrtNode, ...]:
 
 
 def bare_op(op_id: str) -> str:
-    """Returns the operator of ORT's `domain:op:version`, without the version."""
+    """Returns `domain.op`, or `op` of ONNX's own domain, from ORT's `domain:op:version`."""
     domain, _, rest = op_id.partition(":")
     return _qualified(domain, rest.rpartition(":")[0] or rest)
 
@@ -209,14 +209,12 @@ def _count(ops: Iterator[str]) -> dict[str, int]:
     return dict(sorted(collections.Counter(ops).items()))
 
 
-# Which nodes of a converted file will run, and which INT8 nodes among them stayed float.
-
 # The order in which a session replays them (ORT's `graph_transformer_utils.cc`).
 _REPLAY_ORDER: Mapping[str, int] = {
     "QDQSelectorActionTransformer": 0, "ConvActivationFusion": 1, "MatMulNBitsFusion": 2,
 }  # fmt: skip
 
-# The operators that do nearly all the work and have 8-bit kernels in ORT's CPU provider.
+# Operators with weights that have 8-bit kernels in ORT's CPU provider; they take nearly all the time.
 _FLOAT_OPS = {
     "Conv": "Conv", "com.microsoft.FusedConv": "Conv", "Gemm": "Gemm", "com.microsoft.FusedGemm": "Gemm",
     "MatMul": "MatMul", "com.microsoft.FusedMatMul": "MatMul",
@@ -238,7 +236,7 @@ class UnfusedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
-    """Returns the nodes that are left after a session has replayed the saved optimisations.
+    """Returns the nodes that remain after a session has replayed the saved optimisations.
 
     An optimisation whose nodes no longer exist is skipped. A DQ node is removed when no node reads it any more (ORT's
     `selectors_actions/actions.cc`).
@@ -256,7 +254,7 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
         made = {name for node in members for name in node.outputs}
         read = [name for node in members for name in node.inputs]
         for op_id in saved.produces:
-            # The fused node, with just what is needed to count and connect it.
+            # The fused node, with the fields that are needed to count and connect it.
             left[next(fresh)] = OrtNode(
                 index=-1,
                 name=next((node.name for node in members if node.op != "DequantizeLinear"), ""),
@@ -275,9 +273,9 @@ def count_ops(nodes: Iterable[OrtNode]) -> dict[str, int]:
 
 
 def find_unfused(nodes: Iterable[OrtNode], outputs: Iterable[str]) -> tuple[UnfusedNode, ...]:
-    """Returns the Conv, Gemm and MatMul nodes that read from DQ nodes, feed a Q node, and will run in float.
+    """Returns the Conv, Gemm and MatMul nodes between DQ and Q nodes that will run in float.
 
-    `outputs` are those of the graph: an output of the graph has to be float, so its node is not counted.
+    Nodes of the graph's `outputs`, which must be float, are not among them.
     """
     left = tuple(nodes)
     dequantized = {name for node in left if node.op == "DequantizeLinear" for name in node.outputs}

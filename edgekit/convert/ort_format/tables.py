@@ -1,6 +1,6 @@
-"""Reads an ORT-format file into records, of which no byte is trusted, and writes records as one.
+"""Reads an ORT-format file (flatbuffers) into records, without trusting any byte, and writes records to such a file.
 
-`schema.toml` defines the tables and what each of their slots holds.
+`schema.toml` defines the tables and their slots.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ NUMBER_SIZES = {"b": 1, "B": 1, "?": 1, "i": 4, "I": 4, "f": 4, "q": 8, "edge": 
 """The size of each kind of number in bytes; `edge` is the struct EdgeEnd (node index, source and destination slot)."""
 
 UNIONS = {"TypeInfoValue": {1: "TensorTypeAndShape", 2: "SequenceType", 3: "MapType"}}
-"""Which table a union holds, by the number in the slot before it."""
+"""The tables that a union may hold, by the number in the slot before it."""
 
 ROOT = "InferenceSession"
 
@@ -41,7 +41,7 @@ _SCALARS = frozenset({*NUMBER_SIZES, "string", "weights", "deprecated"})
 
 
 def _read_field_kind(name: str, text: str) -> Field:
-    """Returns a line of `schema.toml` as a field."""
+    """Returns a field from its line in `schema.toml`, for example `[Tensor] sorted by name`."""
     word, _, order = text.partition(" sorted by ")
     bare = word.strip("[]")
     kind = bare if bare in _SCALARS else "union" if bare in UNIONS else "table"
@@ -60,7 +60,7 @@ SCHEMA: Mapping[str, tuple[Field, ...]] = {
 
 Value: TypeAlias = "bytes | memoryview | Record | list[bytes] | list[Record]"
 Record: TypeAlias = dict[str, Value]
-"""The fields that are present in a table: numbers and vectors of numbers as raw bytes of the file, strings as bytes."""
+"""The fields that are present in a table; numbers and vectors of numbers are raw bytes of the file, strings bytes."""
 
 IDENTIFIER = b"ORTM"
 _MAX_DEPTH = 128
@@ -88,7 +88,7 @@ class TableFile:
         return ModelError(f"'{self._name}' is no whole ORT-format file: {reason}", hint="convert the .onnx model again")
 
     def _spend(self, parts: int) -> None:
-        """Counts tables and list items against the file's size: each occupies four bytes, unless a file shares them."""
+        """Refuses files with more tables and list items than bytes for them: a malicious file may share parts."""
         self._parts += parts
         if self._parts > len(self._data) // 4:
             raise self._broken("its tables share parts")
@@ -209,17 +209,17 @@ def iterate_graphs(graph: Record) -> Iterator[Record]:
                     yield from iterate_graphs(body)
 
 
-# What is written, by fixed rules that determine the position of every byte: the header; each distinct vtable once,
-# sorted by its bytes; tables and vectors in the order of a walk from the root; each distinct string once, sorted;
-# weights in the order of the walk, aligned so that kernels can use them in place.
+# The order of a written file: the header; each distinct vtable once, sorted by its bytes; tables and vectors in the
+# order of a depth-first walk from the root; each distinct string once, sorted; weights in the order of the walk,
+# aligned so that kernels can use them in place.
 _MAX_BYTES = 2**31 - 1
 _HEADER_BYTES = 8
 
 
 class _Part(msgspec.Struct, eq=False):
-    """A vtable, table, vector, string or weights, with the positions of its offsets to other parts.
+    """A vtable, table, vector, string or weights, with the positions of its offsets to other parts (`links`).
 
-    The first `lead` bytes come before what is aligned. `data` follow the `content`: weights stay in the source's bytes.
+    The bytes after the first `lead` are aligned. `data` are written after `content`: weights need not be copied.
     """
 
     content: bytearray
@@ -267,7 +267,7 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Walk:
-    """Collects the parts of a file; a parent comes before the tables, vectors and weights that it points to."""
+    """Collects the parts of a file, each before the tables, vectors and weights that it points to."""
 
     def __init__(self) -> None:
         self.vtables: dict[bytes, _Part] = {}
@@ -301,7 +301,7 @@ class _Walk:
             block.links += [(4 + 4 * at, self._add_value(value[at], field)) for at in range(len(value))]
             return block
         if field.kind == "weights":
-            # Used in place (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a time.
+            # They may be used in place (session.use_ort_model_bytes_for_initializers), by kernels that load 64 bytes.
             align = 64 if len(value) >= 64 else 16 if len(value) >= 16 else 8
             self.weights.append(_Part(bytearray(count), align=align, lead=4, data=value))
             return self.weights[-1]

@@ -21,14 +21,14 @@ from edgekit.graph.match import (
     walk_product,
 )
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
-from edgekit.prepare.rewrites.split_attention import real
+from edgekit.prepare.rewrites.split_attention import read_float
 
 
 @node_rewrite(
     "clip-to-relu", {"Clip"}, "write {count} of Clip from zero to nothing as Relu, which is the same", since=11
 )
 def clip_to_relu(writer: Writer) -> None:
-    """Rewrites Clip(x, 0, no upper bound) to Relu(x); both give the same result for any number."""
+    """Rewrites Clip(x, 0, no upper bound) to Relu(x), with the same result for any number."""
     graph, node = writer.graph, writer.node
     dtype = graph.value(node.input[1]).dtype if node.has_input(1) else None
     if dtype is None or dtype not in FLOATS:
@@ -105,14 +105,13 @@ def split_hard_swish(writer: Writer) -> None:
 def join_hard_swish(writer: Writer) -> None:
     """Fuses x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), into HardSwish(x).
 
-    The factors may stand in any order. The last node of the pattern is replaced. The last bits may differ (1e-6
-    relative).
+    The factors may be in any order. The last node of the pattern is replaced. The last bits may differ (1e-6 relative).
     """
     graph = writer.graph
     whole = scaled_by(graph, writer.node, 1 / 6)
     product = made_by(graph, writer.node.output[0] if whole is None else whole, "Mul")
     for data, gate in permutations(product.input, 2) if product is not None else ():
-        # Where the product is divided by 6, its gate is Clip(x + 3, 0, 6); else the gate is divided, or a HardSigmoid.
+        # The gate is Clip(x + 3, 0, 6) if the product is divided by 6, else Clip(...) / 6 or a HardSigmoid.
         inner = gate if whole is not None else scaled_by(graph, graph.producers.get(gate), 1 / 6)
         clip = made_by(graph, inner or "", "Clip")
         sigmoid = made_by(graph, gate, "HardSigmoid") if whole is None else None
@@ -120,34 +119,35 @@ def join_hard_swish(writer: Writer) -> None:
         if clip is not None and [graph.number(bound) for bound in clip.input[1:]] == [0, 6]:
             is_gate = other_operand(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
         elif sigmoid is not None and sigmoid.input[0] == data:
-            is_gate = is_near(real(sigmoid, "alpha", 0.2), 1 / 6) and real(sigmoid, "beta", 0.5) == 0.5
+            is_gate = is_near(read_float(sigmoid, "alpha", 0.2), 1 / 6) and read_float(sigmoid, "beta", 0.5) == 0.5
         if is_gate and graph.value(data).dtype in FLOATS:
             writer.add("HardSwish", [data])
             return
 
 
-_PICTURE = 4
+# The axes [N, C, H, W].
+_IMAGE_AXES = 4
 
 
 @node_rewrite("part-silu", {"Mul"}, since=10)
 def part_silu(writer: Writer) -> None:
     """Lets the product in x * Sigmoid(x) of 16 bits read x through a second pair of Q and DQ, for QNN.
 
-    QNN fuses the two nodes only if they read the same tensor. In pictures [N, C, H, W] its kernel for both is wrong for
-    some sizes, which depend on the operators around it (targets/qnn/NOTES.md), so it is not used for any. In tensors of
+    QNN fuses the two nodes only if they read the same tensor. For shape [N, C, H, W] its fused kernel is wrong at some
+    sizes, which depend on the operators around it (targets/qnn/NOTES.md), so it is never used there. For tensors of
     three axes it was right. The second pair has the same zero point and a scale that is larger by 2^-16, because the
-    provider drops a pair that changes nothing: a value moves by one step at most.
+    provider drops a pair that changes nothing: a value changes by one step at most.
     """
     graph, node = writer.graph, writer.node
     shape = graph.value(node.output[0]).shape
-    if shape is not None and len(shape) < _PICTURE:
+    if shape is not None and len(shape) < _IMAGE_AXES:
         return
     for place, name in enumerate(node.input):
-        read, gate = _maker(graph, name, "DequantizeLinear"), node.input[1 - place]
+        read, gate = _made_by(graph, name, "DequantizeLinear"), node.input[1 - place]
         for op in ("DequantizeLinear", "QuantizeLinear", "Sigmoid"):
-            made = _maker(graph, gate, op)
+            made = _made_by(graph, gate, op)
             gate = "" if made is None else made.input[0]
-        same = _maker(graph, gate, "DequantizeLinear")
+        same = _made_by(graph, gate, "DequantizeLinear")
         if read is None or same is None or read.input[0] != same.input[0] or not read.has_input(2):
             continue
         zero, scale = graph.constants.get(read.input[2]), graph.number(read.input[1])
@@ -162,16 +162,16 @@ def part_silu(writer: Writer) -> None:
 
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
 def flatten_softplus(writer: Writer) -> None:
-    """Computes a Softplus of 16 bits with four axes in three, between Reshapes, for QNN.
+    """Computes a 16-bit Softplus of four axes in three axes, between Reshapes, for QNN.
 
-    In pictures [N, C, H, W] QNN's kernel is wrong for some sizes (targets/qnn/NOTES.md), also in float behind 16 bits;
-    in tensors of three axes it is right. Each Reshape stands between pairs of Q and DQ with the scales that were there.
-    Softplus before Tanh, as in Mish, is right and stays.
+    For shape [N, C, H, W] QNN's kernel is wrong at some sizes (targets/qnn/NOTES.md), also in float after a 16-bit
+    input; for three axes it is right. Each Reshape gets pairs of Q and DQ with the existing scales. A Softplus before
+    Tanh, as in Mish, is right and stays.
     """
     graph, node = writer.graph, writer.node
-    shape, read = graph.static_shape(node.output[0]), _maker(graph, node.input[0], "DequantizeLinear")
+    shape, read = graph.static_shape(node.output[0]), _made_by(graph, node.input[0], "DequantizeLinear")
     written = [reader for reader in graph.readers(node.output[0]) if reader.op_type == "QuantizeLinear"]
-    if shape is None or len(shape) != _PICTURE or read is None or not read.has_input(2) or len(written) != 1:
+    if shape is None or len(shape) != _IMAGE_AXES or read is None or not read.has_input(2) or len(written) != 1:
         return
     zero, after = graph.constants.get(read.input[2]), written[0]
     again = [reader for each in graph.readers(after.output[0]) for reader in graph.readers(each.output[0])]
@@ -187,20 +187,20 @@ def flatten_softplus(writer: Writer) -> None:
 
 
 def _requantize(writer: Writer, name: str, like: Node, part: str) -> str:
-    """Returns a value through Q and DQ with the scale and zero point of another such node."""
+    """Adds Q and DQ with the scale and zero point of another such node after a value, and returns the result."""
     parameters = list(like.input[1:3])
     values = writer.add("QuantizeLinear", [name, *parameters], f"{part}-values", domain=like.domain)
     return writer.add("DequantizeLinear", [values, *parameters], f"{part}-again", domain=like.domain)
 
 
-def _maker(graph: Graph, name: str, op: str) -> Node | None:
-    """Returns the node that makes a value if it is this operator; ONNX Runtime has Q and DQ of its own for 16 bits."""
+def _made_by(graph: Graph, name: str, op: str) -> Node | None:
+    """Returns the node that computes a value if it is this operator, in any domain: contrib Q and DQ have 16 bits."""
     node = graph.producers.get(name)
     return node if node is not None and node.op_type == op else None
 
 
 def _add_bias(writer: Writer) -> str:
-    """Returns the first input, plus the bias if the node has one, as ONNX Runtime's BiasGelu and FastGelu may."""
+    """Returns the first input, plus the second if there is one: the bias of ONNX Runtime's BiasGelu and FastGelu."""
     node = writer.node
     return writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
 
@@ -211,7 +211,7 @@ def _add_bias(writer: Writer) -> str:
 def write_exact_gelu(writer: Writer) -> None:
     """Rewrites ONNX Runtime's FastGelu(x, bias) to its exact Gelu(x + bias); the bias is optional.
 
-    FastGelu approximates the exact formula by Tanh. Both differ by at most 4.8e-4: a hundredth of an 8-bit step over a
+    FastGelu approximates the exact formula by Tanh; they differ by at most 4.8e-4: a hundredth of an 8-bit step in a
     usual range of GELU, and less than the precision of fp16 at 1.
     """
     writer.add("Gelu", [_add_bias(writer)], domain=ORT_DOMAIN)
@@ -242,7 +242,7 @@ def _gelu_form(node: Node) -> str:
 
 
 def _write_gelu(writer: Writer) -> None:
-    """Writes x / 2 * (1 + Erf or Tanh of a multiple of x)."""
+    """Writes x / 2 * (1 + Erf(x / sqrt 2)), or the approximation with Tanh."""
     add, data, moved = writer.add, _add_bias(writer), ""
     one, half = writer.constant("one", 1), writer.constant("half", 0.5)
     bend, factor = "Erf", math.sqrt(0.5)
@@ -349,8 +349,8 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
 def join_softmax(writer: Writer) -> None:
     """Fuses exp(x - max(x)) / sum(exp(x - max(x))) along one axis into Softmax, which JAX exports in this form.
 
-    The form without the maximum, exp(x) / sum(exp(x)), is fused too. JAX takes the maximum of the values and of minus
-    infinity. The last bits may differ (1e-6 relative).
+    The form without the maximum, exp(x) / sum(exp(x)), is fused too. JAX writes max(max(x), -inf). The last bits may
+    differ (1e-6 relative).
     """
     graph, node = writer.graph, writer.node
     raised = made_by(graph, node.input[0], "Exp")
@@ -374,10 +374,10 @@ def join_softmax(writer: Writer) -> None:
     since=13,
 )
 def plain_softmax(writer: Writer) -> None:
-    """Takes away the Flatten and the Reshape around a Softmax over the last axis.
+    """Removes the Flatten and the Reshape around a Softmax over the last axis.
 
-    Up to opset 12 Softmax joined all axes from its own on, for which onnx's converter writes these nodes, also where
-    that is the last axis. No provider or quantizer would find attention and its masks in them.
+    Up to opset 12 Softmax normalised over all axes from `axis` on. onnx's converter writes it with these nodes, even if
+    `axis` is the last one, and providers and the quantizer then do not find attention and its masks.
     """
     graph, node = writer.graph, writer.node
     softmax = made_by(graph, node.input[0], "Hardmax", "LogSoftmax", "Softmax")

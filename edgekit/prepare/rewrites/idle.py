@@ -24,12 +24,12 @@ _ROI, _SCALES = 1, 2
 def drop_idle_add(writer: Writer) -> None:
     """Replaces Add(x, zeros) by Identity(x), if the zeros do not broadcast x to a larger shape.
 
-    Only one result changes: -0.0 + 0.0 is 0.0, and -0.0 stays -0.0.
+    Only -0.0 changes: -0.0 + 0.0 is 0.0, and here it stays -0.0.
     """
     graph, node = writer.graph, writer.node
     for value, added in (node.input, node.input[::-1]):
         shape, zeros = graph.value(value).shape, graph.inline(added)
-        # A MatMul with a bias, even of zeros, becomes a Gemm, which more providers take.
+        # A bias of zeros stays: MatMul and bias become a Gemm, which more providers take.
         if zeros is None or zeros.ndim == 1 or value in graph.constants or shape is None or zeros.any():
             continue
         own = shape[::-1]
@@ -71,7 +71,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
         if array is None or array.ndim != len(graph.value(scores).shape or ()):
             continue
         hides = np.isneginf(array)
-        # A mask of finite numbers and minus infinity that leaves at least one element of each row unmasked.
+        # A mask of finite numbers and -inf, with at least one finite number in each row.
         if np.isfinite(array[~hides]).all() and not hides.all(axis=axis).any():
             return count_huge_terms(graph, score) == 0
     return False
@@ -79,7 +79,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
 
 @rewrite("idle-relu", "remove {count} of Relu before a QuantizeLinear that cuts off the same")
 def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Removes each Relu that only such Q nodes read, in place, and returns the names of the nodes."""
+    """Removes each Relu that only Q nodes with the lowest zero point read, in place, and returns the nodes' names."""
     view = view_part(graph, opset)
     dropped: dict[str, str] = {}
     for node in view.nodes:
@@ -95,6 +95,7 @@ def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 
 def _cuts_at_zero(graph: Graph, node: Node) -> bool:
+    """Returns True for a QuantizeLinear that clips negative numbers to 0, as Relu does."""
     if node.op_type != "QuantizeLinear":
         return False
     if not node.has_input(2):
@@ -116,7 +117,7 @@ def drop_default_activations(graph: onnx.GraphProto, opset: int) -> tuple[str, .
 
 
 def has_default_activations(node: Node) -> bool:
-    """Returns True if an LSTM, GRU or RNN has the activation functions of one that names none."""
+    """Returns True if the activation functions of an LSTM, GRU or RNN are the default ones."""
     default = _FUNCTIONS.get(node.op_type, ())
     return tuple(name.lower() for name in node.attributes.get("activations", ())) in {(), default, 2 * default}
 
@@ -154,7 +155,7 @@ def _only_copies(graph: Graph, node: Node) -> bool:
 
 @rewrite("trailing-inputs", "leave out the empty names at the end of the inputs of {count}")
 def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - as every rewrite
-    """Leaves out the empty names at the end of each node's inputs, in place, and returns the names of the nodes."""
+    """Removes empty names at the end of each node's inputs, in place, and returns the names of the nodes."""
     changed = [node for node in graph.node if node.input and not node.input[-1]]
     for node in changed:
         while node.input and not node.input[-1]:
@@ -166,9 +167,9 @@ def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     "resize-empty-inputs", "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider"
 )
 def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Gives no name to the empty `roi` and `scales` of each Resize, in place, and returns the names of the nodes.
+    """Replaces empty tensors for `roi` and `scales` of each Resize by "", in place; returns the names of the nodes.
 
-    Both are optional from opset 13 on.
+    Both inputs are optional from opset 13 on.
     """
     empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]} if opset >= 13 else set[str]()
     changed: list[str] = []

@@ -25,8 +25,8 @@ class _Attention(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of a matched pattern that computes Softmax(scale * query @ turned + mask) @ value per head.
 
     `query` and `value` are [batch, heads, rows, size]; `turned` holds the transposed keys [batch, heads, size, rows].
-    `mask` is "" if no mask is added. `instead` is the value that a Where puts in place of NaN in the Softmax, "" if
-    there is no such Where.
+    `mask` is "" if no mask is added. `instead` is the value by which a Where replaces NaN of the Softmax, "" without
+    such a Where.
     """
 
     query: str
@@ -83,10 +83,10 @@ def join_attention(writer: Writer) -> None:
     width = sizes.heads * sizes.size
     query = _find_rows(writer, found.query, _SWAP_HEADS, "query")
     if not query:
-        beside = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
-        query = writer.add("Reshape", [beside, writer.constant("query_shape", [0, 0, width], "int64")], "query")
+        rows = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
+        query = writer.add("Reshape", [rows, writer.constant("query_shape", [0, 0, width], "int64")], "query")
     # The kernel takes key and value either both as [batch, rows, heads * size] or both as [batch, heads, rows, size].
-    # Keys as [batch, heads, rows, size], before the model's own Transpose of the last two axes.
+    # `keys` are [batch, heads, rows, size], from before the model's own Transpose of the last two axes.
     turn = made_by(graph, _skip_idle(graph, found.turned), "Transpose")
     keys = turn.input[0] if turn is not None and turn.entries("perm") == _TURN else ""
     key_rows = _find_rows(writer, keys or found.turned, _SWAP_HEADS if keys else _TURN_ROWS, "key")
@@ -233,17 +233,17 @@ def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
 def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str] | None:
     """Returns the rotated value x, and the tables [.., rows, size] that x and rotate_half(x) are multiplied by."""
     for one, other in (node.input, node.input[::-1]):
-        plain, turning = made_by(graph, one, "Mul"), made_by(graph, other, "Mul")
-        if plain is None or turning is None:
+        by_cos, by_sin = made_by(graph, one, "Mul"), made_by(graph, other, "Mul")
+        if by_cos is None or by_sin is None:
             return None
-        for turned, sin in (turning.input, turning.input[::-1]):
-            x = _find_turned(graph, turned)
-            if x is not None and x in plain.input:
-                return x, plain.input[1 - plain.input.index(x)], sin
+        for rotated, sin in (by_sin.input, by_sin.input[::-1]):
+            x = _find_rotated(graph, rotated)
+            if x is not None and x in by_cos.input:
+                return x, by_cos.input[1 - by_cos.input.index(x)], sin
     return None
 
 
-def _find_turned(graph: Graph, name: str) -> str | None:
+def _find_rotated(graph: Graph, name: str) -> str | None:
     """Returns x if a value is rotate_half(x), which is Concat(-second half, first half), else None."""
     joined = made_by(graph, name, "Concat")
     negated = made_by(graph, joined.input[0], "Neg") if joined is not None and len(joined.input) == 2 else None

@@ -1,4 +1,4 @@
-"""Operators that only move elements, in the form that most providers take: Reshape, Expand, Gather, Pad, indices."""
+"""Operators that only move elements, in the form that most providers take: Reshape, Expand, Gather and Pad."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def plain_reshape(writer: Writer) -> None:
         writer.add("Reshape", writer.node.input)
 
 
-# The largest models share a key among this many heads; a Concat of more copies costs more than it saves.
+# In the largest models, this many heads share a key; a Concat of more copies costs more than it saves.
 _MOST_COPIES = 16
 
 
@@ -58,15 +58,15 @@ _MOST_AXES = 4
 def flatten_expand(writer: Writer) -> None:
     """Rewrites an Expand of five or more axes to Reshape, Expand and Reshape, with neighbouring axes merged.
 
-    If the only reader is a Reshape, it is replaced too, and so is the Unsqueeze before the Expand, so that no value of
-    five axes remains. Values are copied only.
+    A Reshape that is the only reader is replaced too, and the Unsqueeze or Reshape before the Expand, so that no tensor
+    of five axes remains. Values are only copied.
     """
     graph, node = writer.graph, writer.node
     expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
     if expand is None:
         return
     readers = graph.readers(expand.output[0])
-    # The Reshape that alone reads the Expand is replaced in its place.
+    # If a Reshape is the only reader of the Expand, the Reshape is the node to replace.
     is_hidden = expand.output[0] in graph.outputs | graph.captured
     is_reshaped = len(readers) == 1 and readers[0].op_type == "Reshape" and not is_hidden
     if (readers[0] if is_reshaped else expand) is not node:
@@ -87,7 +87,7 @@ def flatten_expand(writer: Writer) -> None:
 
 
 def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Merges neighbouring axes that are both repeated, or both not; returns the sizes before and after."""
+    """Merges neighbouring axes if the Expand repeats both, or neither; returns (size before, size after) of each."""
     groups: list[tuple[int, int]] = []
     for old, new in zip(source, wanted, strict=True):
         last = groups[-1] if groups else None
@@ -109,9 +109,9 @@ _MOST_GATHERED = 4
     "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
 )
 def plain_gather(writer: Writer) -> None:
-    """Gathers bools as int32, and rewrites indices of five axes or more of a GatherND to rows [N, K].
+    """Gathers bools as int32, and rewrites GatherND indices of five axes or more to shape [N, K].
 
-    A Cast restores the bools and a Reshape the shape. Values are copied only.
+    A Cast restores the bools and a Reshape the shape. Values are only copied.
     """
     graph, node, rows, is_bool = writer.graph, writer.node, None, writer.dtype == "bool"
     array = graph.array(node.input[1]) if node.op_type == "GatherND" else None
@@ -124,7 +124,7 @@ def plain_gather(writer: Writer) -> None:
         value = writer.add("Cast", [value], "numbers", to=onnx.TensorProto.INT32)
     if rows is not None:
         indices = writer.constant("rows", rows, "int64")
-    # The last node makes the output, and needs no name of its own.
+    # The last node has no part name: it gets the name and output of the replaced node.
     value = writer.add(node.op_type, [value, indices], "picked", **node.attributes)
     if rows is not None:
         shape = writer.constant("shape", graph.value(node.output[0]).static_shape, "int64")
@@ -142,8 +142,8 @@ def plain_gather(writer: Writer) -> None:
 def gather_to_reshape(writer: Writer) -> None:
     """Rewrites a Gather whose constant indices enumerate the whole axis in order to Reshape.
 
-    PyTorch's dynamo exporter writes `as_strided` so: a flat tensor of 64, gathered by 0 to 63 in the shape [1,64,1,1].
-    QNN's compiler crashes on it (SIGABRT) before a Transpose or a Conv.
+    PyTorch's dynamo exporter writes `as_strided` like this, e.g. a tensor [64] with the indices 0 to 63 of shape
+    [1,64,1,1]. QNN's compiler crashes on it (SIGABRT) before a Transpose or a Conv.
     """
     found = _read_indices(writer)
     if found is None or 0 in found[0]:
@@ -155,7 +155,7 @@ def gather_to_reshape(writer: Writer) -> None:
 
 
 def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.ndarray] | None:
-    """Returns the sizes of what a Gather reads, its axis, and its constant indices, as written and from the start."""
+    """Returns the shape of a Gather's data, its axis, and its constant indices, as written and non-negative."""
     graph, node = writer.graph, writer.node
     sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
     if not sizes or indices is None:
@@ -185,9 +185,9 @@ def gather_from_start(writer: Writer) -> None:
     since=13,
 )
 def unsqueeze_arg(writer: Writer) -> None:
-    """Writes an ArgMax or ArgMin that keeps its axis as one that drops it, and an Unsqueeze.
+    """Rewrites ArgMax or ArgMin with keepdims to one without it and an Unsqueeze.
 
-    Behind a layer, the change of the layout to NHWC leaves no Transpose of the indices then.
+    After a convolution, ONNX Runtime's layout transformation to NHWC then leaves no Transpose of the indices.
     """
     node = writer.node
     if node.integer("keepdims", 1):
@@ -197,9 +197,9 @@ def unsqueeze_arg(writer: Writer) -> None:
 
 @node_rewrite("cast-by-int32", {"Cast"}, since=6)
 def cast_by_int32(writer: Writer) -> None:
-    """Casts uint8 to int32 and that to float32, for QNN, whose own kernel makes each number but 0 a 1.
+    """Casts uint8 to float32 by way of int32, for QNN, whose own Cast turns each number except 0 into 1.
 
-    Before a QuantizeLinear the provider fuses the Cast with it, which is right (targets/qnn/NOTES.md).
+    A Cast before a QuantizeLinear, with which the provider fuses it, is right and stays (targets/qnn/NOTES.md).
     """
     graph, node = writer.graph, writer.node
     ops = {reader.op_type for reader in graph.readers(node.output[0])}
@@ -221,12 +221,12 @@ def pad_reflect(writer: Writer) -> None:
         return
     if pads.size % 2 or (pads < 0).any():
         return
-    # Padding one axis after the other also gives the corners that numpy's and ONNX's reflect give.
+    # One axis after the other gives the same corners as ONNX's reflect.
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
         parts = [value]
-        # Mode reflect begins at the last but one element: the edge itself is not repeated.
+        # Mode reflect does not repeat the edge element itself.
         for side, count, start, end in (("before", before, before, 0), ("after", after, -2, -2 - after)):
             if count:
                 bounds = (("start", start), ("end", end), ("axis", axis), ("step", -1))
@@ -241,7 +241,7 @@ def pad_reflect(writer: Writer) -> None:
     "index-to-int32", {"Gather", "GatherElements"}, "give {count} of Gather 32-bit indices, which is the same", since=9
 )
 def narrow_indices(writer: Writer) -> None:
-    """Makes the computed indices of a Gather 32 bits wide; those that a Cast widened are taken from before it.
+    """Casts the computed indices of a Gather to int32, or takes them from before a Cast from int32.
 
     The result is the same to the bit.
     """

@@ -8,16 +8,16 @@ import numpy as np
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import fraction_of, keeps_axis, made_by, mean_of, other_operand, root_of, square_of, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
-from edgekit.prepare.rewrites.split_attention import input_of, real
+from edgekit.prepare.rewrites.split_attention import input_of, read_float
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
 _LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
 
 
 class _Norm(msgspec.Struct, frozen=True):
-    """A normalisation of `data` along an axis, (x - mean) / root(variance + epsilon) * scale + shift.
+    """A normalisation of `data` along an axis, (x - mean) / sqrt(variance + epsilon) * scale + shift.
 
-    One of RMS has no mean. An absent scale or shift is "".
+    An RMS normalisation has no mean. An absent scale or shift is "".
     """
 
     data: str
@@ -29,9 +29,9 @@ class _Norm(msgspec.Struct, frozen=True):
 
 
 def _find_norm(graph: Graph, name: str) -> _Norm | None:
-    """Returns the normalisation that makes a value in parts, in any order of its factors.
+    """Returns the normalisation that computes a value in parts, with its factors in any order, else None.
 
-    TensorFlow and Keras write it as x * f + (shift - mean(x) * f), where f is scale / root(variance + epsilon).
+    TensorFlow and Keras write x * f + (shift - mean(x) * f) with f = scale / sqrt(variance + epsilon).
     """
     scaled, shift, subtracted = _find_shift(graph, name)
     below = fraction_of(graph, scaled)[1]
@@ -61,7 +61,7 @@ def _find_norm(graph: Graph, name: str) -> _Norm | None:
 
 
 def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
-    """Returns a, the constant b and c where a value is a + (b - c), or a + b, or a; "" for what is absent."""
+    """Returns (a, b, c) for a value a + (b - c) with a constant b, (a, b, "") for a + b, and (a, "", "") for others."""
     added = made_by(graph, name, "Add")
     for scaled, shift in permutations(added.input) if added is not None else ():
         difference = made_by(graph, shift, "Sub")
@@ -73,10 +73,10 @@ def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
 
 
 def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
-    """Returns x, the axis, and what is squared, where a value is a variance of x or a mean of its squares.
+    """Returns x, the axis, and the squared tensor where a value is a variance of x or a mean of its squares, else None.
 
-    The variance is the mean of (x - mean(x))^2, or max(0, mean(x^2) - mean(x)^2), as JAX and Flax write it: then "" is
-    squared.
+    The variance is the mean of (x - mean(x))^2, or max(0, mean(x^2) - mean(x)^2), as JAX and Flax write it: then the
+    squared tensor is "".
     """
     spread = unshape(graph, name)
     spread = unshape(graph, other_operand(graph, made_by(graph, spread, "Max"), 0.0) or spread)
@@ -93,7 +93,7 @@ def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
 
 
 def _find_mean(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns x and an axis where a value is x minus its mean along this axis."""
+    """Returns x and an axis where a value is x - mean(x) along this axis, else None."""
     node = made_by(graph, name, "Sub")
     mean = mean_of(graph, node.input[1]) if node is not None else None
     if node is None or mean is None or mean[0] != node.input[0] or not keeps_axis(graph, node.input[1], *mean):
@@ -102,7 +102,7 @@ def _find_mean(graph: Graph, name: str) -> tuple[str, int] | None:
 
 
 def _lies_along(graph: Graph, name: str, data: str, axis: int) -> bool:
-    """Returns True if a constant has an entry for each place along an axis of `data`, and its type."""
+    """Returns True if a constant has the type of `data`, and its shape along `axis` with size 1 at all other axes."""
     value, shape = graph.value(name), graph.value(data).shape or ()
     dims = [1] * (len(shape) - len(value.shape or ())) + list(value.shape or ())
     wanted = [size if at == axis else 1 for at, size in enumerate(shape)]
@@ -124,11 +124,10 @@ def join_layer_norm(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     norm = _find_norm(graph, node.output[0])
-    # Most nodes are no norm: nothing else is asked of them.
     if norm is None or not norm.has_mean or graph.value(norm.data).dtype not in FLOATS:
         return
     shape, readers = graph.value(norm.data).shape or (), graph.readers(node.output[0])
-    # The scale or the shift behind this node belongs to the same normalisation.
+    # If the readers are normalisations too, this node is a part of a larger match, with scale or shift.
     is_part = readers and all(_find_norm(graph, reader.output[0]) is not None for reader in readers)
     size = shape[norm.axis]
     if size is None or is_part:
@@ -156,7 +155,7 @@ def join_rms_norm(writer: Writer) -> None:
     norm = _find_norm(graph, writer.node.output[0])
     if norm is None or norm.has_mean or not norm.scale or not graph.is_float_constant(norm.scale):
         return
-    # Of x - mean(x) it is a layer normalisation, which an opset below 17 does not have.
+    # The scale must be a vector along the last axis.
     if len(graph.value(norm.scale).shape or ()) == 1 and norm.axis == len(graph.value(norm.data).shape or ()) - 1:
         op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
         writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
@@ -236,7 +235,7 @@ def split_skip_norm(writer: Writer) -> None:
         source = writer.add("Add", [source, bias], "biased")
     total = writer.add("Add", [source, node.input[1]], "sum")
     if len(node.output) > _SUM and node.output[_SUM]:
-        # Other nodes read the sum under the name of this output.
+        # The node's fourth output is the sum.
         writer.nodes[-1].output[0] = total = node.output[_SUM]
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
     writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.attributes.get("epsilon", 1e-5))
@@ -280,4 +279,4 @@ def split_embed_norm(writer: Writer) -> None:
             add("Identity", [writer.constant("none", [0] * shape[0], "int32")], "counted")
         writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
-    add("LayerNormalization", norm, axis=-1, epsilon=real(node, "epsilon", 1e-12))
+    add("LayerNormalization", norm, axis=-1, epsilon=read_float(node, "epsilon", 1e-12))

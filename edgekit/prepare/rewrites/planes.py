@@ -1,4 +1,4 @@
-"""Layers along one axis, such as those of sound, as layers of planes, for providers that take four axes only."""
+"""Turns 1D convolutions and pooling, [N, C, L], into 2D ones, [N, C, 1, L], for providers that take only four axes."""
 
 import numpy as np
 import onnx
@@ -8,15 +8,15 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.rewrite import FLOATS, reshape_tensor, rewrite
 from edgekit.model.model import refill
 
-# [N, C, L] becomes [N, C, 1, L]; in a Reshape 0 keeps a dimension, -1 takes the rest.
+# The shapes of Reshapes to [N, C, 1, L] and back; 0 keeps a dimension, -1 is the rest.
 _PLANE, _LINE = (0, 0, 1, -1), (0, 0, -1)
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"})
-# Operators that compute each value by itself, or join tensors along their channels: they may lie between two layers.
+# Elementwise operators, and Concat along the channels: they may lie between two layers.
 _ELEMENTWISE = frozenset(
     {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Softplus", "Tanh"}
 )
 _JOINING = frozenset({"Add", "Concat", "Div", "Mul", "PRelu", "Sub"})
-# A Reshape takes its shape as an input from here on.
+# The first opset in which the shape of a Reshape is an input.
 _SINCE = 5
 # The value of an attribute along the new axis.
 _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
@@ -27,10 +27,10 @@ _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
     "give {count} that work along one axis a second one of size 1, between Reshapes, which is the same",
 )
 def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Gives Conv and pooling of [N, C, L] an axis of size 1, in place, and returns the names of the changed nodes.
+    """Adds an axis of size 1 to Conv and pooling of [N, C, L], in place, and returns the names of the changed nodes.
 
-    What lies between two of them and computes each value by itself, such as an activation or a residual sum, gets it
-    too, so that a network needs two Reshapes in all.
+    Elementwise operators between them, such as activations or residual sums, get it too, so that a network needs only
+    two Reshapes.
     """
     if opset < _SINCE or not any(node.op_type in _POOLS | {"Conv"} for node in graph.node):
         return ()
@@ -68,13 +68,13 @@ def _can_follow(view: Graph, node: Node, made: dict[str, str]) -> bool:
         return node.input[0] in made
     if node.op_type not in _JOINING or (node.op_type == "Concat" and node.integer("axis", 0) != 1):
         return False
-    # A constant of fewer axes is broadcast, one of more makes a tensor of more.
+    # Constants of fewer axes are broadcast; with one of more axes, the output has more.
     wanted = [name for name in node.input if name not in view.constants]
     return all(len(view.value(name).shape or ()) == 3 for name in (*wanted, node.output[0]))
 
 
 class _Planes:
-    """The nodes of a graph so far: `made` has the tensor of four axes for one of three, `lines` the Reshapes back."""
+    """The new nodes of a graph: `made` maps tensors to theirs of four axes, `lines` names the Reshapes back."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -83,7 +83,7 @@ class _Planes:
         self.lines: set[str] = set()
 
     def write_layer(self, view: Graph, node: Node) -> None:
-        """Writes a Conv or a pooling operator of planes."""
+        """Adds the 2D form of a Conv or a pooling operator."""
         given = [self._raise(node, node.input[0]), *node.input[1:]]
         if node.op_type == "Conv":
             outputs, inputs, size = view.constants[node.input[1]].dims
@@ -91,7 +91,7 @@ class _Planes:
         self._write(node, given)
 
     def write_elementwise(self, view: Graph, node: Node) -> None:
-        """Writes an operator that computes each value by itself."""
+        """Adds the form with four axes of an elementwise operator or Concat."""
         given = list(node.input)
         for place, name in enumerate(node.input if node.op_type in _JOINING else node.input[:1]):
             if name not in view.constants:
@@ -107,7 +107,7 @@ class _Planes:
         self.made[name] = new.output[0] = f"{name}/plane"
         for attribute in new.attribute:
             if attribute.name in _ALONG:
-                # One value, and of pads one for each end.
+                # Before each value, that of the new axis; pads have a value for each end.
                 attribute.ints[:] = [each for value in attribute.ints for each in (_ALONG[attribute.name], value)]
         self.nodes += [new, self._make_reshape(f"{node.proto.name}/line", self.made[name], name, _LINE)]
         self.lines.add(self.nodes[-1].name)

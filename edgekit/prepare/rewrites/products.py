@@ -1,6 +1,6 @@
 """Products and sums in the form that most providers take: Gemm, MatMul, Neg and Sum.
 
-int8 weights are stored as uint8 for kernels that compute int8 ones wrongly or not at all; real values do not change.
+int8 weights are stored as uint8 for kernels that compute int8 ones wrongly or not at all; dequantized values stay.
 """
 
 import math
@@ -20,9 +20,9 @@ _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
 @node_rewrite("gemm-to-matmul", {"Gemm"}, since=7)
 def gemm_to_matmul(writer: Writer) -> None:
-    """Rewrites Reshape([1, M, K] to [M, K]), Gemm with a constant [K, N] to MatMul, Add, Reshape to [M, N].
+    """Rewrites Reshape from [1, M, K] to [M, K] and Gemm with a constant [K, N] to MatMul, Add, Reshape to [M, N].
 
-    Each result is the same sum of products. This undoes ONNX Runtime's MatMulAddFusion.
+    The MatMul has an input of three dimensions. This undoes ONNX Runtime's MatMulAddFusion.
     """
     graph, node = writer.graph, writer.node
     source = graph.producers.get(node.input[0])
@@ -79,7 +79,7 @@ def plain_gemm(writer: Writer) -> None:
 def flat_bias(writer: Writer) -> None:
     """Rewrites Gemm with a constant bias [1, N], as scikit-learn's layers have, to Gemm with a bias [N].
 
-    XNNPACK takes no other, and ONNX Runtime's quantizer gives the weight a scale for each column only then.
+    Only with this does XNNPACK take a Gemm, and ONNX Runtime's quantizer give its weight a scale per column.
     """
     node, bias = writer.node, writer.graph.constants.get(writer.node.input[2]) if writer.node.has_input(2) else None
     if bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
@@ -96,9 +96,9 @@ def flat_bias(writer: Writer) -> None:
 def matmul_to_2d(writer: Writer) -> None:
     """Rewrites [..., M, K] @ constant [K, N] to Reshape to [-1, K], MatMul, and Reshape to [..., M, N].
 
-    A constant [M, K] on the left, such as the matrix of a Fourier transform, goes to the right of transposed data,
-    since NNAPI and XNNPACK take constants there only: constant @ x = (x^T @ constant^T)^T. Each result is the same sum
-    of products; the order of summation may differ (1e-6 relative).
+    A constant [M, K] on the left, such as the matrix of a Fourier transform, moves to the right, since NNAPI and
+    XNNPACK take constants only there: constant @ x = (x^T @ constant^T)^T. The order of summation may differ (1e-6
+    relative).
     """
     constants, add = writer.graph.constants, writer.add
     (left, right), shapes = writer.node.input, [writer.graph.value(name).static_shape for name in writer.node.input]
@@ -150,9 +150,8 @@ def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ..
 def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -> tuple[str, ...]:
     """Turns constant int8 inputs of DequantizeLinear into uint8 with zero points 128 higher, in place.
 
-    With `ops`, only constants that nodes of these operators read beside unsigned or float inputs are changed. Constants
-    that other nodes read too, and weights in an external file, are left alone. Returns the names of the nodes that read
-    what was changed.
+    With `ops`, only for nodes of these operators whose other input is unsigned or float. Constants that other nodes
+    read too, and external data, stay. Returns the names of the nodes behind the changed DequantizeLinear nodes.
     """
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer):
         return ()
@@ -167,7 +166,7 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
         ):
             continue
         if math.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
-            # The model was loaded without its weights: rules look at the type only.
+            # The model was loaded without its weights, for a check, which needs the type only.
             tensor.data_type = onnx.TensorProto.UINT8
         else:
             tensor.CopyFrom(numpy_helper.from_array(_add_128(numpy_helper.to_array(tensor)), tensor.name))
@@ -204,7 +203,7 @@ def _is_weight(
 
 
 def _reads_signed(view: Graph, node: Node, stored: dict[str, onnx.TensorProto]) -> bool:
-    """Returns True for a node with s8 activations: no kernel of the CPU multiplies these by u8 weights."""
+    """Returns True for a node with int8 activations: the CPU has no kernel for these with uint8 weights."""
     made_by = view.producers.get(node.input[0])
     if made_by is None or made_by.op_type != "DequantizeLinear" or len(made_by.input) < 3:
         return False
@@ -213,5 +212,5 @@ def _reads_signed(view: Graph, node: Node, stored: dict[str, onnx.TensorProto]) 
 
 
 def _add_128(numbers: Array) -> Array:
-    """Returns int8 numbers as uint8 with 128 added, which turns the highest bit of each byte."""
+    """Returns int8 numbers as uint8 with 128 added, which flips the highest bit of each byte."""
     return np.asarray(numbers.view(np.uint8) ^ np.uint8(128))

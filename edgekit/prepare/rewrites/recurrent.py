@@ -1,4 +1,4 @@
-"""Recurrent layers as the operators of their steps, for a provider whose own kernel of them is too coarse."""
+"""Unrolls recurrent layers into operators for each step, for a provider whose own kernel is too inaccurate."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from edgekit.prepare.rewrites.idle import has_default_activations
 _BIAS, _LENGTHS, _HIDDEN, _CELL, _PEEPHOLES = 3, 4, 5, 6, 7
 _DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 _SCALING = frozenset({"QuantizeLinear", "DequantizeLinear"})
-# Each step is eleven nodes. QNN writes an LSTM step by step too, so its graph grows by a factor, not by an order.
+# Each step has about eleven nodes. QNN unrolls an LSTM too, so that its compiled graph does not grow much.
 _MOST_STEPS = 1024
 
 
 @node_rewrite("split-lstm", {"LSTM"}, since=13)
 def split_lstm(writer: Writer) -> None:
-    """Writes an LSTM with a fixed number of steps as Gemm, Sigmoid, Tanh, Mul and Add of each step, for QNN.
+    """Rewrites an LSTM with a fixed number of steps to Gemm, Sigmoid, Tanh, Mul and Add for each step, for QNN.
 
-    QNN's HTP draws Sigmoid and Tanh inside its LSTM as a few straight lines, up to 0.006 off, and the errors add up in
-    the state. As operators of their own they are exact to half precision, and so is a GRU (targets/qnn/NOTES.md).
-    The layer stays float: with Q and DQ around it, what lies between them is the same float computation.
+    QNN's HTP approximates Sigmoid and Tanh inside its LSTM piecewise linearly, with errors up to 0.006, which add up in
+    the state. As single operators they are exact to half precision, and so is a GRU (targets/qnn/NOTES.md). The
+    computation stays float, also between Q and DQ.
     """
     node, shape = writer.node, _static_shape(writer.graph, writer.node.input[0])
     turns, size = _DIRECTIONS.get(node.attributes.get("direction", "forward"), ()), node.integer("hidden_size", 0)
@@ -36,7 +36,7 @@ def split_lstm(writer: Writer) -> None:
 
 
 def _static_shape(graph: Graph, name: str) -> tuple[int, ...] | None:
-    """Returns the shape of a value, which a pair of Q and DQ does not change."""
+    """Returns the shape of a value, if necessary from before Q and DQ nodes; None if it is not known."""
     while graph.static_shape(name) is None and (maker := graph.producers.get(name)) is not None:
         if maker.op_type not in _SCALING:
             break
@@ -45,7 +45,7 @@ def _static_shape(graph: Graph, name: str) -> tuple[int, ...] | None:
 
 
 class _Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """An LSTM: its steps, its rows (the batch), its hidden size, and for each direction whether it runs backwards."""
+    """An LSTM: its steps, its batch size (`rows`), its hidden size, and for each direction whether it is reversed."""
 
     writer: Writer
     steps: int
@@ -54,11 +54,11 @@ class _Layer(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[bool, ...]
 
     def write(self) -> None:
-        """Writes all directions and joins what they return."""
+        """Adds the nodes of all directions, and concatenates their outputs."""
         weights, recurrent, bias, hidden, cell = (self._part(place) for place in (1, 2, _BIAS, _HIDDEN, _CELL))
         returned: list[tuple[str, str, str]] = []
         for turn, is_reverse in enumerate(self.turns):
-            # Short names: there are some ten thousand of them in a network of 160 steps.
+            # Short names: a network of 160 steps has some ten thousand of them.
             part = f"{turn}-" if len(self.turns) > 1 else ""
             sums = self._weigh_inputs(part, weights[turn], bias[turn] if bias else "")
             state = (hidden[turn] if hidden else "", cell[turn] if cell else "")
@@ -74,7 +74,7 @@ class _Layer(msgspec.Struct, frozen=True, kw_only=True):
             self._return(place, [each[place] for each in returned], axis)
 
     def _part(self, place: int) -> tuple[str, ...]:
-        """Returns an input's part for each direction, as a matrix; () where the input is absent."""
+        """Returns an input's part for each direction, as a matrix; () if the input is absent."""
         if not self.writer.node.has_input(place):
             return ()
         name, part = self.writer.node.input[place], f"input-{place}"
@@ -83,10 +83,11 @@ class _Layer(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self._reshape(each, f"{part}-{turn}", [wide, -1]) for turn, each in enumerate(whole))
 
     def _weigh_inputs(self, part: str, weights: str, bias: str) -> Sequence[str]:
-        """Returns the weighted input of each step, the bias included; one product serves all steps."""
+        """Returns input @ weights + bias of each step, from one Gemm for all steps."""
         add, cut, dtype = self.writer.add, self.writer.cut, self.writer.dtype or "float32"
         rows = self._reshape(self.writer.node.input[0], f"{part}rows", [self.steps * self.rows, -1])
-        # Behind two DQ nodes and without a third input it would be a product of integers, which QNN lacks for 16 bits.
+        # Always with a bias: after two DQ nodes a Gemm without one would be an integer product, which QNN lacks in 16
+        # bits.
         if bias:
             bias = add("Add", cut(bias, f"{part}biases", [1, 1], 0), f"{part}bias")
         else:
@@ -95,21 +96,21 @@ class _Layer(msgspec.Struct, frozen=True, kw_only=True):
         return cut(weighted, f"{part}steps", [self.rows] * self.steps, 0) if self.steps > 1 else [weighted]
 
     def _write_step(self, part: str, weighted: str, recurrent: str, state: tuple[str, str]) -> tuple[str, str]:
-        """Returns the hidden state and the cell state after a step; "" as a state before it is zero."""
+        """Returns the hidden and the cell state after a step; an initial state of "" is zero."""
         add, cut, size, (hidden, cell) = self.writer.add, self.writer.cut, self.size, state
         if hidden:
             product = add("Gemm", [hidden, recurrent], f"{part}-recurrent", transB=1)
             weighted = add("Add", [weighted, product], f"{part}-sum")
         # ONNX's order of the gates: input, output, forget, cell.
-        before, fresh = cut(weighted, f"{part}-parts", [3 * size, size], 1)
-        let_in, let_out, kept = cut(add("Sigmoid", [before], f"{part}-gates"), f"{part}-gate", [size] * 3, 1)
-        added = add("Mul", [let_in, add("Tanh", [fresh], f"{part}-fresh")], f"{part}-added")
+        gates, candidate = cut(weighted, f"{part}-parts", [3 * size, size], 1)
+        in_gate, out_gate, forget_gate = cut(add("Sigmoid", [gates], f"{part}-gates"), f"{part}-gate", [size] * 3, 1)
+        added = add("Mul", [in_gate, add("Tanh", [candidate], f"{part}-fresh")], f"{part}-added")
         if cell:
-            added = add("Add", [added, add("Mul", [kept, cell], f"{part}-kept")], f"{part}-cell")
-        return add("Mul", [let_out, add("Tanh", [added], f"{part}-flat")], f"{part}-hidden"), added
+            added = add("Add", [added, add("Mul", [forget_gate, cell], f"{part}-kept")], f"{part}-cell")
+        return add("Mul", [out_gate, add("Tanh", [added], f"{part}-flat")], f"{part}-hidden"), added
 
     def _return(self, place: int, values: Sequence[str], axis: int) -> None:
-        """Gives the values of all directions the shape of the node's output at this place, if it has one."""
+        """Adds the node's output at this position, if it has one, from the values of all directions."""
         node: Node = self.writer.node
         if place >= len(node.output) or not node.output[place]:
             return

@@ -35,7 +35,7 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if the sizes are positive, consistent and not absurdly large: a model file may contain any number."""
+        """True if the sizes are positive, consistent, and no larger than any real model's."""
         sizes = (self.batch, self.tokens, self.rows, self.heads, self.keys, self.size, self.value_size)
         return min(sizes) > 0 and self.heads % self.keys == 0 and max(self.rows, self.tokens) <= _MOST_ROWS
 
@@ -70,7 +70,7 @@ class Parts(msgspec.Struct, kw_only=True):
         return self.writer.add("Transpose", [apart], f"{part}_heads", perm=[0, 2, 1, 3])
 
     def hide(self, part: str, counts: str, value: float = MASKED) -> str:
-        """Adds a Where from a bool mask to an additive bias: 0 if True, else `value`, but at least `MASKED`."""
+        """Adds a Where that turns a bool mask into an additive bias: 0 where True, else `value`, at least `MASKED`."""
         numbers = [
             self.writer.constant(f"{part}_{name}", number, self.heads.dtype)
             for name, number in (("kept", 0), ("away", max(value, MASKED)))
@@ -87,7 +87,7 @@ class Parts(msgspec.Struct, kw_only=True):
         return output
 
     def attend(self, parts: tuple[str, str, str], scale: float, biases: Sequence[str]) -> None:
-        """Adds Softmax(scale * query @ key^T + biases) @ value, and as the last node the one that joins the heads.
+        """Adds Softmax(scale * query @ key^T + biases) @ value, and last the Reshape that merges the heads.
 
         `parts` are query [batch, heads, tokens, size], key [batch, keys, rows, size] and value; each of `biases` is
         broadcast to [batch, heads, tokens, rows].
@@ -104,9 +104,9 @@ class Parts(msgspec.Struct, kw_only=True):
         chances = add("Softmax", [scores], "chances", axis=-1)
         mixed = add("MatMul", [self._regroup(chances, "all", (*together, of.rows)), value], "mixed")
         mixed = self._regroup(mixed, "apart", (of.batch, of.heads, of.tokens, of.value_size))
-        beside = add("Transpose", [mixed], "beside", perm=[0, 2, 1, 3])
+        rows = add("Transpose", [mixed], "beside", perm=[0, 2, 1, 3])
         joined = [of.batch, of.tokens, of.heads * of.value_size]
-        add("Reshape", [beside, self.writer.constant("joined", joined, "int64")])
+        add("Reshape", [rows, self.writer.constant("joined", joined, "int64")])
 
     def _regroup(self, x: str, part: str, shape: Sequence[int]) -> str:
         return x if self.heads.heads == self.heads.keys else self.reshape(x, f"{part}_rows", shape)
@@ -124,7 +124,7 @@ def input_of(node: Node, position: int) -> str:
     return node.input[position] if node.has_input(position) else ""
 
 
-def real(node: Node, name: str, default: float = 0.0) -> float:
+def read_float(node: Node, name: str, default: float = 0.0) -> float:
     """Returns a numeric attribute, or the default if it is absent or no number."""
     value = node.attributes.get(name)
     return float(value) if isinstance(value, int | float) else default
@@ -178,7 +178,7 @@ def _expand_packed(writer: Writer) -> None:
     names = parts.writer.cut(made, "packed", whole, 2)
     sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
-    parts.attend((query, key, value), real(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS, 0))
+    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS, 0))
 
 
 def _expand_multi(writer: Writer) -> None:
@@ -209,7 +209,7 @@ def _expand_multi(writer: Writer) -> None:
             x = parts.writer.add("Concat", [node.input[_MULTI_PAST + at - 1], x], f"{part}_all", axis=2)
         made.append(x)
     query, key, value = made[0], parts.publish(made[1], 1), parts.publish(made[2], 2)
-    parts.attend((query, key, value), real(node, "scale"), _list_biases(parts, mask, _MULTI_SCORES, before))
+    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _MULTI_SCORES, before))
 
 
 def _read_heads(
@@ -263,7 +263,7 @@ def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[s
             counts = writer.add("Greater", [mask, writer.constant("nothing", 0, "int32")], "counts")
         else:
             counts = writer.add("Less", [parts.rows(heads.rows, (1, 1, 1, heads.rows)), mask], "counts")
-        biases.append(parts.hide("bias", counts, real(node, "mask_filter_value", MASKED)))
+        biases.append(parts.hide("bias", counts, read_float(node, "mask_filter_value", MASKED)))
     if node.integer("unidirectional", 0):
         later = np.triu(np.full((heads.tokens, heads.rows), MASKED), 1 + before)
         biases.append(writer.constant("later", later[None, None], heads.dtype))
@@ -330,16 +330,18 @@ def split_grouped_attention(writer: Writer) -> None:
             for at, part in ((_COS, "cos"), (_SIN, "sin"))
         )
         query, key = (_rotate(case, given, part, (cos, sin)) for given, part in ((query, "query"), (key, "key")))
-    key, value = (case.publish(_remember(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
+    key, value = (case.publish(_update_cache(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
     case.attend(
-        (query, key, value), real(node, "scale"), [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])]
+        (query, key, value),
+        read_float(node, "scale"),
+        [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])],
     )
 
 
 def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
     """Returns the sizes of a GroupQueryAttention; None if they are unknown, or it uses a feature not supported here."""
     quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
-    options = any(real(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
+    options = any(read_float(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
     inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
     inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1) or node.has_input(1) != node.has_input(2)
     if quantized or options or inputs or any(node.output[3:]):
@@ -399,7 +401,7 @@ def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
     return add("Concat", [*made, *others], f"{part}_turned", axis=3)
 
 
-def _remember(case: _Case, new: str, position: int, last: str, places: str) -> str:
+def _update_cache(case: _Case, new: str, position: int, last: str, places: str) -> str:
     """Returns the cache with the new rows written into it."""
     add, heads, part = case.writer.add, case.heads, ("", "key", "value")[position]
     past = case.node.input[_PAST + position - 1]

@@ -1,4 +1,4 @@
-"""Weights that are stored as integers become floats, for providers whose float layers read no DequantizeLinear."""
+"""Turns weights that are stored as integers into floats, for providers whose float layers take no DequantizeLinear."""
 
 import onnx
 from onnx import TensorProto, numpy_helper
@@ -13,8 +13,8 @@ from edgekit.prepare.stripped import is_absent
 def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Replaces each DequantizeLinear of a constant by a float constant in a model that quantizes no activation.
 
-    It works in place, and returns the names of the nodes. Of weights that were left out only the type and shape are
-    written, which is enough for a check; those in another file stay.
+    In place; returns the names of the nodes. Weights without data become constants without data, which is enough for a
+    check; those with external data stay.
     """
     stored = {tensor.name: tensor for tensor in graph.initializer}
     shown = {value.name for value in graph.output}

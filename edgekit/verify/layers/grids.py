@@ -1,4 +1,4 @@
-"""The quantization grids to which the results of a quantized model are rounded.
+"""The quantization grids (scale, zero point, limits) to which the results of a quantized model are rounded.
 
 A region is the set of nodes between a layer's result and the tensors given as its inputs.
 """
@@ -22,7 +22,7 @@ from edgekit.verify.metrics.tensor_metrics import Floats
 # steps of a 16-bit grid.
 _STEPS = 255.0
 
-# If channels differ much in size, the error expected from the largest one is far too large for the others.
+# The most steps of error that are expected of a channel: the expectation is that of the largest channel.
 _MOST_NOISE = 1.0
 
 _MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})

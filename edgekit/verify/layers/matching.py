@@ -97,8 +97,8 @@ class _Sequence:
         return (node.op_type, *(str(sorted(size)) for size in sizes if len(size) > 1))
 
 
-# Names are trusted if they match at least this share of the operators that the order matches. A quantizer keeps the
-# names of all but a few; another exporter shares names such as `output` by accident.
+# Tensors are matched by name if that finds at least this share of what the order of operators finds. A quantizer keeps
+# the names of all but a few; another exporter shares names such as `output` by accident.
 _NAMES_COUNT = 0.8
 _CONSTANT_OPS = frozenset({"Constant", "ConstantOfShape", "Shape"})
 

@@ -41,8 +41,8 @@ LAYER_SAMPLES = 4
 """How many samples, spread evenly, are compared layer by layer."""
 _MOST_TENSORS = 256
 _SAME_DB, _CLOSER_DB = 40.0, 6.0
-"""Outputs may change a little when tensors inside become outputs, because fusions end there: their SQNR must be 40 dB,
-or 6 dB (half the amplitude) better than that of the error which is investigated."""
+"""Outputs may change a little when inner tensors become outputs, because fusions end there: the SQNR between the two
+must be 40 dB, or 6 dB (half the amplitude) above that of the error which is investigated."""
 _WRONG_DB, _MOST_CHANNEL_STEPS, _MOST_OFFSET_STEPS = 30.0, 2.0, 0.5
 """A layer of a device is wrong by itself below this SQNR. With a grid it is wrong if its worst channel (root of the
 mean square) or the mean of all is off by more than so many steps: other kernels round differently, by a step at most

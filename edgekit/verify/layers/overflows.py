@@ -156,7 +156,7 @@ HALF_MIN = 2.0**-24
 
 
 class HalfLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that half precision does not hold, and the SQNR of the worst output with it in half precision.
+    """A tensor that half precision represents badly, and the SQNR of the worst output with all nodes in half precision.
 
     `share` of its values lie beyond `HALF_MAX`, or below `HALF_MIN` without being 0; `low` is the smallest magnitude
     above 0, `high` the largest.
@@ -172,8 +172,8 @@ class HalfLoss(msgspec.Struct, frozen=True, kw_only=True):
 def find_half_loss(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> HalfLoss | None:
     """Returns the tensor of some nodes that loses most in half precision; None if outputs keep `least_db` with all.
 
-    It is the one with the largest share of values that halves do not hold, among those of the nodes without which the
-    outputs would keep as much (`find_lossy`).
+    It is the one with the largest share of values beyond float16, among the tensors of the nodes that `find_lossy`
+    would keep in float32.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not run the model.

@@ -3,8 +3,8 @@
 | kind | what the share counts |
 |---|---|
 | classes, map, labels | equal decisions: of samples, of places, of entries |
-| map of Sigmoids | what both find among what either finds (F1, Dice 1945), of yes and no the rarer answer: a run that |
-| | finds nothing agrees in most entries |
+| map of Sigmoids | the F1 score (Dice 1945) of the rarer of the answers yes and no: equal entries would be many even |
+| | for a run that finds nothing |
 | sequence | equal steps; or letters, by their edit distance, where most steps are the blank of CTC |
 | embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
 | | of a vector of the float model with another of its own, or of the other run; or, if that is larger, the energy |
@@ -38,7 +38,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Of = Literal[
     "classes", "places", "findings", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"
 ]
-"""What is compared: the things that the share counts."""
+"""What the share counts."""
 SHARED: Mapping[Of, str] = {
     "classes": "top-1 agreement", "places": "agreement of places", "steps": "agreement of steps",
     "letters": "agreement of letters", "labels": "agreement of labels", "detections": "detection agreement",
@@ -55,7 +55,7 @@ _PAIR_DRAWS, _LEAST_VECTORS = 200, 4
 _MOST_LETTERS = 4096
 # A variance below this share of the energy is rounding of float32: then nothing varies.
 _STILL = 1e-10
-# A failure must be sure: chance causes it in less than this share of honest runs (one side of a 95 % interval).
+# The probability of failing by chance an output that keeps its limit (one side of a 95 % interval).
 _DOUBT = 0.025
 
 
@@ -79,8 +79,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return sum(comb(total, n) * least**n * (1 - least) ** (total - n) for n in range(hits + 1)) < _DOUBT
 
 
-def weigh_shares(of: Of, parts: Array) -> Agreement:
-    """Returns the agreement in shares of samples: each row holds what agrees in one, and what could."""
+def sum_shares(of: Of, parts: Array) -> Agreement:
+    """Returns the sum of the first column over that of the second, with its interval.
+
+    Each row of `parts` [samples, 2] holds how much of a sample agrees, and how much could.
+    """
     share, interval = bootstrap_share(parts)
     if of == "classes":
         interval = wilson_interval(int(parts[:, 0].sum()), len(parts))
@@ -90,7 +93,7 @@ def weigh_shares(of: Of, parts: Array) -> Agreement:
 def measure_agreement(
     reference: Samples, got: Samples, readings: Mapping[str, Reading]
 ) -> dict[str, tuple[Agreement, ...]]:
-    """Returns how far two runs agree on each output, once for each kind that the output may be of.
+    """Returns how far two runs agree on each output, with an agreement for each kind that the output may be of.
 
     An output that is missing, of another shape or not finite gets no agreement: other figures fail it.
     """
@@ -157,7 +160,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
             answers.append((before, after))
         hits = float(np.sum(before == after))
         if of == "classes":
-            # If several classes share the first place, any of them is right.
+            # If several classes have the highest score, any of them agrees.
             flat, first, other = wanted.reshape(-1), before[0], after[0]
             hits = float(first == other or (flat.size > 1 and flat[other] >= flat[first]))
         rows.append((hits, float(before.size)))
@@ -169,7 +172,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         if spelt and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
-    yield weigh_shares(of, np.array(rows))
+    yield sum_shares(of, np.array(rows))
 
 
 def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
@@ -182,7 +185,7 @@ def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if rows:
         table = np.array(rows, np.float64)
         rarer = min(table[:, :2], table[:, 2:], key=lambda answer: float(answer[:, 1].sum()))
-        yield weigh_shares("findings", rarer)
+        yield sum_shares("findings", rarer)
 
 
 def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
@@ -208,7 +211,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
     if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
         kept.insert(0, ("variance", varying))
     for of, size in kept:
-        yield weigh_shares(of, np.stack([size - error, size], axis=1))
+        yield sum_shares(of, np.stack([size - error, size], axis=1))
 
 
 def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
@@ -233,12 +236,12 @@ def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
     apart = 2.0 - 2.0 * wanted
     np.fill_diagonal(apart, np.inf)
     kept = np.where(4.0 * error < apart.min(axis=1), 1.0 - error, 0.0)
-    energy = weigh_shares("energy", np.stack([kept, np.ones_like(kept)], axis=1))
+    energy = sum_shares("energy", np.stack([kept, np.ones_like(kept)], axis=1))
     yield max(neighbours, energy, key=lambda each: each.share)
 
 
 def _correlate(wanted: Array, found: Array, drawn: Array) -> float:
-    """Returns the correlation, 0 to 1, of the cosines of pairs among drawn samples; a sample is no pair with itself."""
+    """Returns the correlation, 0 to 1, of the cosines of all pairs of different samples among the drawn ones."""
     first, second = (drawn[index] for index in np.triu_indices(len(drawn), 1))
     kept = first != second
     one, other = (side[first[kept], second[kept]] for side in (wanted, found))

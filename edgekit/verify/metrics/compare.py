@@ -19,14 +19,14 @@ from edgekit.quantize.accuracy.head_search import DetectionList, find_image, fin
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.agreement import Agreement, measure_agreement, weigh_shares
+from edgekit.verify.metrics.agreement import Agreement, measure_agreement, sum_shares
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
 _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
-"""Small samples are measured many at once, because a call of numpy costs more than their sums; large ones singly, so
-that memory does not grow with their number."""
+"""The bytes and the number of samples that are measured at once: for small samples a call of numpy costs more than the
+sums, and with large ones memory must not grow with their number."""
 
 
 _Row = tuple[int, Tensors, Tensors | None]
@@ -71,10 +71,10 @@ def compare_outputs(
     if not readings:
         return reports
     shared = measure_agreement(reference, got, {each: readings[each] for each in measured if each in readings})
-    return tuple(_read(report, readings.get(report.name), shared.get(report.name, ())) for report in reports)
+    return tuple(_add_agreements(report, readings.get(report.name), shared.get(report.name, ())) for report in reports)
 
 
-def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
+def _add_agreements(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
     """Returns the report of an output with its agreements; an output that names no class gets no ranks.
 
     If samples are missing or not finite, the other figures of the output say so, and it gets no agreements.
@@ -216,8 +216,8 @@ def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> 
     )
 
 
-# Boxes that overlap this much count as the same: the stricter of the two overlaps that COCO reports, because both come
-# from the same network.
+# The least IoU of boxes that count as the same: the stricter of the two thresholds that COCO reports, because both
+# boxes come from the same network.
 _SAME_BOX = 0.75
 _ROUNDED = 1e-3
 
@@ -253,7 +253,7 @@ def describe_unlisted(bundle: Bundle) -> str | None:
 
 
 def find_unseen(golden: Golden, reference: Samples, readings: Mapping[str, Reading]) -> frozenset[str]:
-    """Returns the outputs in which the float model finds nothing in any sample: scores that are lost do not show there.
+    """Returns the outputs in which the float model finds nothing in any sample, so that lost scores do not show.
 
     They say no (or yes) in every entry, or they are boxes and scores of a detector, and all scores are low.
     """
@@ -287,7 +287,7 @@ def compare_bundled(
     ):
         return outputs
     shares = np.array([weigh_detections(listed, *pair) for pair in zip(reference, got, strict=False)])
-    shared = weigh_shares("detections", shares)
+    shared = sum_shares("detections", shares)
     return tuple(
         msgspec.structs.replace(output, agreements=(shared,)) if output.name in listed.outputs else output
         for output in outputs

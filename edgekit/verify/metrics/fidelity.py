@@ -1,10 +1,10 @@
 """Whether a device computes what the bundle's own model computes on this machine, or outputs of another origin.
 
-An honest device runs the same weights, and its error is the rounding of its own kernels: noise, whose size differs by
-orders of magnitude between honest devices (18 to 140 dB below the values on those of the zoo). So the size of the error
-is left to the limits and to the self-test's tolerance, and its structure is judged here. Each accusation compares the
-outputs with another origin (another sample, another element, a constant, the float model). It is made only if that
-origin fits much better, and if chance would make it fit as well in less than `CHANCE` of honest outputs.
+A device that runs the same weights (called honest) errs by the rounding of its own kernels. The size of this noise
+differs by orders of magnitude between devices (18 to 140 dB below the values on those of the zoo), so it is left to the
+limits and to the self-test's tolerance, and only the structure of the error is judged here. The outputs are compared
+with other origins: another sample, another element, a constant, the float model. An origin is reported if it fits much
+better, and if it would fit as well by chance for less than `CHANCE` of honest outputs.
 tests/verify/test_verify_honesty.py counts how often.
 """
 
@@ -21,30 +21,33 @@ from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.tensor_metrics import Floats, decibels, sketch_samples
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
-"""How often chance may accuse an honest output, and as a normal deviate: a tenth of one run in a thousand."""
+"""The probability of reporting an honest output, one in 10,000, and the same as a normal deviate."""
 # Larger outputs are reduced to 16 sums; more samples than this add no information.
 _MOST_ELEMENTS, _MOST_SAMPLES = 4096, 256
-# An origin at half the distance (a quarter of the energy) is clearly nearer; 20 dB are more than a change of kernels.
+# Ratios of energies: an origin at half the distance (a quarter of the energy) is clearly closer; 20 dB are more than a
+# change of kernels.
 _CLOSER, _MUCH_CLOSER = 4.0, 100.0
-# An error below half of the distance between samples does not hide which sample an output belongs to.
+# With an error below half of the distance between samples (a quarter of the energy), it is clear which sample an output
+# belongs to.
 _LEAST_MOVE = 0.25
-# Variation more than 20 dB below the energy may be answered by a constant, and more than 25 dB below it may be hidden
-# by rounding.
+# If outputs vary from sample to sample by more than 20 dB below their energy, a constant output is no honest rounding;
+# up to 25 dB below it, the variation is not hidden by rounding.
 _STILL, _STEADY = 100.0, 300.0
 # Values of one output that should be equal are equal within this share.
 _SAME = 1e-5
 _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
 """A correlation of 0.7 (the root of a half) means that as much noise as signal varies: below it, a device does not
 follow its inputs. Below 0.3 no number of samples makes it a device that does."""
-# Honest devices of the zoo seem to leak up to 0.024 of the sample before, if samples are much alike.
+# The least share of the sample before that is reported as a leak (up to 0.024 appears on honest devices of the zoo, if
+# samples are similar), and the least number of samples less one.
 _LEAST_LEAK, _LEAST_STEPS = 0.05, 5
-# If values saturate, a wrong sample may equal another one exactly: no match counts for more than 20 dB.
+# The smallest ratio of energies of a match: saturated values of different samples may be equal.
 _NEAREST = 0.01
 # An element matters if it varies by a twentieth of the largest value.
 _LEAST_REACH = 0.05
 # The share of the energy that must be left, as of the variance beside the float model's (`Thresholds.min_agreement`).
 _LEAST_KEPT = 0.9
-# At most so many values of a sample have independent errors, because they come from the same layers.
+# At most so many values of a sample are taken to have independent errors, because they come from the same layers.
 _MOST_VALUES = 16
 # How far probabilities may add up to something else than 1: 10,000 roundings of float32, and a few of fp16.
 _SHARES = 1e-3

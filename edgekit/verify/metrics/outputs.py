@@ -167,7 +167,7 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         if not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
-    # It fails if every possible kind misses its limit, and at least one by more than chance.
+    # It fails if the agreement of every possible kind is below its limit, and that of at least one by more than chance.
     missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
     if len(missed) == len(limits) and any(missed):
         judged.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
@@ -181,8 +181,8 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
 def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
     """Returns why an output that does not fail is not proven either, one line per reason.
 
-    An agreement below its limit may be chance; an output that may be of two kinds may agree as only one of them; and
-    with `gate = "bound"` the lower end of the interval counts.
+    An agreement is below its limit, perhaps by chance; an output that may be of two kinds agrees as only one of them;
+    or, with `gate = "bound"`, the lower end of an interval is below the limit.
     """
     if output.is_state or not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()

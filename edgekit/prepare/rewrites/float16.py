@@ -1,4 +1,4 @@
-"""Half precision: a graph that computes in float16 is made to compute in float32."""
+"""float16 to float32: a graph that computes in half precision is made to compute in float32."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,7 +23,7 @@ HALF_TO_FLOAT = "half-to-float"
 _HALF, _FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 # Attributes that name the element type of an output.
 _TYPE_NAMES = frozenset({"to", "dtype", "output_dtype"})
-# An operator of another domain may exist in float16 alone.
+# An operator of another domain may exist in float16 only.
 _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN})
 
 
@@ -36,15 +36,15 @@ def computes_in_half(graph: onnx.GraphProto) -> bool:
 def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Makes float16 tensors float32, in place, and returns the names of the nodes that read or write them.
 
-    Inputs and outputs of the graph keep their types: a Cast stands at each. The model's own Casts between the two types
-    are gone, and with them the rounding that they did. Weights that were left out, or lie in another file, change their
-    type only, which is enough for a check.
+    Inputs and outputs of the graph keep their types by a Cast. The model's own Casts between the two types are removed,
+    and with them their rounding. Weights without data, or with external data, change only their type: enough for a
+    check.
     """
     if not computes_in_half(graph):
         return ()
     types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
     changed = [node for node in iterate_nodes(graph) if any(types.get(name) == _HALF for name in _list_ends(node))]
-    # A Cast right behind an input or before an output is what this rewrite leaves.
+    # This rewrite was applied before if all are Casts right after an input or before an output.
     is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
     if is_done or any(node.domain not in _KNOWN_DOMAINS for node in changed):
         return ()
@@ -59,7 +59,7 @@ def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
             if attribute.name in _TYPE_NAMES and attribute.i == _HALF:
                 attribute.i = _FLOAT
     for part in iterate_graphs(graph):
-        # A body has the types of the graph around it.
+        # Inputs and outputs of a subgraph change too.
         for value in (*part.value_info, *(() if part is graph else (*part.input, *part.output))):
             if value.type.tensor_type.elem_type == _HALF:
                 value.type.tensor_type.elem_type = _FLOAT
@@ -98,9 +98,9 @@ def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
 
 
 def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
-    """Renames float16 inputs and outputs inside the graph, in place, and returns the Casts for the start and the end.
+    """Renames float16 inputs and outputs inside the graph, in place, and returns the Casts to add at its start and end.
 
-    An input that is itself an output is not renamed there.
+    An output that is an input keeps its name.
     """
     taken = list_names(graph)
     fed = {value.name for value in graph.input}
