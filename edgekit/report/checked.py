@@ -19,6 +19,7 @@ from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
 from edgekit.report import tables
 from edgekit.report.pages import Mark, make_page
+from edgekit.report.profiles import shorten
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
 
@@ -130,7 +131,7 @@ def table_check(report: CheckReport) -> Table:
     rows: list[tuple[int, tuple[str, ...]]] = []
     for reason, group in groups.items():
         nodes, whys = [node for node, _ in group], {why for _, why in group}
-        macs, names = sum(node.macs for node in nodes), [node.name or "(no name)" for node in nodes]
+        macs, names = sum(node.macs for node in nodes), [shorten(node.name) or "(no name)" for node in nodes]
         counts = Counter(node.op for node in nodes).most_common()
         ops = _name_few([f"{op} {count}" if len(counts) > 1 else op for op, count in counts], _MOST_OPS, "")
         why = whys.pop() if len(whys) == 1 else reason

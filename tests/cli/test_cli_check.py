@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import onnx
 import pytest
 from demo_paths import MODEL
 from devices_models import present
@@ -200,6 +201,18 @@ def test_nodes_that_are_left_for_one_reason_are_one_row(tmp_path: Path, capsys: 
     assert "Erf 5, Tanh 1 " in shown
     assert "first, e1, e2 and 3 more" in shown
     assert "e3" not in shown
+
+
+def test_a_long_name_is_shown_by_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = ";".join(f"block_{index}/batch_norm/FusedBatchNormV3" for index in range(9))
+    text = "g (float[1,4] x) => (float[1,4] y) { [last] y = Erf(x) }"
+    model = onnx.load(parse_model(text, tmp_path / "m.onnx"))
+    model.graph.node[0].name = f"{name};last"
+    onnx.save(model, tmp_path / "m.onnx")
+    run_command(["check", str(tmp_path / "m.onnx"), "--target", "xnnpack"])
+    shown = "".join(capsys.readouterr().out.split())
+    assert "FusedBatchNormV3;last" in shown
+    assert "block_0" not in shown
 
 
 def _overridable(path: Path, ir_version: int) -> Path:
