@@ -204,7 +204,7 @@ def _hint(message: str) -> str:
     if "same node name" in message:
         return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:
-        return "is the disk full? it could not write what it made"
+        return "is the disk full? free some space, or set TMPDIR to a larger place"
     return "check that the model runs in ONNX Runtime: edgekit inspect MODEL"
 
 

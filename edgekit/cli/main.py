@@ -168,8 +168,12 @@ def main() -> None:
         set_option(_M_ARENA_MAX, 1)
         set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
         set_option(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
-    # As an exception it runs every `finally` and ends the children; the default would leave both behind.
-    signal.signal(signal.SIGTERM, _interrupt)
+    # As an exception it runs every `finally` and ends the children; the default would leave both behind. A terminal or
+    # an ssh session that is closed sends SIGHUP, which `nohup` has this process ignore; Windows has none.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -204,10 +208,13 @@ def run_command(arguments: list[str]) -> int:
         # Anything else is a bug in edgekit, and its traceback is needed to fix it.
         if error.errno not in {*_FULL, errno.ENAMETOOLONG}:
             raise
-        place = error.filename or tempfile.gettempdir()
+        place, hint = error.filename, "(free some space, or set TMPDIR to a larger place)"
         if error.errno == errno.ENAMETOOLONG:
             return _complain(f"'{place}': {error.strerror} (give a shorter path)")
-        return _complain(f"cannot write '{place}': {error.strerror} (free some space, or set TMPDIR to a larger place)")
+        # Without a name it is stdout, or an open file among the intermediate ones.
+        if place is None:
+            return _complain(f"cannot write to stdout, or in '{tempfile.gettempdir()}': {error.strerror} {hint}")
+        return _complain(f"cannot write '{place}': {error.strerror} {hint}")
     return code if isinstance(code, int) else YES
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -284,7 +285,8 @@ def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(bundle: Path, an
     assert note.startswith(f"the bundle has no new verify.json: cannot write '{bundle / 'verify.json'}'")
 
 
-def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path: Path, end: signal.Signals) -> None:
     (tmp_path / "slow_samples.py").write_text(
         "import time\nimport numpy as np\n\ndef samples():\n    print('reading', flush=True)\n"
         "    yield {'image': np.zeros((1, 1, 8, 8), np.float32)}\n    time.sleep(60)\n"
@@ -301,7 +303,7 @@ def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "reading\n"
-    process.terminate()
+    process.send_signal(end)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert said.endswith("edgekit: interrupted; nothing half-written is left\n")
