@@ -152,7 +152,8 @@ def _check_regular(path: Path, name: str, folder: Path) -> None:
     # Where the list of a folder is not there, it may be a folder of another kind, or one of several bundles.
     if name in _KINDS:
         others = [what for other, what in _KINDS.items() if other != name and (folder / other).is_file()]
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
+        places = [place for depth in ("*", "bundles/*") for place in folder.glob(f"{depth}/{name}")]
+        inside = sorted(place.parent.relative_to(folder).as_posix() for place in places)
         hint = f"it holds {', '.join(inside[:8])}: name one of them" if inside else hint
         hint = f"it holds {others[0]} '{folder}'" if others else hint
     reason = "is a link or no regular file" if path.is_symlink() or path.exists() else "is missing"

@@ -284,6 +284,12 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         entries = [] if unpacked == path else list(unpacked.iterdir())
         # In an archive the manifest stands at the root, or in the one folder there.
         folder = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
+        inside = sorted(place.parent.name for place in folder.glob(f"bundles/*/{MANIFEST}"))
+        if unpacked != path and inside and not (folder / MANIFEST).is_file():
+            raise BundleError(
+                f"'{path}' is a package of {', '.join(inside[:8])}",
+                hint="verify the bundles that it was made of; packed --with all, also those in it, once it is unpacked",
+            )
         # The signature is checked after unpacking, too: an archive is no way around it.
         yield open_any(folder, key=key)
 

@@ -59,6 +59,10 @@ def install_command(
     install_device(name, progress, library=library, framework=framework)
     missing = find_device(name, default_target(name)).find_missing()
     show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
+    # One device serves several targets, of which some need a package more.
+    for device, served in serve_device(name) if missing is None else ():
+        if other := device.find_missing():
+            show_line(f"- not for {served.name}: {other.reason}" + (f"; {other.command}" if other.command else ""))
     return YES
 
 
@@ -74,7 +78,8 @@ def test_command(name: Annotated[str, Argument()], progress: Progress) -> Answer
 
 def _show_test(test: SelfTest) -> None:
     rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
-    print_table(make_table("check", "result", "what was seen", rows=rows))
+    if rows:
+        print_table(make_table("check", "result", "what was seen", rows=rows))
     if test.skipped is not None:
         show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
     show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")

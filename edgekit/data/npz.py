@@ -84,6 +84,8 @@ def _open_columns(path: Path) -> Generator[dict[str, _Column]]:
     """Yields the columns of an archive; their files are closed behind the block."""
     hint = "write it with numpy.savez"
     with contextlib.ExitStack() as opened:
+        if not path.exists():
+            raise DataError(f"the data '{path}' does not exist", hint="it must stay where it is while it is read")
         with reraised(MALFORMED, DataError(f"'{path}' is not an .npz file, or is cut off", hint=hint)):
             archive = opened.enter_context(zipfile.ZipFile(path))
         odd = next((name for name in archive.namelist() if not name.endswith(".npy")), None)

@@ -144,7 +144,8 @@ def package_bundles(
     left_out = tuple(LeftOut(path=str(folder), reason=why) for folder, why in misfits.items() if why is not None)
     # A bundle in a build's folder that does not fit is left out; one that the user named is an error.
     if left_out and not (is_build and bundles):
-        hint = "leave it out, or choose another --as"
+        others = [other for other in FORMS if not any(_find_misfit(bundle, other, None) for bundle in found)]
+        hint = f"leave it out, or choose {' or '.join(f'--as {other}' for other in others) or 'another --as'}"
         raise UsageError(f"bundle '{left_out[0].path}': {left_out[0].reason}", hint=hint)
     accept(bundles)
     identity = variant.identify(bundles, names, extras)

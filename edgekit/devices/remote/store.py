@@ -76,6 +76,11 @@ class Shell(Device, frozen=True, kw_only=True):
         """Returns the local command that runs a script on the machine, with stdin, stdout and stderr passed through."""
         raise NotImplementedError
 
+    @property
+    def probe(self) -> str:
+        """The command by which a user sees whether the machine answers at all."""
+        raise NotImplementedError
+
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on the machine.
@@ -124,11 +129,11 @@ def ask(
     if not done:
         why = "it does not answer" if finished.timed_out else last_line(finished.stderr)
         words = f"'{shell.name}' while {step}: {why or 'the link broke before the end'}"
-        raise DeviceError(words, hint="edgekit devices list")
+        raise DeviceError(words, hint=shell.probe)
     if code.strip() != "0":
         reason = last_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
         words = f"'{shell.name}' while {step}: {reason[-300:]}"
-        raise DeviceError(words, hint="is it connected, with space? edgekit devices list")
+        raise DeviceError(words, hint=f"is it connected, with space? {shell.probe}")
     return output
 
 
