@@ -23,6 +23,7 @@ from edgekit.cli.main import run_command
 from edgekit.data.data_check import ALIKE
 from edgekit.data.samples import Samples
 from edgekit.evidence import Evidence
+from edgekit.jobs.forecast import forecast
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.profile.events import Execution, Step, Tensor
@@ -33,6 +34,7 @@ from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
 from edgekit.report.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
 from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
+from edgekit.report.forecasts import render_forecast
 from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
 from edgekit.report.profiles import MOST_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
@@ -205,16 +207,24 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "build": render_build(build),
         "check": render_check(summary),
         "compare": render_comparison(models, min_sqnr_db=15.0),
+        "forecast": render_forecast(forecast(MODEL)),
         "quantize": render_quantization(quantized),
         "verify": render_verify(full),
     }
 
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
-@pytest.mark.parametrize("kind", ["app", "build", "check", "compare", "quantize", "verify"])
+@pytest.mark.parametrize("kind", ["app", "build", "check", "compare", "forecast", "quantize", "verify"])
 def test_nothing_is_cut_off(kind: str, width: int, pages: dict[str, str], browser: Browser) -> None:
     assert browser.find_cut_off(pages[kind], width) == []
     assert len(pages[kind].encode()) < 500_000
+
+
+def test_a_bar_of_a_forecast_names_its_device(pages: dict[str, str], browser: Browser) -> None:
+    browser.open(pages["forecast"])
+    bar = browser.find(".chart svg :has(> title)")[0]
+    browser.point_at(bar)
+    assert browser.find_one(".chart .note").text.endswith(" ms")
 
 
 def test_a_strip_shows_who_takes_which_stretch(pages: dict[str, str], browser: Browser) -> None:
