@@ -217,6 +217,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["app", "build", "check", "compare", "forecast", "quantize", "verify"])
 def test_nothing_is_cut_off(kind: str, width: int, pages: dict[str, str], browser: Browser) -> None:
     assert browser.find_cut_off(pages[kind], width) == []
+    assert " 1 partitions" not in pages[kind]
     assert len(pages[kind].encode()) < 500_000
 
 
