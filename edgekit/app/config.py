@@ -279,7 +279,7 @@ def load_app(path: AnyPath) -> App:
         UsageError: it cannot be read, is malformed, has an unknown key, or names something that does not exist.
     """
     path = as_path(path)
-    hint, keys = "edgekit init MODEL writes one", "the message names the place"
+    hint, keys = "edgekit init MODEL writes one", f"the message names the place in what is to be an {FILE}"
     raw, source = read_toml(path, dict[str, Any], hint=hint, keys=keys), Source(path, path.read_text())
     # Entry by entry: in a table of tables msgspec's error names the key of a field, but not the name of the entry.
     kinds: dict[str, Any] = {
@@ -403,7 +403,10 @@ def _check_names(app: App, source: Source) -> None:
         _check_target(app, name, entry, source)
     known = {**table.models, **table.groups}
     for name, package in table.packages.items():
-        if package.model or len(known) > 1:
+        if not package.model and len(known) > 1:
+            words = f"a package holds one model, and the file has {len(known)}"
+            raise source.refuse(("packages", name), words, hint=f"add model = NAME: {', '.join(known)}")
+        if package.model:
             source.require_name(package.model, known, "model", "packages", name, "model")
         for target in package.targets:
             source.require_name(target, table.targets, "target", "packages", name, "targets")

@@ -35,6 +35,13 @@ target = "xnnpack"
 thresholds = {{ min_cosine = 0.9 }}
 """
 
+PACKED = f"""[models.b]
+path = "{MODEL}"
+data = {{ source = "d" }}
+[packages.p]
+as = "tar"
+"""
+
 
 def _load(folder: Path, text: str) -> None:
     (folder / "edgekit.toml").write_text(text)
@@ -72,6 +79,8 @@ def test_the_state_of_a_model_is_its_own_table(tmp_path: Path) -> None:
         (str(MODEL), "gone.onnx", "line 3, column 1: models.digits.path: there is no model", "path"),
         ("[models.digits.data]", 'targets = ["nnap"]\n[models.digits.data]', "line 4, column 1: models.", "nnapi"),
         ("thresholds = {", "thresholds = ", "(at line 11, column 15)", "place"),
+        ("[targets.mine]", 'precision = "int9"\n[targets.mine]', "Invalid enum value 'int9'", "valid: auto, fp16"),
+        ("[targets.mine]", f"{PACKED}[targets.mine]", "packages.p: a package holds one model", "NAME: digits, b"),
     ],
 )  # fmt: skip
 def test_an_error_names_line_column_and_key(old: str, new: str, where: str, hint: str, tmp_path: Path) -> None:
