@@ -28,9 +28,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Parameter(_Strict, frozen=True, kw_only=True):
     """A property of the device that changes placement or conversion, such as its SoC or API level.
 
-    A value must be one of `choices`, match the regular expression `pattern` as a whole, or be an integer from `minimum`
-    to `maximum`. `implies` maps a value to the values that other parameters get by it. `names` is a file of devices
-    (`phones.py`): a value is then a device's name, and sets the parameters of its chip.
+    As far as these are set, a value must be one of `choices`, match the regular expression `pattern` as a whole, and be
+    an integer from `minimum` to `maximum`. `implies` maps a value to the values that other parameters get by it.
+    `names` is a file of devices (`phones.py`): a value is then a device's name, and sets the parameters of its chip.
     """
 
     description: str

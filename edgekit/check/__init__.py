@@ -1,1 +1,1 @@
-"""Check: predict node by node what a target takes, why it refuses the rest, and what to change."""
+"""Check: predicts which nodes a target's provider takes, why it refuses the others, and what to change."""

@@ -275,24 +275,24 @@ def _find_end(case: Case) -> Iterator[Finding]:
     """Yields the end of the graph, if all before it holds nearly all of the work and the target may take that whole."""
     if not case.wants_whole:
         return
-    refused, behind = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
+    refused, downstream = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
     macs, made = {node.name: node.macs for node in case.nodes}, set[str]()
     for node in case.graph.nodes:
         if node.name in refused or not made.isdisjoint(iterate_reads(node.proto)):
-            behind[node.name] = None
+            downstream[node.name] = None
             made.update(node.output)
-    kept = [node for node in case.graph.nodes if node.name not in behind]
-    ends = {name for node in case.graph.nodes if node.name in behind for name in iterate_reads(node.proto)}
+    kept = [node for node in case.graph.nodes if node.name not in downstream]
+    ends = {name for node in case.graph.nodes if node.name in downstream for name in iterate_reads(node.proto)}
     names = [name for node in kept for name in node.output if name in ends | case.graph.outputs]
     is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
-    if behind and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
+    if downstream and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
         copy = onnx.ModelProto()
         copy.CopyFrom(case.graph.model)
         # Values whose type is unknown cannot be outputs.
         with suppress(UsageError):
             keep_outputs(copy, names)
             drop_idle_nodes(copy.graph)
-            yield Finding(nodes=(*behind,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
+            yield Finding(nodes=(*downstream,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
 
 
 def _find_fatal(case: Case) -> Iterator[Finding]:

@@ -186,10 +186,10 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
             blocked = node.op.startswith(_NCHWC) and node.name.endswith("_nchwc")
             # A blocked node has the name of its tensor (nchwc_transformer.cc); other new names are that of the tensor
             # or of the node, with a token.
-            plain = _INSERTED.sub("", node.name.removesuffix("_nchwc") if blocked else name)
-            origin = plain if plain in names else _TOKEN.sub("", plain)
+            stem = _INSERTED.sub("", node.name.removesuffix("_nchwc") if blocked else name)
+            origin = stem if stem in names else _TOKEN.sub("", stem)
             origin = origin if origin in names else named.get(origin, "")
-            origin = "" if origin != plain and origin in kept else origin
+            origin = "" if origin != stem and origin in kept else origin
             if origin and name not in same:
                 same[name] = _follow_name(node, origin, readers)
     return same

@@ -23,8 +23,8 @@ _PIXELS = (0.0, 255.0)
 _LEAST_PIXEL = 64.0
 # The largest magnitude of 16-bit PCM.
 _SOUND = 32768.0
-# Of independent numbers the correlation of neighbours lies within 1 / sqrt(n) of 0. A correlation so many times larger
-# is no chance (6e-7 of all sets); images and sound lie far above it.
+# The correlation of neighbours among independent numbers has the standard deviation 1 / sqrt(n). One this many times
+# larger is no chance (6e-7 of all sets); that of images and sound is far larger.
 _CHANCE = 5.0
 # The same as a probability, for two sets of samples whose values do not overlap.
 _UNLIKELY = 6e-7

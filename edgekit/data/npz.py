@@ -81,7 +81,7 @@ def open_npy(path: Path, *, mapped: bool = False) -> Array:
 
 @contextlib.contextmanager
 def _open_columns(path: Path) -> Generator[dict[str, _Column]]:
-    """Yields the columns of an archive; their files are closed behind the block."""
+    """Yields the columns of an archive; their files are closed after the block."""
     hint = "write it with numpy.savez"
     with contextlib.ExitStack() as opened:
         if not path.exists():

@@ -15,7 +15,7 @@ from edgekit.model.tensors import TensorSpec
 
 # Without separate data for verification, one sample in four is held out of calibration for it.
 _GOLDEN_SHARE = 4
-# At most so many, because they go into the bundle, and each device of a verification runs them all.
+# The most golden samples: they go into the bundle, and each device of a verification runs them all.
 _MAX_GOLDEN_SAMPLES = 64
 _MAX_GOLDEN_BYTES = 256 << 20
 

@@ -3,7 +3,7 @@
 import math
 
 Z95 = 1.959963984540054
-"""95 % of a normal distribution lie within so many standard deviations of the mean."""
+"""95 % of a normal distribution lie within this many standard deviations of the mean."""
 
 
 def wilson_interval(hits: int, total: int) -> tuple[float, float]:

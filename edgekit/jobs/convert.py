@@ -397,7 +397,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         files, notes = {_FLOAT: prepared.path}, dict[str, str]()
 
         def attempt(name: str, write: Callable[[Path], object]) -> Path:
-            """Writes a format; one that there is not of this model is a note."""
+            """Writes a format; one that this model cannot have is a note."""
             progress(f"write {name}")
             path = work / f"{name.replace(', ', '-').replace(' ', '-')}.onnx"
             try:

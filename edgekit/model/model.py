@@ -129,7 +129,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
     if flaw := next(find_flaws(proto), None):
-        raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
+        raise ModelError(f"'{path}' is no valid ONNX model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
     opset, newest, last = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version(), ORT_FORMATS[-1]

@@ -103,8 +103,10 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
 
 def _propose_feeds(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     """Returns the line of a recipe that states the feeds, with the pairs of equal type and shape filled in."""
-    alike = [(spec, out) for spec in inputs for out in outputs if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
-    pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in alike[:4]) or '"INPUT" = "OUTPUT"'
+    candidates = [
+        (spec, out) for spec in inputs for out in outputs if (spec.dtype, spec.shape) == (out.dtype, out.shape)
+    ]
+    pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in candidates[:4]) or '"INPUT" = "OUTPUT"'
     return f"say which does in a recipe (--recipe FILE): [state] feeds = {{ {pairs} }}, without what is no state"
 
 

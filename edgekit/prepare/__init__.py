@@ -1,4 +1,4 @@
-"""Making a model ready: static shapes, a clean graph, and the rewrites that providers ask for."""
+"""Prepares a model for a target: static shapes, a clean graph, and rewrites by which providers take more of it."""
 
 from edgekit.prepare.clean import prepare_model as prepare_model
 from edgekit.prepare.fix import Fix as Fix

@@ -123,17 +123,17 @@ def guard_half(proto: onnx.ModelProto) -> None:
     nodes: list[onnx.NodeProto] = []
     for count, node in enumerate(proto.graph.node):
         schema: Any = defs.get_schema(node.op_type) if not node.domain and defs.has(node.op_type) else None
-        halves = [name for name in dict.fromkeys(node.input) if types.get(name) == TensorProto.FLOAT16]
-        if schema is None or not halves or not (schema.has_function or schema.has_context_dependent_function):
+        half_inputs = [name for name in dict.fromkeys(node.input) if types.get(name) == TensorProto.FLOAT16]
+        if schema is None or not half_inputs or not (schema.has_function or schema.has_context_dependent_function):
             nodes.append(node)
             continue
         prefix = f"EdgekitGuard{count}_"
         outputs = [name for name in node.output if types.get(name) == TensorProto.FLOAT16]
         inside = onnx.NodeProto()
         inside.CopyFrom(node)
-        inside.input[:] = [f"{prefix}{name}" if name in halves else name for name in node.input]
+        inside.input[:] = [f"{prefix}{name}" if name in half_inputs else name for name in node.input]
         inside.output[:] = [f"{prefix}{name}" if name in outputs else name for name in node.output]
-        before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in halves]
+        before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in half_inputs]
         nodes += [*before, inside, *(_cast(f"{prefix}{name}", name, TensorProto.FLOAT16) for name in outputs)]
     refill(proto.graph.node, nodes)
 

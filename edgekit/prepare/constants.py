@@ -33,10 +33,9 @@ _MOVED = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsq
 def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tuple[str, ...]:
     """Returns the names of the nodes whose float weights ONNX Runtime would quantize, in graph order.
 
-    These are layers with a constant float weight between a DQ with one scale before them, and a Q as the only reader
-    behind them, perhaps after Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Operators
-    past which ONNX Runtime moves Q and DQ may lie between, unless `directly`. XNNPACK's provider computes wrong values
-    with weights that were rounded so.
+    These are layers with a constant float weight that read a DQ with one scale, and whose only reader is a Q, perhaps
+    after Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Operators past which ONNX Runtime
+    moves Q and DQ may be in between, unless `directly`. XNNPACK's provider computes wrong values with such weights.
     """
     view, found, moved = view_part(graph), list[str](), frozenset[str]() if directly else _MOVED
     for node in view.nodes:
@@ -65,7 +64,7 @@ def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tup
 def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
     """Returns the names of the cubic Resize nodes of a quantized graph, in graph order.
 
-    ONNX Runtime computes integer convolutions in NHWC, and moves the Transpose behind one past a Resize; the cubic
+    ONNX Runtime computes integer convolutions in NHWC, and moves the Transpose after one past a Resize; the cubic
     kernel then refuses to shrink (`ScalesValidation` of core/providers/cpu/tensor/upsamplebase.h).
     """
     if not any(node.op_type == "QuantizeLinear" for node in graph.node):

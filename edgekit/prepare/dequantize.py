@@ -65,7 +65,7 @@ def dequantize_model(model: Model, out: Path) -> Model:
         drop_idle_nodes(part)
     if left := sorted({*find_integer_ops(proto), *({node.op_type for node in iterate_nodes(proto.graph)} & _FUSED)}):
         raise ModelError(
-            f"'{model.path.name}' has integers that are no weights of a known layer: {', '.join(left)}",
+            f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}",
             hint="give the float model that it was made from",
         )
     if not any(found):

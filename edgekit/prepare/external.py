@@ -63,11 +63,11 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
 
 def _split(message: Message, field: int) -> tuple[bytes, bytes]:
     """Returns the serialized fields of a message before a field number, and those after it."""
-    before, behind = type(message)(), type(message)()
+    before, after = type(message)(), type(message)()
     numbers = {each.name: each.number for each, _ in message.ListFields()}
     copy_fields(message, before, {name for name, number in numbers.items() if number >= field})
-    copy_fields(message, behind, {name for name, number in numbers.items() if number <= field})
-    return before.SerializeToString(deterministic=True), behind.SerializeToString(deterministic=True)
+    copy_fields(message, after, {name for name, number in numbers.items() if number <= field})
+    return before.SerializeToString(deterministic=True), after.SerializeToString(deterministic=True)
 
 
 def _frame(field: int, length: int) -> bytes:

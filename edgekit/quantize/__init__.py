@@ -1,4 +1,4 @@
-"""Static INT8 without torch: calibrate once, plan per target, quantize, with numpy and ONNX Runtime only."""
+"""Static quantization with numpy and ONNX Runtime only: calibrate once, plan for each target, apply the plan."""
 
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model

@@ -55,7 +55,9 @@ def quantize_model(
     """
     out = as_path(out)
     if plan.model_sha256 != model.sha256:
-        raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
+        raise DataError(
+            f"the plan was made for another model than '{model.path.name}'", hint="plan the quantization of this model"
+        )
     if plan.samples_sha256 != calibration.samples_sha256:
         raise DataError("the plan was made with other samples than the calibration", hint="plan again with these")
     graph = plan_graph(model, plan, calibration)

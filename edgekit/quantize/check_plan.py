@@ -51,7 +51,7 @@ def require_origin(plan: QuantPlan, model: Model, samples_sha256: str, target: T
     """
     again = "plan it again: edgekit quantize --plan-only"
     if plan.model_sha256 != model.sha256:
-        raise UsageError("the plan is not of this model", hint=again)
+        raise UsageError("the plan was made for another model", hint=again)
     if plan.samples_sha256 != samples_sha256:
         raise UsageError("the plan was made with other samples", hint="give the same --data and --samples")
     if plan.target != target.name:

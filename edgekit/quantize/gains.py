@@ -4,7 +4,7 @@ QNN takes only 8-bit gains of a LayerNormalization, and all channels share one s
 too coarse for the others. LayerNormalization(x, gain, bias) is LayerNormalization(x, 1, bias / gain) * gain, in which 1
 is exact and the factor of the Mul gets 16 bits.
 
-Such a product is worth its time where the rounded gain loses more than the rounded weights behind it. Before the gain
+Such a product is worth its time where the rounded gain loses more than the rounded weights after it. Before the gain
 every channel has the variance 1. If a matrix W of 8-bit weights reads the output, and rounding changes the gain g by e
 and the matrix by E, the result gets the noise sum of (W_ij e_j)^2 from the gain, and sum of (E_ij g_j)^2 from the
 matrix. No product reduces the second, so a gain whose noise is below it stays as it is. If no matrix reads the output,
@@ -55,7 +55,7 @@ class _Placed:
 
 
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
-    """Turns gains that lose more than the weights behind them into products, in place; nodes are not in order.
+    """Turns gains that lose more than the weights after them into products, in place; nodes are not in order.
 
     Only normalizations with a 16-bit output are changed. Gains that are computed or zero stay, and so does a gain with
     a bias that would more than double the range.

@@ -136,7 +136,9 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
             f"'{precision}' is no integer precision", hint=f"{', '.join(INTEGERS)}; others need no calibration"
         )
     if calibration.model_sha256 != model.sha256:
-        raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
+        raise DataError(
+            f"the calibration was made with another model than '{model.path.name}'", hint="calibrate this model"
+        )
     rules = target.quantization.at(precision)
     # Trees, scalers and maps of ai.onnx.ml are looked up or computed in float by every provider.
     present = {node.op_type for node in graph.nodes if node.domain != ML_DOMAIN} - set(rules.float_ops)

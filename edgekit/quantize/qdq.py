@@ -124,7 +124,7 @@ def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13.
-        UsageError: the plan is not of this model.
+        UsageError: the plan was made for another model.
     """
     return equalize_graph(open_float_graph(model, calibration), plan.factors, Path(calibration.statistics))
 

@@ -18,7 +18,7 @@ from edgekit.quantize.graph.float_graph import range_source
 # Bins on each side of zero. ONNX Runtime has as many in total (PercentileCalibrater in its quantization/calibrate.py).
 HALF_BINS = 2048
 PARTS = 8
-"""Samples are assigned to so many parts of a histogram in turn, to estimate the sampling error; chosen by hand."""
+"""Samples are assigned to this many parts of a histogram in turn, to estimate the sampling error; chosen by hand."""
 
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995

@@ -175,7 +175,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     """Rounds layers in graph order, so that each compensates for the errors that reach it.
 
     As Qronos does (S. Zhang et al., arXiv:2505.11695): with X the inputs of a layer in the float graph and Y those
-    behind the layers rounded before, W' = W X'Y (Y'Y)^-1 comes nearest to W X, and W' is rounded with the moment Y'Y.
+    after the layers rounded before, W' = W X'Y (Y'Y)^-1 comes nearest to W X, and W' is rounded with the moment Y'Y.
     Unlike there, both moments are shrunk (`shrink_moment`), or W' would overfit the samples, and weights of 4 bits are
     rounded by COMQ instead of GPTQ.
 
@@ -200,8 +200,8 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     for index, (layer, place) in enumerate(places.values()):
         # Layers that read the same tensor get the same inputs: the model runs once for all of them.
         if layer.node not in seen:
-            beside = [each for each, other in places.values() if other.source == place.source]
-            seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples)
+            siblings = [each for each, other in places.values() if other.source == place.source]
+            seen = _gather(qdq, {layer.source: place.source}, graph, siblings, samples)
         # Without samples, or where its size is unknown, a layer is rounded for an input of zeros.
         zeros = np.zeros((1, layer.groups, layer.inputs))
         inputs, rounded = (each.get(layer.node, zeros) for each in (true, seen))
@@ -267,7 +267,7 @@ def _round_for_inputs(
 ) -> dict[str, Array]:
     """Returns integers, scale [channels] and bias [channels] of a layer, as Qronos rounds it (`round_in_order`).
 
-    `true` and `seen` are patches [P, groups, inputs] of its input: X in the float graph, and Y behind the layers
+    `true` and `seen` are patches [P, groups, inputs] of its input: X in the float graph, and Y after the layers
     rounded so far. `size` is the number of inputs in a block of the second moment.
     """
     weight, bias, matrix, floor = _read_layer(graph, layer, place)

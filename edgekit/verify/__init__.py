@@ -1,1 +1,1 @@
-"""Verify: does a bundle give on its devices what the float model gives?"""
+"""Verification: compares a bundle's outputs on devices with those of the float model, and judges the difference."""

@@ -160,7 +160,7 @@ def _open_source(bundle: Bundle, reference: Path) -> Model:
 
 
 def open_inputs(bundle: Bundle, data: Data | None, samples: int | None) -> Samples:
-    """Returns the inputs that a verification runs: at most so many samples of the data, or all golden samples.
+    """Returns the inputs that a verification runs: at most `samples` samples of `data`, or all golden samples.
 
     Raises:
         DataError: the samples do not fit.

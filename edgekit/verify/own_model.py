@@ -166,8 +166,8 @@ def _is_near(wanted: Array, found: Array | None, tolerance: float) -> bool:
     with np.errstate(invalid="ignore"):
         error = np.abs(found.astype(np.float64) - wanted.astype(np.float64))
     # Comparisons with NaN are False, so a NaN on one side only is a fault; infinities of the same sign are equal.
-    alike = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
-    return bool(((error <= tolerance) | alike).all())
+    equal = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
+    return bool(((error <= tolerance) | equal).all())
 
 
 _LOOKED_AT = 8

@@ -1,4 +1,4 @@
-"""The usual mistakes behind wrong outputs, and the known traps of mobile runtimes.
+"""The usual causes of wrong outputs, and the known traps of mobile runtimes.
 
 A mistake in the outputs is undone and the outputs are compared again; a mistake in the inputs is made in the float
 model's inputs too. The mistake that then explains the outputs is named.

@@ -538,7 +538,7 @@ def _read_own(name: str, function: Callable[..., Any], outputs: Tensors, label: 
 
 
 MOST_SAMPLES = 1024
-"""The most samples that are compared with labels: if the models agree on so many, the interval of the drop is 0.2
+"""The most samples that are compared with labels: if the models agree on this many, the interval of the drop is 0.2
 points to each side (Agresti and Min 2005)."""
 TOP1 = TaskLimit(name="top1")
 """The metric for labels if none is named."""

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "axis of no weight": (add("axes", "w", 0), "gives 'w' a scale for each index of axis 0"),
     "other axis": (add("axes", "u", 1), "takes axis 0"),
     "unknown method": (put("method", "mini"), "range method 'mini'"),
-    "other model": (put("model_sha256", "0" * 64), "not of this model"),
+    "other model": (put("model_sha256", "0" * 64), "for another model"),
     "other samples": (put("samples_sha256", "0" * 64), "with other samples"),
     "other target": (put("target", "qnn"), "for target 'qnn'"),
     "impossible factors": (put("factors", {"b": [0.0] * 8}), "cannot scale the channels of 'b'"),

@@ -80,7 +80,7 @@ def test_a_dynamically_quantized_model_is_made_float(
         ("y = Relu(x)", "'m.onnx' is not dynamically quantized"),
         (
             "q, s, z = DynamicQuantizeLinear(x) y = Cast<to = 1>(q)",
-            "integers that are no weights of a known layer: DynamicQuantizeLinear",
+            "quantized operators that cannot be made float: DynamicQuantizeLinear",
         ),
     ],
 )

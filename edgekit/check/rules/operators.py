@@ -185,7 +185,7 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
 
     A scale below 1 must be one over a divisor of the axis (`divisor`), and one above 1 a whole number (`whole`); both
     kinds must not occur together (not `mixed`). Scales must be the quotients of the sizes (`exact`), the last axis must
-    not change alone (`not_alone`), and each axis must have at least so many elements afterwards (`least`).
+    not change alone (`not_alone`), and each axis must have at least `least` elements afterwards.
     """
 
     spatial: int = 2

@@ -1,1 +1,1 @@
-"""Rewrites of a graph, by what they are about."""
+"""The rewrites of a graph, in a module for each group of operators."""

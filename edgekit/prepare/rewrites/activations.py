@@ -72,8 +72,8 @@ def plain_slope(writer: Writer) -> None:
     node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
     if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
         return
-    plain = writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])
-    writer.add("PRelu", [node.input[0], plain])
+    reshaped = writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])
+    writer.add("PRelu", [node.input[0], reshaped])
 
 
 _HARD_SWISH_SINCE = 14

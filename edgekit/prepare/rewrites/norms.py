@@ -36,10 +36,10 @@ def _find_norm(graph: Graph, name: str) -> _Norm | None:
     scaled, shift, subtracted = _find_shift(graph, name)
     below = fraction_of(graph, scaled)[1]
     root = root_of(graph, unshape(graph, below[0])) if len(below) == 1 else None
-    spread = _find_spread(graph, root[0]) if root is not None else None
-    if root is None or spread is None:
+    variance = _find_variance(graph, root[0]) if root is not None else None
+    if root is None or variance is None:
         return None
-    data, axis, squared = spread
+    data, axis, squared = variance
     above = fraction_of(graph, scaled, (data, squared))[0]
     vectors = [each for each in above if each in graph.constants]
     moved = [each for each in above if each not in graph.constants]
@@ -72,16 +72,16 @@ def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
     return name, "", ""
 
 
-def _find_spread(graph: Graph, name: str) -> tuple[str, int, str] | None:
+def _find_variance(graph: Graph, name: str) -> tuple[str, int, str] | None:
     """Returns x, the axis, and the squared tensor where a value is a variance of x or a mean of its squares, else None.
 
     The variance is the mean of (x - mean(x))^2, or max(0, mean(x^2) - mean(x)^2), as JAX and Flax write it: then the
     squared tensor is "".
     """
-    spread = unshape(graph, name)
-    spread = unshape(graph, other_operand(graph, made_by(graph, spread, "Max"), 0.0) or spread)
-    difference = made_by(graph, spread, "Sub")
-    mean = mean_of(graph, spread if difference is None else difference.input[0])
+    variance = unshape(graph, name)
+    variance = unshape(graph, other_operand(graph, made_by(graph, variance, "Max"), 0.0) or variance)
+    difference = made_by(graph, variance, "Sub")
+    mean = mean_of(graph, variance if difference is None else difference.input[0])
     data = square_of(graph, mean[0]) if mean is not None else None
     if mean is None or data is None:
         return None

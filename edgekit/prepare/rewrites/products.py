@@ -151,7 +151,7 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
     """Turns constant int8 inputs of DequantizeLinear into uint8 with zero points 128 higher, in place.
 
     With `ops`, only for nodes of these operators whose other input is unsigned or float. Constants that other nodes
-    read too, and external data, stay. Returns the names of the nodes behind the changed DequantizeLinear nodes.
+    read too, and external data, stay. Returns the names of the nodes that read the changed DequantizeLinear nodes.
     """
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer):
         return ()
@@ -159,10 +159,10 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
     changed: list[str] = []
     for tensor in list(graph.initializer):
         readers = view.readers(tensor.name)
-        behind = [each for node in readers for each in view.readers(node.output[0])]
+        consumers = [each for node in readers for each in view.readers(node.output[0])]
         if not _is_weight(view, tensor, readers, stored) or (
             ops is not None
-            and not any(node.op_type in ops and not _reads_signed(view, node, stored) for node in behind)
+            and not any(node.op_type in ops and not _reads_signed(view, node, stored) for node in consumers)
         ):
             continue
         if math.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
@@ -181,7 +181,7 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
                 stored[name] = numpy_helper.from_array(_add_128(zero), name)
                 graph.initializer.append(stored[name])
             node.input[2:] = [name]
-        changed += [node.name for node in behind]
+        changed += [node.name for node in consumers]
     return tuple(dict.fromkeys(changed))
 
 

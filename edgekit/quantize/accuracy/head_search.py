@@ -277,8 +277,8 @@ def _count_scores(rest: Columns, outputs: Tensors) -> int:
     shares = (values.min(axis=0) >= -_TOLERANCE) & (values.max(axis=0) <= 1 + _TOLERANCE)
     if shares[0] and not shares.all():
         return int(shares.argmin())
-    behind = (count for count in range(rest.count - 1, 1, -1) if _find_prototypes(outputs, count))
-    return rest.count - next(behind, 0)
+    counts = (count for count in range(rest.count - 1, 1, -1) if _find_prototypes(outputs, count))
+    return rest.count - next(counts, 0)
 
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:

@@ -12,7 +12,7 @@ from edgekit.graph.graph import Graph, Node
 Origin = Literal["weights", "places", "unknown"]
 Readout = Literal["biased", "projected", "shaped", "unknown"]
 """What makes an output: "biased" is a linear layer with a bias, "projected" one without, "shaped" a layer with an
-operator behind it that scores do not have, such as a Tanh or a normalization, and "unknown" that no layer is found."""
+operator after it that scores do not have, such as a Tanh or a normalization, and "unknown" that no layer is found."""
 
 _LINEAR = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose", "FusedGemm", "FusedConv", "FusedMatMul"})
 _PASSING = frozenset({"QuantizeLinear", "DequantizeLinear", "Identity", "Cast", "Dropout"})
@@ -20,7 +20,7 @@ _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
 _MOVING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceMax"})
-# Operators that may stand between a layer and the scores of classes: SqueezeNet pools behind a Relu.
+# Operators that may be between a layer and the scores of classes: SqueezeNet pools after a Relu.
 _BEHIND_SCORES = (
     _PASSING | _MOVING | _POOLS | frozenset({"ReduceMean", "Relu", "Clip", "Neg", "Resize", "Slice", "Gather"})
 )
@@ -35,7 +35,7 @@ _SAME_SHAPE = (
         "BatchNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization", "Slice",
     })
 )  # fmt: skip
-# Few nodes follow the last layer with weights: more are a loop in a hostile file.
+# Few nodes follow the last layer with weights: a longer walk is a cycle in a malicious file.
 _MOST_NODES = 200
 
 
@@ -108,7 +108,7 @@ def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis
 def _match(
     source: Sequence[int | None], shape: Sequence[int | None], origins: Sequence[Origin], *, is_moved: bool
 ) -> list[Origin] | None:
-    """Returns the origins of axes behind a change of shape, None where sizes are unknown or 0.
+    """Returns the origins of axes after a change of shape, None where sizes are unknown or 0.
 
     The parts of an axis that is split have its origin. An axis joined of weights and places holds no classes.
     """

@@ -40,7 +40,7 @@ The share that percentile-99.9 clips at an end is then exact to 0.009 points (`t
 tools/bench/calibrate_ratio.py shows what it costs.
 """
 
-# The values picked from so many tensors are joined into one output; a single output for all would be in memory twice.
+# The values picked from this many tensors are joined into one output; a single output would be in memory twice.
 # Chosen by hand.
 _PICKED_TOGETHER = 16
 
@@ -137,13 +137,13 @@ def augment_graph(
 
 
 def pick_outputs(tensors: int) -> Iterator[tuple[str, slice]]:
-    """Yields the names of the outputs with the picked values of so many tensors, and the tensors in each."""
+    """Yields the names of the outputs with the picked values of several tensors, and the tensors in each."""
     for start in range(0, tensors, _PICKED_TOGETHER):
         yield f"{PICKS}.{start}", slice(start, min(start + _PICKED_TOGETHER, tensors))
 
 
 def picked_values(samples: int) -> int:
-    """Returns how many values of a tensor each of so many samples adds to its histogram."""
+    """Returns how many values of a tensor each of `samples` samples adds to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
 
 
@@ -242,11 +242,11 @@ class _Builder:
     def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[tuple[Layer, ...], PatchIndices]]:
         """Adds outputs with input patches of layers with known sizes; yields the layers and the patches' positions."""
         found = [(layer, locate_patches(self._graph, layer, patches_per_sample(layer, samples))) for layer in layers]
-        alike: dict[object, list[tuple[Layer, PatchIndices]]] = {}
+        by_key: dict[object, list[tuple[Layer, PatchIndices]]] = {}
         for layer, where in found:
             if where is not None:
-                alike.setdefault(where.key(layer), []).append((layer, where))
-        for (layer, where), *others in alike.values():
+                by_key.setdefault(where.key(layer), []).append((layer, where))
+        for (layer, where), *others in by_key.values():
             name = self._gather_open(layer.source, where.open_rows) if where.open_rows else layer.source
             for axis, indices in where.gathers:
                 name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)

@@ -138,7 +138,7 @@ def _is_numeric(sample: Tensors) -> bool:
 
 
 def _write(path: Path, arrays: Tensors) -> None:
-    """Writes arrays one after the other, behind a table of them.
+    """Writes arrays one after the other, after a table of them.
 
     Each candidate plan reads all samples again, and the headers of a .npz take longer to read than small arrays.
     """

@@ -26,7 +26,7 @@ Chosen by hand: tools/bench/calibrate_ratio.py shows the memory of a calibration
 """
 # 128 channels x 3 x 3, then halves of it: a block holds whole kernels of neighbouring channels.
 _BLOCK_SIZES = (1152, 576, 288, 144)
-# Patches are collected until there are so many, since products of a few rows are slow. Chosen by hand.
+# Patches are collected until there are this many, since products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "covariance")
 # Squares of values above 1e19 are infinite in float32; a layer that reads such values is rounded to nearest.
@@ -188,7 +188,7 @@ def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def patches_per_sample(layer: Layer, samples: int) -> int:
-    """Returns how many patches to take from each of so many samples: in all about four times the layer's inputs."""
+    """Returns how many patches to take from each of `samples` samples: in all about four times the layer's inputs."""
     # With fewer patches than inputs E[xx'] is singular; `shrink_moment` compensates for that.
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))

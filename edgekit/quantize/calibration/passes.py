@@ -31,7 +31,7 @@ from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
 SUMMED_SAMPLES = 8
-"""After every so many samples pending values are summed, and a checkpoint may be written."""
+"""After this many samples pending values are summed, and a checkpoint may be written."""
 _MEASURED, _EXTREMES = "measured", "extremes"
 # Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.
 _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
@@ -284,7 +284,7 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
             maker = graph.producers[name]
             _refuse_weights(graph, maker)
             raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
-    # What is left are tensors that constants make infinite, such as scores behind a mask of minus infinity.
+    # What is left are tensors that constants make infinite, such as scores plus a mask of minus infinity.
     output = next((name for name in values if name in graph.outputs and _non_finite(values[name])), "")
     raise DataError(
         f"{subject} a value that is not finite in output '{output}'", hint="prepare --outputs A,B leaves outputs out"

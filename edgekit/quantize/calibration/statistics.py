@@ -13,7 +13,7 @@ from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, 
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
-# Picked values of so many samples are counted at once, so that numpy's cost per call is small; so many bytes of them
+# Picked values of this many samples are counted at once, so that the cost of each numpy call is small; this many bytes
 # are in memory at a time. Both chosen by hand.
 _FLUSH_SAMPLES, _HELD_BYTES = 8, 2 << 20
 

@@ -57,7 +57,7 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
         other = next((each for each in (name, stem) if each is not None and each not in kept), None)
         if other is None:
             raise ModelError(
-                f"quantizing '{subject}' would give the name of '{name}' to what it makes of '{stem or name}'",
+                f"quantizing '{subject}' would give the quantized '{stem or name}' the name of tensor '{name}'",
                 hint=f"rename it: edgekit prepare MODEL --rename {name}=NEW --out FILE",
             )
         renamed.setdefault(other, _free_name(other, names))
@@ -336,7 +336,7 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
     through = next((value.name for value in proto.graph.output if value.name in fed), None)
     if through is not None:
         raise ModelError(
-            f"output '{through}' of '{model.path.name}' is an input of it, which Q and DQ nodes cannot stand between",
+            f"output '{through}' of '{model.path.name}' is an input of it, with no node between for Q and DQ",
             hint="leave it out: edgekit prepare MODEL --outputs NAMES --out FILE",
         )
 

@@ -161,15 +161,17 @@ def _plan_best(subject: _Subject) -> QuantPlan:
 
     Roundings that learn from samples are slow: if runs are long, only the best draft gets them.
     """
-    plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
-    equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
-    chosen = prefer_draft(plain, equalized, NOTABLE_DB)
+    unequalized, attempt = _judge(subject, {}), subject.memo.budget.attempt
+    equalized = attempt(
+        "equalized channels", partial(_equalize, subject, unequalized, reached=unequalized, through_silu=False)
+    )
+    chosen = prefer_draft(unequalized, equalized, NOTABLE_DB)
     through_silu = attempt(
-        "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
+        "channels equalized through SiLU", partial(_equalize, subject, unequalized, reached=chosen, through_silu=True)
     )
     # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
     lead = _learn(subject, prefer_draft(chosen, through_silu, LEAST_GAIN_DB))
-    drafts = [each for each in (plain, equalized, through_silu) if each is not None]
+    drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     best = _finish(subject, lead.draft, lead.found.candidates[0])
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
@@ -198,9 +200,9 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: 
     return _learn(subject, judged) if draft.effort.is_short else judged
 
 
-def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
+def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
-    plan = plain.draft.plan
+    plan = unequalized.draft.plan
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
     is_enough = reached.best_db >= GOOD_DB if through_silu else reached.quick_db >= FAITHFUL_DB
     if is_enough or (through_silu and not is_relievable(plan)):
@@ -210,7 +212,7 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
     factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
-    method = None if plain.draft.effort.is_short else reached.found.candidates[0].method
+    method = None if unequalized.draft.effort.is_short else reached.found.candidates[0].method
     return _judge(subject, factors, method)
 
 

@@ -256,14 +256,14 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:
     methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
-    plain = draft.choose(methods[0], "nearest")
-    placed = place_draft(plain)
+    nearest = draft.choose(methods[0], "nearest")
+    placed = place_draft(nearest)
     ranges = _judge_ranges(draft, methods, budget, placed)
     best = max(ranges, key=ranges.__getitem__)
     chosen = draft.choose(best, "nearest")
     # Minmax rounded to nearest is always a candidate, so the choice is never worse than that on these samples. An
     # equalized draft needs none: it is compared with that of the unchanged graph.
-    tried = [] if draft.plan.factors else [*_judge_roundings(plain, ("nearest",), budget, placed)]
+    tried = [] if draft.plan.factors else [*_judge_roundings(nearest, ("nearest",), budget, placed)]
     placed = placed if best == methods[0] else place_draft(chosen)
     # On ResNet-50, ViT-S and Whisper's encoder bias correction gained 0.1 to 3.9 dB (measured once).
     corrected = [*_judge_roundings(chosen, ("bias",), budget, placed)] if read_layers(draft.graph) else []

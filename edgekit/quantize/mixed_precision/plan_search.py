@@ -276,10 +276,10 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     6. If the largest number is chosen and misses the goal, more tensors (120, 160) may get 16 bits (`_try_most`).
     """
     attempts = _Attempts(search, goal, first, state)
-    plain = attempts.run(0)
-    if plain is None or not search.relievable or (not goal.is_asked and is_near(plain.prediction)):
+    unrelieved = attempts.run(0)
+    if unrelieved is None or not search.relievable or (not goal.is_asked and is_near(unrelieved.prediction)):
         return attempts.in_order
-    last, left = plain, {0: 1.0}
+    last, left = unrelieved, {0: 1.0}
     for counts in (_FEW, _MORE_THAN_FEW):
         if attempts.is_enough(last) or not search.memo.budget.allows(MORE_RELIEF):
             return attempts.in_order

@@ -218,8 +218,8 @@ def judge_candidate(
     session, names = _open_compared(qdq, compared, statistics, keep_float_weights=keep_float_weights)
     powers = np.zeros((len(compared), 2))
 
-    def run(held: tuple[Tensors, Tensors]) -> Tensors:
-        return session.run(held[0])
+    def run(pair: tuple[Tensors, Tensors]) -> Tensors:
+        return session.run(pair[0])
 
     for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most), at_once):
         powers += _all_powers(names, expected, found)
@@ -259,7 +259,7 @@ def open_judge(
 
     def judge(values: Tensors, wanted: float) -> float:
         noise, ratio = np.zeros(len(compared)), math.inf
-        for (_, expected), found in map_in_order(lambda held: session.run({**held[0], **values}), read(), at_once):
+        for (_, expected), found in map_in_order(lambda pair: session.run({**pair[0], **values}), read(), at_once):
             noise += _all_powers(names, expected, found)[:, 1]
             ratio = join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
             if ratio < wanted:
@@ -307,8 +307,8 @@ def judge_grids(
     def rate() -> dict[str, float]:
         return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in lags}
 
-    held = islice(read_held_out(statistics), most)
-    for part in (islice(held, few), held):
+    pairs = islice(read_held_out(statistics), most)
+    for part in (islice(pairs, few), pairs):
         tasks = ((name, *pair) for pair in part for name in grids if name not in lags)
         for (name, _, expected), found in map_in_order(run, tasks, at_once):
             powers[name].append(_all_powers(names, expected, found))

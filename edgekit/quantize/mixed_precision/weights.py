@@ -139,7 +139,7 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     Raises:
         UsageError: the statistics are gone.
     """
-    # A switch works only for weights behind a DQ; with scales for blocks the order of the weights would be the same.
+    # A switch works only for weights with a DQ; with scales for blocks the order of the weights would be the same.
     graph, plan = draft.graph, msgspec.structs.replace(draft.plan, block=0)
     rounded = list_rounded(round_weights(placed, graph, plan, draft.statistics), graph)
     layers = [layer for layer in read_layers(graph) if layer.node in rounded]
@@ -155,11 +155,11 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
         switches = np.arange(len(layers)) == index
         yield from (session.run({**inputs, SWITCHES: switches}) for inputs, _ in held)
 
-    plain = list(run(-1))
+    unrounded = list(run(-1))
     found: list[WeightError] = []
     for index, layer in enumerate(layers):
         powers = np.zeros((len(draft.compared), 2))
-        for before, after in zip(plain, run(index), strict=True):
+        for before, after in zip(unrounded, run(index), strict=True):
             powers += [measure_loss(each, before[each.tensor], after[each.tensor]) for each in draft.compared]
         noise = 10 ** (-join_ratios([ratio_db(*power) for power in powers]) / 10)
         size = layer.groups * layer.outputs * layer.inputs

@@ -55,7 +55,7 @@ def pack_weights(
 ) -> tuple[str, ...]:
     """Replaces nodes with constant float32 weights, in place, and returns the names of the nodes.
 
-    MatMul and Gemm become MatMulNBits, with an Add behind it where a Gemm adds a residual; a Gather of rows becomes
+    MatMul and Gemm become MatMulNBits, with an Add after it where a Gemm adds a residual; a Gather of rows becomes
     GatherBlockQuantized. A weight that several nodes read is stored once, also if a head and its embedding share it,
     transposed or not.
 

@@ -80,11 +80,11 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     written = save_proto(converted, out)
     # A session without optimizers is quick to make, and shows whether ONNX Runtime loads the graph.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
-    halves = {tensor.name for tensor in converted.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
+    float16 = {tensor.name for tensor in converted.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
     clamped = (
         tensor.name
         for tensor in proto.graph.initializer
-        if tensor.name in halves and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
+        if tensor.name in float16 and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
     )
     return Fp16Model(model=written, clamped=tuple(clamped))
 

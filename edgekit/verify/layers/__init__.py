@@ -1,1 +1,1 @@
-"""Compares the layers of two models, and names the first bad one."""
+"""Compares the layers of two models, and finds the first that is wrong by itself."""

@@ -190,8 +190,8 @@ def ordered_tensors(graph: Graph) -> Iterable[str]:
 def _look_behind(name: str, graph: Graph) -> tuple[str, ...]:
     """Returns the outputs of the DQ nodes of a tensor, or the tensor itself if it is not quantized."""
     quantized = [node.output[0] for node in _find_readers(name, graph) if node.op_type == QUANTIZE]
-    behind = [node.output[0] for q in quantized for node in _find_readers(q, graph) if node.op_type == DEQUANTIZE]
-    return tuple(behind) or (name,)
+    dequantized = [node.output[0] for q in quantized for node in _find_readers(q, graph) if node.op_type == DEQUANTIZE]
+    return tuple(dequantized) or (name,)
 
 
 def _find_readers(name: str, graph: Graph) -> list[Node]:

@@ -45,7 +45,7 @@ _SAME_DB, _CLOSER_DB = 40.0, 6.0
 must be 40 dB, or 6 dB (half the amplitude) above that of the error which is investigated."""
 _WRONG_DB, _MOST_CHANNEL_STEPS, _MOST_OFFSET_STEPS = 30.0, 2.0, 0.5
 """A layer of a device is wrong by itself below this SQNR. With a grid it is wrong if its worst channel (root of the
-mean square) or the mean of all is off by more than so many steps: other kernels round differently, by a step at most
+mean square) or the mean of all is off by more than this many steps: other kernels round differently, by a step at most
 (measured on QNN's simulator and XNNPACK: 1.0 and 0.13)."""
 # Outputs with a lower SQNR are wrong.
 _LEAST_DB = 15.0
@@ -188,8 +188,8 @@ def find_device_layer(
             runs += 1
     if refusal and may_cut:
         located = locate_on_device(device, job, work / "cuts")
-        told = (*notes, f"the model was bisected, because {refusal}", *located.notes)
-        return msgspec.structs.replace(located, runs=located.runs + runs, notes=told)
+        all_notes = (*notes, f"the model was bisected, because {refusal}", *located.notes)
+        return msgspec.structs.replace(located, runs=located.runs + runs, notes=all_notes)
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
@@ -237,7 +237,7 @@ def _is_measurable(probe: Probe, specs: Mapping[str, tuple[TensorSpec, int]]) ->
 def _list_slices(
     probes: Iterable[Probe], specs: Mapping[str, tuple[TensorSpec, int]], slice_bytes: int
 ) -> list[list[Probe]]:
-    """Returns the probes in slices of about so many bytes a sample."""
+    """Returns the probes in slices of about `slice_bytes` bytes a sample."""
     parts: list[list[Probe]] = []
     size_bytes = 0
     for probe in probes:

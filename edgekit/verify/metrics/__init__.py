@@ -1,1 +1,1 @@
-"""How far two tensors are apart: each metric with its formula and interval."""
+"""Metrics of the difference between the outputs of two runs, each with its formula and interval."""

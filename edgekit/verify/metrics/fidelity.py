@@ -47,7 +47,7 @@ _NEAREST = 0.01
 _LEAST_REACH = 0.05
 # The share of the energy that must be left, as of the variance beside the float model's (`Thresholds.min_agreement`).
 _LEAST_KEPT = 0.9
-# At most so many values of a sample are taken to have independent errors, because they come from the same layers.
+# At most this many values of a sample count as independent errors, because they come from the same layers.
 _MOST_VALUES = 16
 # How far probabilities may add up to something else than 1: 10,000 roundings of float32, and a few of fp16.
 _SHARES = 1e-3
