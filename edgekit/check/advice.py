@@ -116,7 +116,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 class Adviser(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of advice. `message` may contain {count} and {word}.
 
-    Without `always` the advice is given only if the target would take more nodes.
+    Without `always` the advice is given only if the target would take more nodes, or fewer would stop its session.
     """
 
     id: str
@@ -143,15 +143,17 @@ def give_advice(case: Case) -> tuple[Advice, ...]:
 
 
 def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
-    gain_nodes = len(finding.nodes)
+    gain_nodes, fatal_fewer = len(finding.nodes), 0
     gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
     if finding.changed is not None:
         # The whole changed graph is checked, because partitions and the units of neighbours change too.
         after = case.recheck(finding.changed, finding.opset or read_opset(case.graph.model))
         gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
+        # A session that starts is worth nodes on the CPU, such as Reshapes.
+        fatal_fewer = sum(node.fatal for node in case.nodes) - sum(node.fatal for node in after)
     # A rewrite may help other targets but not this one.
-    if gain_nodes <= 0 and not adviser.always:
+    if fatal_fewer < 0 or (gain_nodes <= 0 and not fatal_fewer and not adviser.always):
         return None
     count = len(finding.nodes)
     named = ", ".join(finding.nodes[:_NAMED]) + (f" and {count - _NAMED} more" if count > _NAMED else "")

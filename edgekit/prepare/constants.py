@@ -18,6 +18,7 @@ from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"
 LAYOUT = "NhwcTransformer"
+TURNING = "GemmTransposeFusion"
 DISABLED = "optimization.disable_specified_optimizers"
 """The session config entry that switches optimizers off.
 
@@ -73,9 +74,27 @@ def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(node.name for node in resizes if any(item.s == b"cubic" for item in node.attribute))
 
 
-def find_harmful(graph: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
-    """Returns the optimizers of ONNX Runtime that would harm a graph, with the names of the nodes concerned."""
-    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph)}
+def find_turned(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names of the products of two matrices whose first is a Transpose, in graph order.
+
+    ONNX Runtime writes a MatMul and an Add as Gemm (matmul_add_fusion.cc), and a Gemm of a Transpose as a Gemm with
+    transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0.
+    """
+    turned = {node.output[0] for node in graph.node if node.op_type == "Transpose" and _turns(node)}
+    products = (node for node in graph.node if node.op_type in {"Gemm", "MatMul"})
+    return tuple(node.name for node in products if node.input[0] in turned)
+
+
+def _turns(transpose: onnx.NodeProto) -> bool:
+    """Returns True for a Transpose of a matrix; one without the attribute may be of a matrix."""
+    perms = [list(item.ints) for item in transpose.attribute if item.name == "perm"]
+    return perms in ([], [[1, 0]])
+
+
+def find_harmful(graph: onnx.GraphProto, provider: str = "") -> dict[str, tuple[str, ...]]:
+    """Returns the optimizers that would harm a graph on a provider, with the names of the nodes concerned."""
+    turned = find_turned(graph) if provider == "XnnpackExecutionProvider" else ()
+    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph), TURNING: turned}
     return {name: nodes for name, nodes in found.items() if nodes}
 
 
@@ -83,12 +102,14 @@ _REASONS = {
     OPTIMIZER: "{} layers keep float weights between Q and DQ nodes ({}): ONNX Runtime would round them to 8 bits per"
     " tensor",
     LAYOUT: "{} cubic Resize nodes ({}) stand between integers: ONNX Runtime would give them NHWC, which they refuse",
+    TURNING: "{} matrix products ({}) read a Transpose: ONNX Runtime would write both as one Gemm, which XNNPACK"
+    " computes wrongly",
 }
 
 
 def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
     """Returns a target whose session switches off the optimizers that would harm the graph, and notes about it."""
-    found = find_harmful(graph)
+    found = find_harmful(graph, target.provider)
     if not found:
         return target, ()
     off = target.session.config.get(DISABLED, "").split(";")

@@ -63,8 +63,10 @@ FIXES = _by_id(
 )
 """Rewrites that help or do no harm on every provider."""
 
-FUSIONS = frozenset({norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id})
-"""Those of FIXES that write a fused operator; for a target that lacks it, one of TARGET_REWRITES undoes them."""
+FUSIONS = frozenset(
+    {norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id, activations.plain_softmax.id}
+)
+"""Those of FIXES that one of TARGET_REWRITES undoes, for a target that lacks the operator or computes it wrongly."""
 
 _NEED_SHAPES = (
     activations.plain_softmax, idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax,
@@ -85,6 +87,7 @@ TARGET_REWRITES = _by_id(
     activations.plain_slope,
     activations.join_hard_swish,
     activations.split_hard_swish,
+    activations.flatten_softmax,
     layout.flatten_expand,
     # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
     layout.expand_to_concat,

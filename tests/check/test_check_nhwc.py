@@ -3,7 +3,7 @@
 import pytest
 from check_models import check_text, graph_of, why_not
 
-from edgekit.check.rules.nhwc import find_orders
+from edgekit.graph.nhwc import find_orders
 
 _HEAD = "<float[5,4,1,1] w = {1}, float half = {0.5}, int64[1] axis = {1}, int64[4] pads = {0,0,1,1}>"
 _LAST, _MOVED = (0, 3, 1, 2), (0, 2, 1)

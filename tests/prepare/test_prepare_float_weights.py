@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import parser
-from tiny_models import save_net
+from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.prepare.constants import DISABLED, OPTIMIZER, disable_harmful, find_float_weights
+from edgekit.prepare.constants import DISABLED, OPTIMIZER, TURNING, disable_harmful, find_float_weights, find_turned
 from edgekit.target import load_target
 
 HEAD = """(float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
@@ -80,3 +80,16 @@ def test_a_cubic_resize_between_integers_runs_where_its_layout_stays(tmp_path: P
     got = CpuSession(path, SessionSettings(config=target.session.config)).run(sample)["y"]
     assert got.shape == (1, 4, 5, 5)
     assert "1 cubic Resize nodes" in told[0]
+
+
+def test_xnnpack_s_products_of_a_transpose_are_kept_from_becoming_a_gemm_with_trans_a(tmp_path: Path) -> None:
+    text = """g (float[4,2] x, float[1,2,4] u) => (float[2,3] y, float[2,3] z, float[1,4,3] t) <float[4,3] w = {1}>
+        { a = Transpose<perm=[1,0]>(x) y = Gemm(a, w) z = MatMul(a, w) b = Transpose<perm=[0,2,1]>(u)
+        c = Transpose<perm=[0,2,1]>(b) s = Neg(c) t = MatMul(b, y) }"""
+    graph = onnx.load(str(parse_model(text, tmp_path / "m.onnx"))).graph
+    for index, node in enumerate(graph.node):
+        node.name = f"n{index}"
+    assert find_turned(graph) == ("n1", "n2")
+    session = disable_harmful(load_target("xnnpack"), graph)[0].session
+    assert session.config[DISABLED] == TURNING
+    assert disable_harmful(load_target("nnapi"), graph) == (load_target("nnapi"), ())

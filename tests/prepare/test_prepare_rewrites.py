@@ -48,6 +48,8 @@ WITH = {
     "unsqueeze-arg": """g (float[2,3,4] x) => (int64[2,1,4] y, int64[2,3,1] z)
         { y = ArgMax<axis=1>(x) z = ArgMin<axis=-1, select_last_index=1>(x) }""",
     "cast-by-int32": "g (uint8[2,3] x) => (float[2,3] y) { a = Cast<to=1>(x) y = Neg(a) }",
+    "flat-softmax": """g (float[1,2,3,4] x) => (float[1,2,3,4] y)
+        <float[2,2,1,1] w = {1,2,3,4}> { a = Conv(x, w) b = Relu(a) y = Softmax<axis=3>(b) }""",
     "index-to-int32": (
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
@@ -135,6 +137,10 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    # Behind no layer, along another axis, and behind a Reshape, through which no Transpose goes.
+    "flat-softmax": """g (float[1,2,3,4] x) => (float[1,2,3,4] y, float[1,2,3,4] z, float[1,2,12] t)
+        <float[2,2,1,1] w = {1,2,3,4}, int64[3] f = {1,2,12}>
+        { y = Softmax<axis=3>(x) a = Conv(x, w) z = Softmax<axis=1>(a) r = Reshape(a, f) t = Softmax<axis=2>(r) }""",
     "unsqueeze-arg": "g (float[2,3,4] x) => (int64[2,4] y) { y = ArgMax<axis=1, keepdims=0>(x) }",
     # QNN fuses a Cast with a QuantizeLinear; its other kernels are right.
     "cast-by-int32": """g (uint8[2,3] x, int32[2] w) => (uint8[2,3] y, float16[2,3] z, float[2] v) <float s = {0.5}>

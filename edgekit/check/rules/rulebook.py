@@ -26,6 +26,7 @@ Rule = (
     | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast | operators.Bounds | operators.ConvKernel
     | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.PadReach
     | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
+    | nhwc.LastInNhwc
     | nhwc.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""

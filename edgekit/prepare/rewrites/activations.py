@@ -20,6 +20,7 @@ from edgekit.graph.match import (
     unshape,
     walk_product,
 )
+from edgekit.graph.nhwc import find_orders
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.split_attention import read_float
 
@@ -389,6 +390,31 @@ def plain_softmax(writer: Writer) -> None:
         return
     if softmax.integer("axis", -1) in {-1, len(rows) - 1}:
         writer.add(softmax.op_type, [flat.input[0]], axis=-1)
+
+
+@node_rewrite(
+    "flat-softmax",
+    {"Softmax"},
+    "compute {count} of Softmax in fewer axes, between Reshapes, which is the same",
+    since=13,
+)
+def flatten_softmax(writer: Writer) -> None:
+    """Computes a Softmax over the last axis between Reshapes, where a change to NHWC would make that axis another one.
+
+    No Transpose goes through a Reshape, so the axis stays the last one. XNNPACK takes the node before the change, and
+    would compute over all axes from the moved one on (targets/xnnpack/NOTES.md).
+    """
+    graph, node = writer.graph, writer.node
+    shape = graph.value(node.input[0]).shape
+    order = find_orders(graph).get(node.input[0])
+    if not shape or order is None or node.integer("axis", -1) % len(shape) != len(shape) - 1:
+        return
+    sizes = [-1 if size is None else size for size in shape]
+    if order[-1] == len(shape) - 1 or sizes[-1] <= 0 or sizes.count(-1) > 1:
+        return
+    flat = writer.add("Reshape", [node.input[0], writer.constant("rows", [-1, sizes[-1]], "int64")], "flat")
+    made = writer.add("Softmax", [flat], "made", axis=-1)
+    writer.add("Reshape", [made, writer.constant("shape", sizes, "int64")])
 
 
 _ONE_AXIS_SINCE = 13

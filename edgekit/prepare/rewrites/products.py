@@ -46,19 +46,22 @@ def gemm_to_matmul(writer: Writer) -> None:
 @node_rewrite(
     "plain-gemm",
     {"Gemm"},
-    "put alpha, beta and transA of {count} of Gemm into nodes of their own",
+    "put alpha, beta, transA and a bias of several rows of {count} of Gemm into nodes of their own",
     since=7,
     floats=True,
 )
 def plain_gemm(writer: Writer) -> None:
     """Rewrites Gemm(A, B, C) with alpha, beta or transA to Gemm(alpha * Transpose(A), B, beta * C).
 
-    The factor alpha moves from the product to A, so the last bits may differ (1e-6 relative). transB stays.
+    A bias with a row for each row of A is added behind it. The factor alpha moves from the product to A, so the last
+    bits may differ (1e-6 relative). transB stays.
     """
     node = writer.node
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
     turned, biased = bool(node.attributes.get("transA", 0)), node.has_input(2)
-    if not turned and alpha == 1 and (beta == 1 or not biased):
+    rows = writer.graph.value(node.input[2]).shape if biased else None
+    is_matrix = rows is not None and len(rows) == 2 and rows[0] != 1
+    if not turned and alpha == 1 and (beta == 1 or not biased) and not is_matrix:
         return
     left, bias = node.input[0], list(node.input[2:3])
     if turned:
@@ -72,7 +75,10 @@ def plain_gemm(writer: Writer) -> None:
         else:
             bias = [writer.add("Mul", [node.input[2], writer.constant("beta", beta)], "bias")]
     kept: dict[str, Any] = {"transB": 1} if node.attributes.get("transB", 0) else {}
-    writer.add("Gemm", [left, node.input[1], *bias], **kept)
+    if is_matrix:
+        writer.add("Add", [writer.add("Gemm", [left, node.input[1]], "product", **kept), *bias])
+    else:
+        writer.add("Gemm", [left, node.input[1], *bias], **kept)
 
 
 @node_rewrite("flat-bias", {"Gemm"}, "give the bias of {count} of Gemm one axis, which is the same", since=7)
