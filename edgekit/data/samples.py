@@ -332,7 +332,8 @@ def _open_source(
         if not files:
             raise DataError(f"'{path}' holds no sample", hint=_FORMS_HINT)
         if preprocess is None:
-            raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
+            hint = "say how the model wants them: --preprocess FILE.toml, with at least size = [WIDTH, HEIGHT]"
+            raise DataError(f"'{path}' holds images", hint=hint)
         name = _only_input(given, path)
         samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
         refuse_other_input(preprocess, given[0])
