@@ -109,8 +109,8 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
     runs = tuple(
         msgspec.structs.replace(run, reference_cost=costs.get(run.device, run.reference_cost)) for run in report.runs
     )
-    asked = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
-    known = tuple(run for run in before.runs if run.device in asked)
+    chosen = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
+    known = tuple(run for run in before.runs if run.device in chosen)
     if lines := find_regressions(msgspec.structs.replace(before, runs=known), report):
         changes = "; ".join(find_changes(before, report)) or "nothing that edgekit knows of"
         lines = tuple(f"worse than {source}: {line} (changed since: {changes})" for line in lines)

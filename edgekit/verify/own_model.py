@@ -133,8 +133,8 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     if form not in styles or path.suffix != ".ort":
         return SessionSettings(level=Level.DISABLED)
     settings = load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
-    asked = bundle.manifest.session_config
-    config = settings.config | ({DISABLED: asked[DISABLED]} if DISABLED in asked else {})
+    stored = bundle.manifest.session_config
+    config = settings.config | ({DISABLED: stored[DISABLED]} if DISABLED in stored else {})
     return msgspec.structs.replace(settings, config=config)
 
 

@@ -42,7 +42,7 @@ from edgekit.verify.task_scores import describe_chance, measure_accuracy
 _MOST_KEPT_BYTES = 32 << 20
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, or None if they are unknown."""
 
     golden: Golden | None
@@ -60,7 +60,7 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     edgekit waited for the device.
     """
 
-    asked: _Asked
+    request: _Request
     bundle: Bundle
     golden: Golden
     plan: Verification
@@ -120,7 +120,7 @@ def verify_bundle(
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = find_present(devices)
 
-    asked = _Asked(
+    request = _Request(
         golden=golden.golden if isinstance(golden, sizes.UnpaddedGolden) else golden,
         unpadded=golden if isinstance(golden, sizes.UnpaddedGolden) else None,
         task=task or bundled_task(manifest),
@@ -128,13 +128,13 @@ def verify_bundle(
         layers=layers,
         known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
     )
-    runs, broken, kept = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
+    runs, broken, kept = _run_devices(bundle, present, request, progress or say_nothing) if present else ((), (), ())
     report = VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
         target=manifest.target,
         runs=runs,
         skipped=skipped,
-        chance=describe_chance(asked.golden or bundle.golden),
+        chance=describe_chance(request.golden or bundle.golden),
         taken_macs=manifest.placement.taken_macs,
         bundle_sha256=bundle.sha256,
         size_bytes=manifest.model_size_bytes,
@@ -154,7 +154,7 @@ def verify_bundle(
 
 
 def _run_devices(
-    bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
+    bundle: Bundle, devices: Sequence[Device], request: _Request, progress: Progress
 ) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[sizes.KeptOutputs, ...]]:
     """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
@@ -164,7 +164,7 @@ def _run_devices(
 
         def run(device: Device) -> _Done:
             progress(f"verify {bundle.manifest.name} on {device.name}")
-            return _run_device(private, device, asked)
+            return _run_device(private, device, request)
 
         runs, broken = list[_Done](), list[str]()
         # Devices start slowly: this process finishes its own checks in the meantime.
@@ -172,16 +172,16 @@ def _run_devices(
             [lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(own_model.list_broken_forms(private))]
         )
         reports = tuple(done.report for done in runs)
-        if asked.task is not None:
+        if request.task is not None:
             scored = [(done.report, done.scored) for done in runs]
             reports = own_model.add_stand_ins(
-                private, asked.golden or private.golden, asked.task, scored, work / "stand-in"
+                private, request.golden or private.golden, request.task, scored, work / "stand-in"
             )
         return reports, tuple(broken), tuple(done.kept for done in runs if done.kept is not None)
 
 
-def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
-    golden = asked.golden or bundle.golden
+def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
+    golden = request.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
     rows = order_for_runs(golden.samples, plan.samples, bundle.manifest.steps)
     job = make_job(bundle, plan, keep_small(select_samples(read_inputs(golden), rows)))
@@ -207,11 +207,11 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             rows = rows[: run.outputs.count]
         ran = select_samples(job.samples, range(len(rows)))
         if run.failure is None:
-            own, notes = own_model.run_own_model(bundle, plan.form, ran, asked.known)
+            own, notes = own_model.run_own_model(bundle, plan.form, ran, request.known)
         else:
             own, notes = None, ()
         trial = _Trial(
-            asked=asked,
+            request=request,
             bundle=bundle,
             golden=golden,
             plan=plan,
@@ -226,9 +226,9 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         report, run, by_size = _measure_run(trial), trial.run, None
         if bundle.manifest.open_dims and run.failure is None:
             by_size = sizes.compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
-        elif asked.golden is None or asked.unpadded is not None:
+        elif request.golden is None or request.unpadded is not None:
             # Buckets need the lengths that the samples had before padding.
-            by_size = sizes.run_buckets(bundle, device, job, run, rows, work / "sizes", asked.unpadded)
+            by_size = sizes.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
         report = msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_traps(trial, report.outputs)),
@@ -241,8 +241,8 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         if not report.outputs_sha256:
             return _Done(report=report)
         scored, labels = None, read_labels(golden)
-        if asked.task is not None and labels is not None:
-            scored = own_model.score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
+        if request.task is not None and labels is not None:
+            scored = own_model.score_run(request.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
         kept = sizes.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
         return _Done(report=report, kept=kept, scored=scored)
 
@@ -254,8 +254,8 @@ def _measure_run(trial: _Trial) -> RunReport:
     accuracy, task, digest = None, None, ""
     if classes is not None:
         accuracy = measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows])
-    if trial.asked.task is not None and labels is not None:
-        task = measure_task(trial.asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
+    if trial.request.task is not None and labels is not None:
+        task = measure_task(trial.request.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
         task = msgspec.structs.replace(task, labelled=len(labels))
     if run.failure is None:
         with contextlib.suppress(EdgekitError):
@@ -331,7 +331,7 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Ite
     readings = {name: readings[name] for name, shared in same.items() if all(each.share == 1 for each in shared)}
     whole: dict[str, tuple[Agreement, ...]] = {}
     if readings:
-        own, _ = own_model.run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), trial.asked.known)
+        own, _ = own_model.run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), trial.request.known)
         whole = {} if own is None else measure_agreement(read_outputs(trial.golden), own, readings)
     for output in outputs:
         yield msgspec.structs.replace(output, agreements=whole.get(output.name, output.agreements))
@@ -352,7 +352,7 @@ def _list_findings(trial: _Trial) -> Iterator[str]:
         suspects.find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
     )
     yield from filter(None, found)
-    if run.failure is None and trial.asked.golden is None:
+    if run.failure is None and trial.request.golden is None:
         yield from own_model.find_self_test_fault(trial.bundle, trial.rows, run.outputs)
 
 
@@ -372,7 +372,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
     # A device that ran out of time says so itself.
     if done < planned and not any(note.startswith(STOPPED) for note in trial.run.notes):
         yield f"it stopped after {done} of {planned} samples: only these were compared"
-    if trial.bundle.manifest.buckets and trial.asked.golden is not None and trial.asked.unpadded is None:
+    if trial.bundle.manifest.buckets and trial.request.golden is not None and trial.request.unpadded is None:
         yield "samples of your own run in the largest size alone: the others were not judged"
     yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":
@@ -383,7 +383,7 @@ def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]
     """Yields the known traps that may explain why a run does not pass."""
     yield from suspects.list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
     own = trial.bundle.find_model("onnx") if "onnx" in trial.bundle.manifest.forms else trial.job.model
-    model, wrong = trial.asked.float_model or own, _name_wrong(outputs, trial)
+    model, wrong = trial.request.float_model or own, _name_wrong(outputs, trial)
     if wrong and model.suffix == ".onnx":
         mistake = suspects.find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
         yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)
@@ -391,11 +391,11 @@ def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]
 
 def _look_inside(trial: _Trial, device: Device, outputs: Sequence[OutputReport], work: Path) -> Located | None:
     """Returns the layer that the device computes differently, or None if it was not looked for."""
-    is_asked = (trial.asked.layers or bool(_name_wrong(outputs, trial))) and not isinstance(device, Recorded)
-    if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
+    wants_layers = (trial.request.layers or bool(_name_wrong(outputs, trial))) and not isinstance(device, Recorded)
+    if trial.run.failure is not None or not wants_layers or "onnx" not in trial.bundle.manifest.forms:
         return None
     traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))
-    located = look_at_layers(device, traced, work, may_cut=trial.asked.layers)
+    located = look_at_layers(device, traced, work, may_cut=trial.request.layers)
     if trial.plan.form == "onnx":
         return located
     note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{trial.plan.form}'"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)
-GOAL = Goal(max_drop=0.005, is_asked=True)
+GOAL = Goal(max_drop=0.005, is_given=True)
 SEARCHED = msgspec.structs.replace(RECIPE, max_drop=20.0)
 
 

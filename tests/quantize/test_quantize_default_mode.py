@@ -139,7 +139,7 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     search = begin_search(collapsing, told(drops.get, 15.0), tmp_path)
     state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
     _, plain = run_search(search)
-    _, asked = run_search(search, Goal(is_asked=True), state)
+    _, asked = run_search(search, Goal(is_given=True), state)
     # One tensor makes 93 % of the noise: without it less than twice the goal may be lost. The net has seven tensors.
     steps = ["all", "relieve 1", "relieve 3", "relieve 8"]
     assert [trial.step for trial in plain.trials] == [trial.step for trial in asked.trials] == steps

@@ -70,7 +70,7 @@ def test_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers
     dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str
 ) -> None:
     model, samples, calibration = dim
-    reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_asked=True)
+    reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_given=True)
     search = make_search((model, calibration), reference, load_target(name), tmp_path)
     plan, searched = search_plan(search, goal)
     assert searched is not None

@@ -51,13 +51,13 @@ def drop_nan_guard(writer: Writer) -> None:
 
 def find_guarded(graph: Graph, node: Node) -> Node | None:
     """Returns the Softmax whose NaN a Where replaces by 0, if nothing else reads it."""
-    asked, softmax = made_by(graph, node.input[0], "IsNaN"), made_by(graph, node.input[2], "Softmax")
-    if asked is None or softmax is None or asked.input[0] != softmax.output[0] or graph.number(node.input[1]) != 0:
+    is_nan, softmax = made_by(graph, node.input[0], "IsNaN"), made_by(graph, node.input[2], "Softmax")
+    if is_nan is None or softmax is None or is_nan.input[0] != softmax.output[0] or graph.number(node.input[1]) != 0:
         return None
     # A zero of higher rank would broadcast the result to more axes.
     if len(graph.value(node.input[1]).shape or ()) > 1 or softmax.output[0] in graph.outputs | graph.captured:
         return None
-    return softmax if set(graph.readers(softmax.output[0])) == {asked, node} else None
+    return softmax if set(graph.readers(softmax.output[0])) == {is_nan, node} else None
 
 
 def _has_finite_rows(graph: Graph, softmax: Node) -> bool:

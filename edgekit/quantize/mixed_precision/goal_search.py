@@ -69,9 +69,9 @@ def find_plan(
         ModelError: no node of the model can be quantized.
     """
     goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
-    plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
+    plan, searched = search_plan(search, Goal(max_drop=goal, is_given=max_drop is not None), state)
     if searched is not None:
-        searched = _try_float(search, searched, goal, is_asked=max_drop is not None)
+        searched = _try_float(search, searched, goal, is_given=max_drop is not None)
         searched = _compare_with_minmax(search, searched, goal)
         searched = _cut_state(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
@@ -111,7 +111,7 @@ def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) ->
     return _adopt(searched, trial, max_drop) if trial is not None and is_better else searched
 
 
-def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked: bool) -> Searched:
+def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given: bool) -> Searched:
     """Returns the search result with more trials, if the chosen plan misses the goal: with more nodes in float.
 
     These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`), then layers whose weights 8
@@ -122,7 +122,7 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_asked:
     if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
         return searched
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
-    least = (LEAST_INTEGER_SHARE if is_asked or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
+    least = (LEAST_INTEGER_SHARE if is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
     def adopt(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors or weights in float; returns True if it is chosen."""

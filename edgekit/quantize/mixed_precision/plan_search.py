@@ -122,10 +122,10 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share): the user's (`is_asked`), or that of the default mode."""
+    """A drop of at most `max_drop` (a share): the user's (`is_given`), or that of the default mode."""
 
     max_drop: float = DEFAULT_MAX_DROP
-    is_asked: bool = False
+    is_given: bool = False
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is removed."""
@@ -157,7 +157,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     first = known[0] if known else plan_quantization(
         search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
     )  # fmt: skip
-    if not goal.is_asked and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
+    if not goal.is_given and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
         return first, None
     trials = _try_plans(search, goal, first, state)
     if not trials:
@@ -235,7 +235,7 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     least loss if none meets it), and, if any trial meets the goal, may meet it within the interval of their drop.
     """
     meeting, every = [trial for trial in trials if trial.prediction.meets(goal.max_drop)], tuple(trials)
-    if not goal.is_asked:
+    if not goal.is_given:
         enough = find_tolerated_loss(trials)
         chosen = next(trial for trial in trials if trial in meeting or trial.prediction.loss() <= enough)
         return Searched(trials=every, chosen=chosen, met=True)
@@ -277,7 +277,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     """
     attempts = _Attempts(search, goal, first, state)
     unrelieved = attempts.run(0)
-    if unrelieved is None or not search.relievable or (not goal.is_asked and is_near(unrelieved.prediction)):
+    if unrelieved is None or not search.relievable or (not goal.is_given and is_near(unrelieved.prediction)):
         return attempts.in_order
     last, left = unrelieved, {0: 1.0}
     for counts in (_FEW, _MORE_THAN_FEW):
@@ -298,7 +298,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
                     return attempts.in_order
                 last = trial
     for count in sorted(left, reverse=True):
-        pays = goal.is_asked or rise_db(1 - left[count]) >= LEAST_GAIN_DB
+        pays = goal.is_given or rise_db(1 - left[count]) >= LEAST_GAIN_DB
         if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
             break
     _try_fewer(goal, attempts, left)
@@ -373,7 +373,7 @@ class _Attempts:
             left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left"
         self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
         # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
-        is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count, may_meet=may_meet)
+        is_needed, plan = not count and self._goal.is_given, partial(self._try, step, count, may_meet=may_meet)
         trial = self._known.get(step)
         if trial is None:
             trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
@@ -413,7 +413,7 @@ class _Attempts:
         if plan is None:
             return None
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
-        share = 0.0 if self._goal.is_asked else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
+        share = 0.0 if self._goal.is_given else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
         least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
         # If the plan alone shows that too little is left in integers, the model is not written.
         if must_keep and share and bound_integer(self._search, plan) < least:
