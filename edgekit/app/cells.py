@@ -24,7 +24,7 @@ from edgekit.bundle.group.group import GROUP, open_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError, DeviceError, EdgekitError, MissingExtraError, UsageError, quote_error
 from edgekit.jobs.build import build
-from edgekit.jobs.build_inputs import Kept
+from edgekit.jobs.build_inputs import BuildCache
 from edgekit.jobs.group import build_group, read_group_file
 from edgekit.machine import spell_install
 from edgekit.model.model import load_model
@@ -291,7 +291,7 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
     return make_key(app, cell, external, digests), external
 
 
-def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: Kept) -> CellResult:
+def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: BuildCache) -> CellResult:
     """Builds and verifies a cell and returns the result; a bundle is stored together with its result.
 
     Cells of one model share the intermediate results in `kept`. If a cell cannot be built, its result says why, and the
@@ -333,7 +333,7 @@ _Built = tuple[Path | None, Path, dict[str, Any]]
 """The paths of the bundle (None if there is none) and of the report, and further fields of `CellResult`."""
 
 
-def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: Kept) -> _Built:
+def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: BuildCache) -> _Built:
     verify = app.table.verify
     report = build(
         cell.path,

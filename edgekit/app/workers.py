@@ -38,7 +38,7 @@ from edgekit.app.result import DIGESTS_FILE, RESULT, CellResult, Digests, fail_c
 from edgekit.devices.parallel import run_together
 from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
-from edgekit.jobs.build_inputs import Kept
+from edgekit.jobs.build_inputs import BuildCache
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
@@ -68,7 +68,7 @@ def build_cells(
     # The cells of a model are adjacent, and share its intermediate results, which are then removed.
     for _, group in groupby(cells, key=lambda cell: cell.model):
         with work_folder() as work:
-            kept = Kept(folder=app.out / CACHE, work=work)
+            kept = BuildCache(folder=app.out / CACHE, work=work)
             for cell in group:
                 result = build_cell(app, cell, digests, progress, kept)
                 if store is not None and result.bundle:
@@ -145,7 +145,7 @@ def build_on_worker(
                 leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
             facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
             worker.log_event(TOPIC, {"what": "begin", **facts})
-            result = build_cell(app, cell, digests, say_nothing, Kept(folder=folder / CACHE))
+            result = build_cell(app, cell, digests, say_nothing, BuildCache(folder=folder / CACHE))
             if result.bundle:
                 publish_cell(app, cell, key, store)
             worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})

@@ -1,6 +1,6 @@
-"""Zip and tar archives: the same files give the same bytes, and an archive of a stranger is unpacked without harm.
+"""Zip and tar archives: the same files give the same bytes, and untrusted archives are unpacked safely.
 
-No name, size or kind of entry in an archive is trusted before it was checked.
+Every name, size and kind of entry is checked before it is used.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ _Item = TypeVar("_Item")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in an archive: its name, how many bytes it says it has, and how to read exactly so many."""
+    """A file in an archive: its name, its stated size, and a function that reads exactly so many bytes."""
 
     name: str
     size_bytes: int
     read: Callable[[], Iterator[bytes]]
 
 
-def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
-    """Yields the items of a reader, and raises one error for the many that the standard library has for bad archives.
+def convert_errors(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
+    """Yields the items of a reader, and converts the errors that the standard library raises for bad archives.
 
     Raises:
         BundleError: the archive is damaged.
@@ -56,7 +56,7 @@ def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
 
 
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:
-    # A list of files that would fill the memory is refused, and a comment, which can hide a second list.
+    # Refused are a list of files that would fill the memory, and a comment, which can hide a second list.
     size_bytes = file.seek(0, 2)
     file.seek(max(0, size_bytes - _ZIP_END.size))
     end = file.read(_ZIP_END.size)
@@ -74,20 +74,22 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
         # zipfile reads the last of two archives in a row, other readers the first: each would see other files.
         raise ValueError("something stands before its first file")
     for entry in archive.infolist():
-        # As it stands in the archive: zipfile's `filename` ends at a null character and, on Windows, has its
-        # backslashes turned.
-        name = entry.orig_filename
+        # The name in the archive: zipfile's `filename` ends at a null character, and on Windows has slashes in place of
+        # backslashes.
+        entry_name = entry.orig_filename
         if entry.flag_bits & 1:
-            raise ValueError(f"{name[:200]!r} is encrypted")
-        # Zero where the archive was made on a system without Unix modes.
+            raise ValueError(f"{entry_name[:200]!r} is encrypted")
+        # Zero if the archive was made on a system without Unix modes.
         if stat.S_IFMT(entry.external_attr >> 16) not in {0, stat.S_IFREG, stat.S_IFDIR}:
-            raise ValueError(f"{name[:200]!r} is a link or a device")
+            raise ValueError(f"{entry_name[:200]!r} is a link or a device")
         if entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-            raise ValueError(f"{name[:200]!r} is packed by method {entry.compress_type}, neither stored nor deflated")
-        if name.endswith("/"):
-            _check_folder(name, entry.file_size)
+            raise ValueError(
+                f"{entry_name[:200]!r} is packed by method {entry.compress_type}, neither stored nor deflated"
+            )
+        if entry_name.endswith("/"):
+            _check_folder(entry_name, entry.file_size)
             continue
-        yield Member(name=name, size_bytes=entry.file_size, read=partial(_read_entry, archive, entry))
+        yield Member(name=entry_name, size_bytes=entry.file_size, read=partial(_read_entry, archive, entry))
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytes]:
@@ -97,16 +99,15 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[by
 
 
 def _read_tar(file: IO[bytes]) -> Iterator[Member]:
-    """Yields the files of a POSIX tar; of the extensions only long names are known, everything else is refused."""
+    """Yields the files of a POSIX tar; of its extensions only long names are supported, everything else is refused."""
     total_bytes, start, long_name = file.seek(0, 2), 0, ""
     while True:
         file.seek(start)
         try:
-            # Header by header and not through `tarfile.open`, which follows sparse files, links and extensions that
-            # nothing here needs.
+            # `tarfile.open` would follow sparse files, links and extensions, so the headers are read one by one.
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
-            # Some readers (`tar --ignore-zeros`) take what stands behind the end for files.
+            # Some readers (`tar --ignore-zeros`) would read data after the end as files.
             if any(chunk.count(0) != len(chunk) for chunk in _files.read_chunks(file)):
                 raise ValueError("something stands behind its end") from None
             return
@@ -128,19 +129,19 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
 
 
 def _read_exactly(source: IO[bytes], size_bytes: int, name: str, start: int | None = None) -> Iterator[bytes]:
-    """Yields so many bytes of a file, from its position on or from the place `start`."""
+    """Yields `size_bytes` of a file, from its position or from the offset `start`."""
     if start is not None:
         source.seek(start)
-    left = size_bytes
+    remaining = size_bytes
     for chunk in _files.read_chunks(source, size_bytes):
         yield chunk
-        left -= len(chunk)
-    if left:
+        remaining -= len(chunk)
+    if remaining:
         raise EOFError(f"{name[:200]!r} is cut off")
 
 
 def _read_long_name(file: IO[bytes], entry: tarfile.TarInfo) -> str:
-    """Returns the name that the next entry bears: the whole of a GNU entry, or what stands as `path` in a POSIX one."""
+    """Returns the name of the next entry: the content of a GNU entry, or the record `path` of a POSIX entry."""
     if entry.size > _MAX_LONG_NAME_BYTES:
         raise ValueError(f"an extension header has {entry.size} bytes")
     data = file.read(entry.size)
@@ -152,7 +153,7 @@ def _read_long_name(file: IO[bytes], entry: tarfile.TarInfo) -> str:
         if not space or not length.isdigit() or not len(length) < int(length) <= len(data):
             raise ValueError("an extension header is malformed")
         key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        # Records that change how much is read, or what a name means: not every reader obeys them.
+        # These records change the size or the meaning of names, and not every reader supports them.
         if key in {b"size", b"hdrcharset"} or key.startswith(b"GNU.sparse"):
             raise ValueError(f"an extension header sets {key.decode()!r}")
         name = value.decode() if key == b"path" else name
@@ -161,34 +162,34 @@ def _read_long_name(file: IO[bytes], entry: tarfile.TarInfo) -> str:
 
 
 def _check_folder(name: str, size_bytes: int) -> None:
-    bare = name.rstrip("/")
-    if size_bytes or (bare not in {"", "."} and find_fault(bare) is not None) or name.startswith("/"):
+    stripped = name.rstrip("/")
+    if size_bytes or (stripped not in {"", "."} and find_fault(stripped) is not None) or name.startswith("/"):
         raise ValueError(f"{name[:200]!r} is no safe folder")
 
 
 Kind = Literal["zip", "tar"]
 KINDS: tuple[Kind, ...] = ("zip", "tar")
 
-# The first moment that a zip can hold (APPNOTE.TXT, 4.4.6): a time of the build would make other bytes each time.
+# The earliest time in a zip (APPNOTE.TXT, 4.4.6): with the time of the build, each archive would have other bytes.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _DISTRUST = "do not trust this archive"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive may unpack to: at most so many files, so many bytes, and so many times its own size."""
+    """The largest number of files and bytes to which an archive may unpack, and the ratio of these to its own size."""
 
-    # Against archives that unpack to more than they seem. A ratio of 100 is generous for weights, which hardly shrink,
-    # while DEFLATE itself reaches 1032 to 1 (zlib's technical notes).
+    # Against zip bombs. A ratio of 100 is generous for weights, which hardly shrink; DEFLATE reaches 1032 to 1 (zlib's
+    # technical notes).
     files: int = 10_000
     size_bytes: int = 8 << 30
     ratio: int = 100
 
 
 def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) -> None:
-    """Writes files into one archive: the same entries give the same bytes, whenever, wherever and by whom.
+    """Writes files into one archive; the same entries always give the same bytes.
 
-    `entries` maps a name with `/` between folders to a file or to its bytes. They are sorted by name and stored, not
-    deflated, because deflated bytes depend on the version of zlib. They have no time and no owner.
+    `entries` maps a name with `/` between folders to a file or to its bytes. They are sorted by name and stored without
+    compression, because deflated bytes depend on the version of zlib. They have no time and no owner.
 
     Raises:
         OutputError: the file cannot be written, or a name is not safe on every system.
@@ -200,21 +201,21 @@ def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) ->
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Returns every file below a folder by its name with `/`, sorted: what `write_archive` takes.
+    """Returns every file below a folder by its name with `/`, sorted: the `entries` of `write_archive`.
 
     Raises:
         BundleError: there is a link, or something that is neither file nor folder.
     """
     found = dict(iterate_files(folder))
-    odd = next((name for name, path in found.items() if path.is_symlink() or not path.is_file()), None)
-    if odd is not None:
-        raise BundleError(f"{odd!r} of '{folder}' is a link or no regular file", hint="remove it")
+    irregular = next((name for name, path in found.items() if path.is_symlink() or not path.is_file()), None)
+    if irregular is not None:
+        raise BundleError(f"{irregular!r} of '{folder}' is a link or no regular file", hint="remove it")
     return found
 
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Generator[Path]:
-    """Yields a folder as it is, and of an archive the folder that it is unpacked into, which is gone after the block.
+    """Yields a folder unchanged, or the folder into which an archive is unpacked, which is deleted after the block.
 
     Raises:
         BundleError: as `unpack_archive`.
@@ -231,45 +232,44 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
     """Unpacks a zip or an uncompressed tar into the folder `out` and returns the names of its files, sorted.
 
     Nothing is written outside `out`, and nothing at all if the archive is refused. Every name and size is checked
-    before the first file is written; memory holds one chunk. Times, owners and modes are not taken over.
+    before the first file is written; files are read in chunks. Times, owners and modes are ignored.
 
     Raises:
         BundleError: it is no archive, is damaged, unpacks to more than `limits`, or holds a link, a device, an
-            encrypted file, an unsafe name, or two files of one name (case and Unicode form do not tell files apart).
+            encrypted file, an unsafe name, or two files whose names differ only in case or Unicode form.
         OutputError: `out` cannot be written.
     """
     try:
         with path.open("rb") as file:
-            # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
-            begin = file.read(tarfile.BLOCKSIZE)
+            # The kind is found from the content: "PK" of a local header or of an empty zip, or "ustar" at byte 257.
+            head = file.read(tarfile.BLOCKSIZE)
     except OSError as error:
         words = f"cannot read '{path}': {error.strerror}"
         raise BundleError(words, hint="give a bundle's folder or archive") from error
-    is_zip = begin[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
-    if not is_zip and begin[257:262] != b"ustar":
+    is_zip = head[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
+    if not is_zip and head[257:262] != b"ustar":
         if path.suffix in {".onnx", ".ort"}:
             raise BundleError(f"'{path}' is a model, not a bundle", hint="edgekit build makes bundles of a model")
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
-    # Members are read from the file that was checked, opened once: nobody can exchange it in between.
+    # The file is opened once, so that the checked content is that which is read.
     with path.open("rb") as file, _files.staged_folder(out) as staging:
         read = _read_zip if is_zip else _read_tar
-        members = _check_members(translating(read(file), path), path, limits or Limits())
+        members = _check_members(convert_errors(read(file), path), path, limits or Limits())
         for member in members:
-            _files.write_new(_files.safe_join(staging, member.name), translating(member.read(), path))
+            _files.write_new(_files.safe_join(staging, member.name), convert_errors(member.read(), path))
     return tuple(sorted(member.name for member in members))
 
 
 def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> list[Member]:
-    most_bytes = min(limits.size_bytes, limits.ratio * path.stat().st_size)
+    max_bytes = min(limits.size_bytes, limits.ratio * path.stat().st_size)
     found: list[Member] = []
     total = 0
     for member in members:
-        # Counted on what the archive claims, and reading stops at the claim: no file is larger than what was added up
-        # here.
+        # The stated sizes are added up: reading a file stops at its stated size.
         total += member.size_bytes
-        if len(found) == limits.files or total > most_bytes:
-            most = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
-            raise BundleError(f"'{path}' would unpack to more than {most}", hint=_DISTRUST)
+        if len(found) == limits.files or total > max_bytes:
+            allowed = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
+            raise BundleError(f"'{path}' would unpack to more than {allowed}", hint=_DISTRUST)
         found.append(member)
     if (unsafe := find_unsafe((member.name for member in found), f"in '{path}'")) is not None:
         raise BundleError(unsafe, hint=_DISTRUST)
@@ -281,7 +281,7 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
         for name in sorted(entries):
             source = entries[name]
             entry = zipfile.ZipInfo(name, _EPOCH)
-            # Unix: without it zipfile writes the system that it runs on, and other bytes on Windows.
+            # Unix (3) on every system: by default zipfile writes another value on Windows.
             entry.create_system = 3
             entry.external_attr = (stat.S_IFREG | 0o644) << 16
             entry.file_size = _files.measure_content(source)
@@ -290,7 +290,7 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
 
 
 def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:
-    # PAX alone holds long names in UTF-8 by a standard (POSIX.1-2001); a TarInfo made by hand bears no time and no
+    # PAX is the only format with a standard for long names in UTF-8 (POSIX.1-2001). A new TarInfo has no time and no
     # owner.
     with tarfile.open(out, "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
         for name in sorted(entries):

@@ -1,7 +1,7 @@
-"""Checks that a folder is what its manifest says, before anything in it is used: a bundle may come from anybody.
+"""Checks a bundle from an untrusted source against its manifest, before anything in it is used.
 
 Names must mean the same file on every system and nothing outside their folder, sizes and digests must be right, and
-session options may only hold words that cannot read, write or run anything else.
+session options must have values that cannot read, write or run anything else.
 """
 
 import re
@@ -20,11 +20,11 @@ from edgekit.serialize import read_toml
 from edgekit.target import Target, TaskLimit
 
 _MAX_NAME_BYTES = 512
-# The longest name that ext4 (in bytes) and NTFS (in UTF-16 units) have room for.
+# The longest name in ext4 (in bytes) and NTFS (in UTF-16 units).
 _MAX_PART_BYTES = 255
 _MAX_DEPTH = 16
 _FORBIDDEN = frozenset('<>:"|?*\\')
-# The superscript digits are devices too: Windows takes them for 1, 2 and 3 ("Naming files, paths, and namespaces").
+# Windows treats superscript digits as 1, 2 and 3 ("Naming files, paths, and namespaces").
 _DEVICES = frozenset(
     {"con", "prn", "aux", "nul", "conin$", "conout$"}
     | {f"{kind}{digit}" for kind in ("com", "lpt") for digit in "123456789¹²³"}
@@ -34,8 +34,8 @@ _DEVICES = frozenset(
 def find_fault(name: str) -> str | None:
     """Returns why a name with `/` between folders is no safe file name, None if it is one.
 
-    Safe is what Linux, macOS and Windows all take for the same file below the folder: see Microsoft's "Naming files,
-    paths, and namespaces" for the characters, the final dots and spaces, and the names of devices.
+    A safe name means the same file below the folder on Linux, macOS and Windows: see Microsoft's "Naming files, paths,
+    and namespaces" for forbidden characters, final dots and spaces, and the names of devices.
     """
     if not name or len(name) > _MAX_NAME_BYTES:
         return "is empty or too long"
@@ -53,7 +53,7 @@ def find_fault(name: str) -> str | None:
             return "holds a character that is not allowed everywhere"
         if part[-1] in ". " or len(part.encode()) > _MAX_PART_BYTES:
             return "ends in a dot or a space, or is too long"
-        # "nul.txt" is the device as well: Windows looks at what stands before the first dot.
+        # "nul.txt" is the device too: Windows ignores the part after the first dot.
         if part.partition(".")[0].rstrip().casefold() in _DEVICES:
             return "is the name of a device on Windows"
     return None
@@ -61,7 +61,7 @@ def find_fault(name: str) -> str | None:
 
 def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
     """Returns two names that cannot both be files: equal but for case or Unicode form, or one a folder of the other."""
-    # Split before sorting: as texts "a-b" would stand between "a" and "a/b", and the neighbours would not meet.
+    # Split before sorting: otherwise "a-b" would be sorted between "a" and "a/b", which must be neighbours.
     folded = sorted((tuple(_fold(name).split("/")), name) for name in names)
     for (first, name), (second, other) in pairwise(folded):
         if second[: len(first)] == first:
@@ -70,7 +70,7 @@ def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def find_unsafe(names: Iterable[str], where: str) -> str | None:
-    """Returns in a sentence why files of these names cannot lie in one folder on every system, None if they can."""
+    """Returns a sentence why files of these names cannot be in one folder on every system, None if they can."""
     names = list(names)
     for name in names:
         if (fault := find_fault(name)) is not None:
@@ -80,7 +80,7 @@ def find_unsafe(names: Iterable[str], where: str) -> str | None:
 
 
 def _fold(name: str) -> str:
-    # Twice, because folding the case may take a composed letter apart; macOS compares names without regard to either.
+    # NFC again, because folding the case may decompose a letter. macOS ignores both in comparisons.
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -89,7 +89,7 @@ _KINDS = {"manifest.json": "one model: edgekit verify", "group.json": "a group o
 
 
 def read_bounded(folder: Path, name: str) -> bytes:
-    """Returns the bytes of a manifest or index in a folder; of one that is too large, enough to see that.
+    """Returns the bytes of a manifest or index in a folder, at most MAX_MANIFEST_BYTES + 1.
 
     Raises:
         BundleError: it is missing, a link, or no regular file.
@@ -97,23 +97,23 @@ def read_bounded(folder: Path, name: str) -> bytes:
     file = safe_join(folder, name)
     _check_regular(file, name, folder)
     with file.open("rb") as stream:
-        # One byte more than allowed, so that the decoder sees that it is too large.
+        # With one byte more than allowed, the decoder refuses it.
         return stream.read(MAX_MANIFEST_BYTES + 1)
 
 
-def check_files(folder: Path, files: Mapping[str, BundledFile], beside: Collection[str]) -> None:
-    """Refuses a folder that does not hold exactly these files, and perhaps those `beside`, to the byte.
+def check_files(folder: Path, files: Mapping[str, BundledFile], optional: Collection[str]) -> None:
+    """Checks that a folder holds exactly these files, with their digests, and none but the `optional` ones besides.
 
-    Names are judged before any file is opened, and sizes before digests are computed.
+    Names are checked before any file is opened, and sizes before digests are computed.
 
     Raises:
         BundleError: a file is missing, altered, unlisted, a link, or bears an unsafe name.
     """
-    _check_names(folder, files, beside)
+    _check_names(folder, files, optional)
     for name, entry in files.items():
         path = safe_join(folder, name)
         _check_regular(path, name, folder)
-        # Sizes of all before a digest of any: a file of terabytes is refused without being read.
+        # All sizes are checked before the first digest: a file of terabytes is refused without being read.
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
             words = f"{name!r} of bundle '{folder}' has {size_bytes} bytes, the manifest says {entry.size_bytes}"
@@ -127,21 +127,21 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], beside: Collecti
 def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields everything below a folder that is no folder, by its name with `/`, sorted."""
     for path in sorted(folder.rglob("*")):
-        # A link to a folder is listed, not followed: it leads out of the bundle, and is refused as no regular file.
+        # A link to a folder is not followed but listed, so that it is refused as no regular file.
         if path.is_symlink() or not path.is_dir():
             yield path.relative_to(folder).as_posix(), path
 
 
-def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) -> None:
-    wanted = set(files)
-    present = {name for name, _ in iterate_files(folder)} - set(beside)
-    # An additional file is an alteration, too: apps copy folders whole.
-    for name in sorted(present - wanted):
+def _check_names(folder: Path, files: Iterable[str], optional: Collection[str]) -> None:
+    listed = set(files)
+    present = {name for name, _ in iterate_files(folder)} - set(optional)
+    # An additional file is an alteration too, because apps copy whole folders.
+    for name in sorted(present - listed):
         words = f"bundle '{folder}' holds {name!r}, which its manifest does not list"
         raise BundleError(words, hint="remove that file")
-    for name in sorted(wanted - present):
+    for name in sorted(listed - present):
         raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    if (unsafe := find_unsafe(sorted(wanted), f"of bundle '{folder}'")) is not None:
+    if (unsafe := find_unsafe(sorted(listed), f"of bundle '{folder}'")) is not None:
         raise BundleError(unsafe, hint="build the bundle again")
 
 
@@ -149,7 +149,7 @@ def _check_regular(path: Path, name: str, folder: Path) -> None:
     if path.is_file() and not path.is_symlink():
         return
     hint = "build the bundle again"
-    # Where the list of a folder is not there, it may be a folder of another kind, or one of several bundles.
+    # Without this file, the folder may be of another kind, or contain several bundles.
     if name in _KINDS:
         others = [what for other, what in _KINDS.items() if other != name and (folder / other).is_file()]
         places = [place for depth in ("*", "bundles/*") for place in folder.glob(f"{depth}/{name}")]
@@ -161,14 +161,14 @@ def _check_regular(path: Path, name: str, folder: Path) -> None:
 
 
 class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`session_options.toml`: patterns by name, and those of the values of session keys and of provider options."""
+    """`session_options.toml`: named patterns, and the pattern of the value of each session key and provider option."""
 
     patterns: dict[str, str]
     session: dict[str, str]
     providers: dict[str, dict[str, str]]
 
     def expand(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Returns patterns by key with the pattern itself in place of each `<name>`."""
+        """Returns the patterns of values, in which each `<name>` is replaced by the pattern of that name."""
 
         def replace(pattern: str) -> str:
             return re.sub(r"<(\w+)>", lambda name: replace(self.patterns[name[1]]), pattern)
@@ -183,12 +183,12 @@ _SESSION: Mapping[str, str] = _OPTIONS.expand(_OPTIONS.session)
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     provider: _OPTIONS.expand(values) for provider, values in _OPTIONS.providers.items()
 }
-"""The options of each provider that a bundle may set, each with the pattern that the whole of its value must match."""
-# Of a provider that is not known here: numbers and switches.
+"""The options of each provider that a bundle may set, each with the pattern that its whole value must match."""
+# The values of options of an unknown provider.
 _NUMBER_OR_SWITCH = r"\d{1,9}|true|false|on|off"
 _VERSIONED_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
-SAID_BY_TARGET: Mapping[str, Callable[[Target], Any]] = {
+TARGET_FIELDS: Mapping[str, Callable[[Target], Any]] = {
     "target": lambda target: target.name,
     "settings": lambda target: target.settings,
     "provider": lambda target: target.provider,
@@ -201,46 +201,44 @@ SAID_BY_TARGET: Mapping[str, Callable[[Target], Any]] = {
     "verification": lambda target: target.verification,
     "fallback": lambda target: target.fallback,
 }
-"""The fields of a manifest that repeat `target.json`, and where the target has them: apps read the manifest, devices
-`target.json`."""
+"""The fields of a manifest that repeat `target.json`, each with the function that reads it from the target."""
 
 
 def check_requests(manifest: Manifest, source: str) -> None:
-    """Refuses a manifest that asks a session for anything but known words, switches and numbers.
+    """Checks that a manifest sets only session keys and provider options that are allowed, to allowed values.
 
     Versions are copied into POMs and Gradle files, so each must look like a version.
 
     Raises:
-        BundleError: a session key, a provider option or its value is not among those that a bundle may pass, or
-            something else stands in place of a version.
+        BundleError: a session key, a provider option or its value is not allowed, or a version is malformed.
     """
-    _check_words(manifest.session_config, _SESSION, "session_config", source)
+    _check_options(manifest.session_config, _SESSION, "session_config", source)
     options = PROVIDER_OPTIONS.get(manifest.provider)
-    _check_words(manifest.provider_options, options, "provider_options", source)
+    _check_options(manifest.provider_options, options, "provider_options", source)
     for chained in manifest.chain or ():
-        _check_words({chained.provider: ""}, dict.fromkeys(PROVIDER_OPTIONS, ""), "chain", source)
-        _check_words(chained.provider_options, PROVIDER_OPTIONS[chained.provider], "chain", source)
+        _check_options({chained.provider: ""}, dict.fromkeys(PROVIDER_OPTIONS, ""), "chain", source)
+        _check_options(chained.provider_options, PROVIDER_OPTIONS[chained.provider], "chain", source)
     for index, tuned in enumerate(manifest.tuned or ()):
         place = f"tuned[{index}].setting"
-        _check_words(tuned.setting.config, _SESSION, f"{place}.config", source)
-        _check_words(tuned.setting.provider_options, options, f"{place}.provider_options", source)
+        _check_options(tuned.setting.config, _SESSION, f"{place}.config", source)
+        _check_options(tuned.setting.provider_options, options, f"{place}.provider_options", source)
         if tuned.setting.form and tuned.setting.form not in manifest.forms:
             words = f"'{source}' has no files of the form {tuned.setting.form!r}, which {place} wants"
             raise BundleError(words, hint="tune it again: edgekit tune BUNDLE --apply")
-    # Versions end in POMs and Gradle files, where more than a word would be code.
+    # Anything else than a version could be code in a POM or Gradle file.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
         if not re.fullmatch(_VERSIONED_NAME, name) or not re.fullmatch(_VERSION, version):
             words = f"'{source}' has no version that a build file could hold: {name[:99]!r} = {version[:99]!r}"
             raise BundleError(words, hint="build the bundle again")
     for name, platform in manifest.platforms.items():
-        _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
+        _check_options(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
 
 
 def bundled_task(manifest: Manifest) -> TaskLimit | None:
-    """Returns the metric that a bundle asks for, None where it asks for none.
+    """Returns the metric that a bundle asks for, None if it asks for none.
 
     Raises:
-        UsageError: it is a function of somebody's own, which runs only where the user names it.
+        UsageError: it is a function (`module:name`), which runs only if the user names it.
     """
     task = manifest.thresholds.task
     # `module:function` imports and runs Python.
@@ -250,9 +248,9 @@ def bundled_task(manifest: Manifest) -> TaskLimit | None:
     return task
 
 
-def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, place: str, source: str) -> None:
-    """Refuses keys and values that are not allowed; an unknown provider takes only numbers and switches."""
-    for key, value in given.items():
+def _check_options(options: Mapping[str, str], allowed: Mapping[str, str] | None, place: str, source: str) -> None:
+    """Raises a BundleError for a key or value that is not allowed; None allows any key, with numbers and switches."""
+    for key, value in options.items():
         if allowed is not None and key not in allowed:
             names = list(allowed)
             raise BundleError(

@@ -1,4 +1,4 @@
-"""The manifest of a bundle, computed from what goes into the bundle."""
+"""Computes the manifest of a bundle from its contents."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ import onnx
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle import manifest
-from edgekit.bundle.checks import SAID_BY_TARGET
+from edgekit.bundle.checks import TARGET_FIELDS
 from edgekit.bundle.expected import Recorded
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.check.report import CheckReport
@@ -26,7 +26,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
 from edgekit.target import Form, Precision, Target
 
-# For these operators ONNX fixes the layout: N, C, then the spatial axes. The layout of other inputs is not known.
+# Operators for which ONNX defines the layout of the input: N, C, then the spatial axes.
 _CHANNEL_SECOND = frozenset(
     {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"}
 )
@@ -34,16 +34,15 @@ _LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a bundle.
+    """The contents of a bundle.
 
     `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
-    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given,
-    `state` which outputs its golden samples fed back;
-    `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
-    `buckets` says of several sizes of the model which file has which, and `unpadded` is what the float model makes of
-    the golden samples at their own sizes.
-    `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it; `listed` says where outputs
-    list detections.
+    user's model. `versions` are those of the tools. `recipe` and `preprocess` are those of the build; `state` says
+    which outputs were fed back in the golden samples. `recorded` is the bundle of an earlier build, whose self-test is
+    used if its model files are the same. `buckets` are the files of several sizes of the model, and `unpadded` is the
+    file with the float model's outputs for the golden samples at their own sizes. `layers` is the comparison of layers
+    as JSON, which `edgekit verify` reads; `listed` says where outputs list detections, and `readings` what each output
+    means.
     """
 
     source: Model
@@ -66,7 +65,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: str) -> manifest.Manifest:
-    """Returns the manifest for these contents, without files; `check` is the sha256 of the list of nodes.
+    """Returns the manifest for these contents, without `files`; `check` is the sha256 of `check.json`.
 
     Raises:
         BundleError: there is no model file in a form that the target loads.
@@ -76,7 +75,7 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
     forms: dict[Form, tuple[str, ...]] = {
         form: tuple(path.name for path in paths) for form, paths in contents.files.items() if paths
     }
-    # In the order of the target's own list: the first form that is there is the one an app should load.
+    # In the order of the target's list: an app should load the first form that exists.
     loadable: list[Form] = [form for form in target.conversion.forms if form in forms]
     if not loadable:
         message = f"there is no model file in a form that target '{target.name}' loads"
@@ -87,16 +86,16 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
         nodes = [each for each in contents.check.node_list if each.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = manifest.ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     soc = target.socs.get(target.settings.get("soc_model", ""))
-    # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
+    # The inputs whose second axis is the channel, because such an operator reads them.
     graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
-    fed = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
+    channel_inputs = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
     layouts = {
         spec.name: contents.preprocess.layout if contents.preprocess else _LAYOUTS.get(len(spec.shape or ()), "")
         for spec in contents.golden.inputs
-        if contents.preprocess or spec.name in fed
+        if contents.preprocess or spec.name in channel_inputs
     }
     return manifest.Manifest(
-        **{key: read(target) for key, read in SAID_BY_TARGET.items()},
+        **{key: read(target) for key, read in TARGET_FIELDS.items()},
         name=contents.source.name,
         precision=contents.precision,
         runtime=target.runtime,
@@ -137,10 +136,7 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
 def _describe_tensors(
     contents: Contents, specs: Iterable[TensorSpec], samples: Samples, layouts: Mapping[str, str] | None = None
 ) -> tuple[manifest.BundledTensor, ...]:
-    """Returns what an app must know of outputs, or of inputs with these `layouts`.
-
-    The notes of the recipe come before what was found.
-    """
+    """Returns the description of outputs, or of inputs with their `layouts`; notes of the recipe have priority."""
     ranges, tensors = dict[str, tuple[float, float]](), contents.recipe.tensors
     for name, value in (pair for sample in samples for pair in sample.items()):
         # JSON has neither infinity nor NaN; text has no range.
@@ -166,11 +162,11 @@ def _describe_tensors(
 
 def _describe_provenance(contents: Contents) -> manifest.Provenance:
     recipe, target = contents.recipe, contents.target
-    used = msgspec.structs.replace(
+    effective = msgspec.structs.replace(
         recipe,
         targets=(target.name,),
         settings=target.settings,
-        # It changes nothing of what is built.
+        # A forecast does not change the bundle.
         forecast=msgspec.UNSET,
         thresholds={name: value for name, value in recipe.thresholds.items() if name == target.name},
     )
@@ -187,12 +183,12 @@ def _describe_provenance(contents: Contents) -> manifest.Provenance:
     words += [] if recipe.precision == "auto" else ["--precision", recipe.precision]
     words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
-    # Names of files would tell of the machine that built, and change the bytes: they are left as words in capitals.
+    # Paths would reveal the machine of the build, and change the bytes: placeholders stand for them.
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
     words += [] if recipe.fix else ["--no-fix"]
     words += ["--recipe", "FILE"] if recipe.outputs or recipe.state or recipe.forms else []
-    written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
-    # A bundle has the bytes that it had before these could be stated.
+    written = msgspec.json.decode(msgspec.json.encode(effective), type=dict[str, Any])
+    # Defaults of newer keys are not written, so that bundles keep their bytes.
     for key in ("outputs", "buckets", "pad", "state", "fix", "forms"):
         if getattr(recipe, key) == getattr(Recipe(), key):
             del written[key]

@@ -1,7 +1,7 @@
-"""The self-test of a bundle: a few golden samples, and the outputs that the bundle's own model gives for them.
+"""The self-test of a bundle: a few golden samples, and the outputs of the bundle's own model for them.
 
-The float outputs and the self-test of an earlier build can be taken over, so that a build on another kind of CPU gives
-the same bytes.
+The float outputs and the self-test of an earlier build can be copied, so that a build on another kind of CPU has the
+same bytes.
 """
 
 import math
@@ -24,30 +24,31 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Form, Precision
 
 EXPECTED = "expected.npz"
-"""What the model in the bundle gives for the chosen samples."""
+"""The outputs of the bundle's model for the chosen samples."""
 CANDIDATES = 16
-"""How many golden samples, spread evenly, the samples of the self-test are chosen from."""
+"""The number of golden samples, evenly spread, from which those of the self-test are chosen."""
 
-# As a share of the largest number of the output: kernels differ by their order of sums and by how they round.
-_LEAST_TOLERANCE: dict[Precision, float] = {
+# The smallest tolerance, as a share of the largest absolute value of the output: kernels differ in their order of sums
+# and in rounding.
+_MIN_TOLERANCE: dict[Precision, float] = {
     "int8": 0.02, "w4a8": 0.02, "int16": 0.005, "w4a16": 0.005, "fp16": 0.15, "fp32": 0.001,
 }  # fmt: skip
-# Of half precision it is twice what Core ML's provider showed on the zoo (0.08, magika): formulas of its own, not
-# rounding alone. Of 8 bits, devices were up to 0.35 off (SqueezeNet, NNAPI), which the shifted grids below explain.
-_HALF_STEP, _MOST_OFF = 0.499, 0.5
+# For fp16 it is twice the largest difference of Core ML's provider on the models of the zoo (0.08, magika), which has
+# formulas of its own. With 8 bits, devices differed by up to 0.35 (SqueezeNet, NNAPI): `_measure_shift` explains that.
+_HALF_STEP, _MAX_SHIFT_SHARE = 0.499, 0.5
 # A session of the shifted model has the whole model in memory once more.
-_MOST_BYTES = 256 << 20
-# A device may be as far from the expected output again as that is from the float model's at its worst.
+_MAX_MODEL_BYTES = 256 << 20
+# The tolerance is at least twice the largest error of the bundle's model against the float model.
 _ERROR_FACTOR = 2.0
-# The ONNX file first: it is the source that the others were converted from. A context runs in its vendor's library
-# only.
+# The ONNX file first: the others were converted from it. A context runs only in its vendor's library.
 _RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
 
 
-class _Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample is chosen by, and how far its outputs are from the float model's: `errors` and `sizes` by output.
+class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures by which a sample is chosen, and by output the largest error and the largest value (`sizes`).
 
-    `fed` are the shapes of the inputs, `shapes` those of the outputs.
+    `reach` is the largest absolute input value, `energy` the sum of squares of the float outputs, `noise` the sum of
+    relative squared errors. `fed` are the shapes of the inputs, `shapes` those of the outputs.
     """
 
     row: int
@@ -63,91 +64,92 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
 def write_expected(
     golden: Golden, files: Mapping[Form, Sequence[Path]], precision: Precision, out: Path
 ) -> GoldenFacts:
-    """Writes `expected.npz` into the folder `out` and returns the golden facts with the self-test in them.
+    """Writes `expected.npz` into the folder `out` and returns the golden facts with the self-test.
 
     The bundle's own model runs on the CPU provider of this machine without optimisation. Of at most CANDIDATES golden
-    samples three are chosen: the one with the median output energy, the one with the largest input, and the one whose
-    output is furthest from the float model's. Of inputs with open dimensions they all have the sizes that most have:
-    loaders read rows of one shape. Outputs whose shape depends on the data are left out. Where no file of the bundle
-    runs here, or no output is left, there is no self-test, and `expected_from` says why.
+    samples three are chosen: the one with the median output energy, the one with the largest input, and the one with
+    the largest error against the float model. With open dimensions, all three have the most frequent sizes, because
+    loaders read rows of one shape. Outputs whose shape depends on the data are left out. If no file of the bundle runs
+    here, or no output is left, there is no self-test, and `expected_from` says why.
 
     Raises:
         DataError: the golden samples cannot be read, or an output changes its shape.
         OutputError: the file cannot be written.
     """
     form: Form | None = next((form for form in _RUNNABLE if files.get(form)), None)
-    untested = GoldenFacts(
+    no_self_test = GoldenFacts(
         samples=golden.samples, has_labels=golden.has_labels, chosen=(), tolerance={}, expected_from=""
     )
     if form is None:
         words = "nothing: the bundle has no file that runs on a CPU"
-        return msgspec.structs.replace(untested, expected_from=words)
+        return msgspec.structs.replace(no_self_test, expected_from=words)
     try:
-        # Not optimised: fusions differ between versions and machines of ONNX Runtime, and would be in the expected
-        # numbers.
+        # Not optimised, because fusions depend on ONNX Runtime's version and on the machine.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
-        every = list(_look(session, golden))
+        all_candidates = list(_run_candidates(session, golden))
         # The samples of the shapes that most of them have.
-        common = max(every, key=lambda item: sum(other.fed == item.fed for other in every))
-        seen = [item for item in every if item.fed == common.fed]
-        chosen = _choose(seen)
+        most_common = max(all_candidates, key=lambda item: sum(other.fed == item.fed for other in all_candidates))
+        candidates = [item for item in all_candidates if item.fed == most_common.fed]
+        chosen = _choose(candidates)
         is_open = not all(spec.is_static for spec in golden.inputs)
         fixed = {
             spec.name
             for spec in golden.outputs
-            if (is_open or spec.is_static) and len({item.shapes[spec.name] for item in seen}) == 1
+            if (is_open or spec.is_static) and len({item.shapes[spec.name] for item in candidates}) == 1
         }
         if not fixed:
             words = "nothing: the shape of each output depends on the data"
-            return msgspec.structs.replace(untested, expected_from=words)
+            return msgspec.structs.replace(no_self_test, expected_from=words)
         inputs = select_samples(read_inputs(golden), [item.row for item in chosen])
-        given = map(session.run, inputs)
-        rows = [{name: value for name, value in outputs.items() if name in fixed} for outputs in given]
+        outputs_of_samples = map(session.run, inputs)
+        rows = [{name: value for name, value in outputs.items() if name in fixed} for outputs in outputs_of_samples]
         write_rows(out / EXPECTED, rows)
-        moved = _measure_shift(files[form][0], inputs, rows)
+        shifts = _measure_shift(files[form][0], inputs, rows)
     except RuntimeRefusal as error:
-        return msgspec.structs.replace(untested, expected_from=f"nothing: {error.message}")
+        return msgspec.structs.replace(no_self_test, expected_from=f"nothing: {error.message}")
     return msgspec.structs.replace(
-        untested,
+        no_self_test,
         chosen=chosen,
-        tolerance=_set_tolerance(seen, fixed, _LEAST_TOLERANCE[precision], moved),
+        tolerance=_set_tolerance(candidates, fixed, _MIN_TOLERANCE[precision], shifts),
         expected_from=f"'{form}' on CPUExecutionProvider, not optimised",
     )
 
 
-def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
+def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]:
     rows = spread_indices(golden.samples, CANDIDATES)
     inputs, outputs = (select_samples(samples, rows) for samples in (read_inputs(golden), read_outputs(golden)))
-    for row, sample, wanted in zip(rows, inputs, outputs, strict=True):
-        got = session.run(sample)
-        real = {name: value for name, value in wanted.items() if _is_real(value) and got[name].shape == value.shape}
-        errors = {name: got[name].astype(np.float64) - value for name, value in real.items()}
-        yield _Seen(
+    for row, sample, reference in zip(rows, inputs, outputs, strict=True):
+        output = session.run(sample)
+        comparable = {
+            name: value for name, value in reference.items() if _is_real(value) and output[name].shape == value.shape
+        }
+        errors = {name: output[name].astype(np.float64) - value for name, value in comparable.items()}
+        yield _Candidate(
             row=row,
             reach=max((_largest(value) for value in sample.values() if value.dtype.kind in "fiu"), default=0.0),
-            energy=sum(_energy(value) for value in real.values()),
-            # Relative to each output, so that one of large numbers does not decide alone.
-            noise=sum(_energy(errors[name]) / max(_energy(value), 1e-30) for name, value in real.items()),
+            energy=sum(_energy(value) for value in comparable.values()),
+            # Relative to each output, so that one with large values does not dominate.
+            noise=sum(_energy(errors[name]) / max(_energy(value), 1e-30) for name, value in comparable.items()),
             errors={name: _largest(value) for name, value in errors.items()},
-            sizes={name: _largest(value) for name, value in real.items()},
+            sizes={name: _largest(value) for name, value in comparable.items()},
             fed={name: value.shape for name, value in sample.items()},
-            shapes={name: value.shape for name, value in got.items()},
+            shapes={name: value.shape for name, value in output.items()},
         )
 
 
-def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:
-    """Returns the chosen samples by row: each reason has one of its own, as long as there are so many."""
-    left, picked = list(seen), dict[int, str]()
+def _choose(candidates: Sequence[_Candidate]) -> tuple[ChosenSample, ...]:
+    """Returns the chosen samples sorted by row: a different one for each reason, if there are enough."""
+    remaining, reasons = list(candidates), dict[int, str]()
     for reason, choose in _REASONS.items():
-        if left:
-            chosen = choose(left)
-            picked[chosen.row] = reason
-            left.remove(chosen)
-    return tuple(msgspec.convert({"row": row, "reason": picked[row]}, ChosenSample) for row in sorted(picked))
+        if remaining:
+            chosen = choose(remaining)
+            reasons[chosen.row] = reason
+            remaining.remove(chosen)
+    return tuple(msgspec.convert({"row": row, "reason": reasons[row]}, ChosenSample) for row in sorted(reasons))
 
 
-# The reasons for which samples are chosen, the first reason first.
-_REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
+# The reasons for which samples are chosen, in order of priority.
+_REASONS: Mapping[str, Callable[[Sequence[_Candidate]], _Candidate]] = {
     "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
     "extreme": lambda seen: max(seen, key=lambda item: item.reach),
     "typical": lambda seen: sorted(seen, key=lambda item: item.energy)[len(seen) // 2],
@@ -155,28 +157,28 @@ _REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
 
 
 def _measure_shift(path: Path, inputs: Samples, rows: Sequence[Tensors]) -> dict[str, float]:
-    """Returns by how much each output moves where every rounding goes the other way: half a step up, or down.
+    """Returns by how much each output changes if half a quantization step is added or subtracted before each rounding.
 
-    A vendor's kernels round halves otherwise, or cut off: a bias of half a step in each layer, which adds up
-    where honest rounding cancels. A device that computes the same model may be so far from this machine: on QNN's
-    simulator a keyword spotter was off by 0.22 of its largest score, and so it moves by 0.19.
+    A vendor's kernels may truncate or round halves differently, which is a bias of half a step in each layer that adds
+    up. A device with the same model may differ so much from this machine: a keyword spotter differed by 0.22 of its
+    largest score on QNN's simulator, and changes by 0.19 here.
     """
-    moved: dict[str, float] = {}
+    shifts: dict[str, float] = {}
     for sign in (1.0, -1.0):
         if (shifted := _shift_grids(path, sign * _HALF_STEP)) is None:
             return {}
         session = CpuSession(shifted, SessionSettings(level=Level.DISABLED), subject=path.name)
         for sample, row in zip(inputs, rows, strict=True):
-            got = session.run(sample)
+            output = session.run(sample)
             for name, value in row.items():
-                if _is_real(value) and got[name].shape == value.shape:
-                    moved[name] = max(moved.get(name, 0.0), _largest(got[name].astype(np.float64) - value))
-    return {name: value for name, value in moved.items() if math.isfinite(value)}
+                if _is_real(value) and output[name].shape == value.shape:
+                    shifts[name] = max(shifts.get(name, 0.0), _largest(output[name].astype(np.float64) - value))
+    return {name: value for name, value in shifts.items() if math.isfinite(value)}
 
 
 def _shift_grids(path: Path, steps: float) -> bytes | None:
-    """Returns an ONNX model that adds so many steps before each QuantizeLinear of one scale, None if it has none."""
-    if path.suffix != ".onnx" or path.stat().st_size > _MOST_BYTES:
+    """Returns an ONNX model with an Add of so many steps before each per-tensor QuantizeLinear, None without any."""
+    if path.suffix != ".onnx" or path.stat().st_size > _MAX_MODEL_BYTES:
         return None
     proto = read_proto(load_model(path))
     graph = proto.graph
@@ -198,18 +200,18 @@ def _shift_grids(path: Path, steps: float) -> bytes | None:
 
 
 def _set_tolerance(
-    seen: Sequence[_Seen], fixed: Collection[str], share: float, moved: Mapping[str, float]
+    candidates: Sequence[_Candidate], fixed: Collection[str], share: float, shifts: Mapping[str, float]
 ) -> dict[str, float]:
     tolerance: dict[str, float] = {}
-    for name in sorted({name for item in seen for name in item.errors if name in fixed}):
-        worst = max(item.errors.get(name, 0.0) for item in seen)
-        size = max(item.sizes.get(name, 0.0) for item in seen)
-        # Half of the largest number at most: beyond, a device that gives zeros would pass.
-        shift = min(_ERROR_FACTOR * moved.get(name, 0.0), _MOST_OFF * size)
-        wanted = max(_ERROR_FACTOR * worst, share * (size or 1.0), shift)
-        if math.isfinite(wanted):
-            # Two digits: more would differ between machines without meaning anything.
-            tolerance[name] = float(f"{wanted:.1e}")
+    for name in sorted({name for item in candidates for name in item.errors if name in fixed}):
+        worst = max(item.errors.get(name, 0.0) for item in candidates)
+        size = max(item.sizes.get(name, 0.0) for item in candidates)
+        # At most half of the largest value: with more, a device that returns zeros would pass.
+        shift = min(_ERROR_FACTOR * shifts.get(name, 0.0), _MAX_SHIFT_SHARE * size)
+        tolerance_value = max(_ERROR_FACTOR * worst, share * (size or 1.0), shift)
+        if math.isfinite(tolerance_value):
+            # Two digits, because further ones differ between machines.
+            tolerance[name] = float(f"{tolerance_value:.1e}")
     return tolerance
 
 
@@ -225,8 +227,8 @@ def _energy(value: Array) -> float:
     return float(np.sum(np.square(value.astype(np.float64))))
 
 
-LIMIT = 1e-3
-"""How far a recorded output may lie from what this machine computes, as a share of the largest number in it."""
+MAX_DIFFERENCE = 1e-3
+"""The largest difference of a recorded output from that of this machine, as a share of its largest absolute value."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,13 +239,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adopt_reference(golden: Golden, recorded: Recorded) -> None:
-    """Puts the recorded outputs of the float model in the place of those that this machine computed.
+    """Replaces the outputs of the float model that this machine computed by the recorded ones.
 
     Raises:
         UsageError: the bundle was made with other samples, or its outputs are not those of this model.
         DataError: the recorded outputs cannot be read.
     """
-    # Inputs are data, not measurements: they must be the same to the byte.
+    # Inputs are not computed, so they must be identical.
     entry = recorded.manifest.files.get(f"golden/{INPUTS}")
     if entry is None or entry.sha256 != digest_file(golden.folder / INPUTS):
         words = f"'{recorded.folder}' was made with other golden samples"
@@ -252,7 +254,7 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
 
 
 def adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
-    """Takes over outputs in a `file` of a recorded bundle, whose inputs were compared.
+    """Replaces the golden outputs by those in a `file` of a recorded bundle with the same inputs.
 
     Raises:
         UsageError: the recorded outputs are not those of this model.
@@ -270,7 +272,7 @@ def adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
 
 
 def adopt_expected(recorded: Recorded, models: Mapping[Form, Sequence[Path]], out: Path) -> GoldenFacts | None:
-    """Copies the recorded self-test into the folder `out` and returns its facts, if it is of exactly these model files.
+    """Copies the recorded self-test into `out` and returns its facts; None if it is not of exactly these model files.
 
     Raises:
         DataError: the recorded bundle lacks the file.
@@ -288,9 +290,9 @@ def _is_near(own: Array, theirs: Array | None) -> bool:
         return False
     if own.dtype.kind != "f":
         return bool(np.array_equal(own, theirs))
-    # Against the largest number: near zero a relative tolerance would refuse differences in the last bits.
+    # Relative to the largest value: near zero, a tolerance for each value would refuse differences in the last bits.
     reach = float(np.max(np.abs(own), initial=0.0))
-    return bool(np.allclose(own, theirs, rtol=0.0, atol=LIMIT * reach, equal_nan=True))
+    return bool(np.allclose(own, theirs, rtol=0.0, atol=MAX_DIFFERENCE * reach, equal_nan=True))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
-"""Bundles as folders: written, opened after every byte was compared with the manifest, copied for a device, nested.
+"""Bundles as folders: writes them, opens them after checking every digest, copies them for a device.
 
-A device runs a copy that was digested while it was made, so that nobody can exchange a file in between.
+A device runs a copy whose digests were checked while it was written, so that no file can be exchanged in between.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit import _files
 from edgekit._files import AnyPath, as_path
-from edgekit.bundle.checks import SAID_BY_TARGET, check_files, check_requests, find_fault, iterate_files, read_bounded
+from edgekit.bundle.checks import TARGET_FIELDS, check_files, check_requests, find_fault, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
 from edgekit.bundle.golden import Golden
@@ -32,17 +32,17 @@ MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
 
 _MODELS = frozenset({".onnx", ".ort"})
 UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
-"""Files that the manifest does not list: itself, its signature, and the evidence, which differs from run to run."""
+"""Files that the manifest does not list: itself, its signature, and `verify.json`, which differs from run to run."""
 
 _T = TypeVar("_T")
 _Value = TypeVar("_Value", CheckReport, Target)
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder that holds a model for one target with everything an app needs.
+    """An opened bundle: a folder with a model for one target and everything an app needs.
 
-    `sha256` is the digest of the manifest's file, and through it of every file that the manifest lists. `attested` is
-    what the signer says was verified, None where the bundle was opened without a key.
+    `sha256` is the digest of `manifest.json`, and through it of every file that the manifest lists. `attested` is the
+    signer's statement about the verification, None if the bundle was opened without a key.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def manifest_file(self) -> BundledFile:
-        """The digest and size of `manifest.json`, and so of everything in the bundle."""
+        """The digest and size of `manifest.json`."""
         return BundledFile(sha256=self.sha256, size_bytes=(self.folder / MANIFEST).stat().st_size)
 
     def find_model(self, form: Form) -> Path:
@@ -86,51 +86,52 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 def write_bundle(contents: Contents, out: Path) -> Bundle:
     """Fills the folder `out` and returns the bundle; the manifest comes last, so that an unfinished bundle has none.
 
-    Model files that lie in `out` already stay where they are, all others are copied. Same contents, same bytes.
+    The same contents give the same bytes.
 
     Raises:
-        BundleError: there is no model file in a form that the target loads, or the target asks for session keys or
-            options that no bundle may pass.
-        OutputError: the folder cannot be written, a name is not safe everywhere, or two files want the same one.
+        BundleError: there is no model file in a form that the target loads, or the target sets session keys or options
+            that no bundle may set.
+        OutputError: the folder cannot be written, a name is not safe on every system, or two files have the same name.
     """
     _copy_models(contents.files, out)
-    # The target with an ONNX Runtime that reads every file: those of a newer opset need a newer one.
+    # The minimum ONNX Runtime must read every file: newer opsets need a newer one.
     target = contents.target
-    needed = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
+    needed_ort = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
     contents = msgspec.structs.replace(
-        contents, target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
+        contents,
+        target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed_ort, key=read_version)),
     )
     for file in contents.golden.files:
         _files.replace_file(file, out / GOLDEN / file.name)
     if contents.unpadded is not None:
         _files.replace_file(contents.unpadded, out / UNPADDED)
     _files.write_file(out / CHECK, encode_json(contents.check))
-    told = msgspec.structs.asdict(contents.target)
-    told = {key: value for key, value in told.items() if key != "folder" and value is not msgspec.UNSET}
-    _files.write_file(out / TARGET, encode_json(told))
+    target_facts = msgspec.structs.asdict(contents.target)
+    target_facts = {key: value for key, value in target_facts.items() if key != "folder" and value is not msgspec.UNSET}
+    _files.write_file(out / TARGET, encode_json(target_facts))
     if contents.layers is not None:
         _files.write_file(out / LAYERS, contents.layers)
-    # Before the manifest: it names the digests of what is written here.
+    # Before the manifest, which names the digests of these files.
     models: dict[Form, list[Path]] = {
         form: [out / path.name for path in paths] for form, paths in contents.files.items()
     }
     recorded = contents.recorded
     golden = adopt_expected(recorded, models, out / GOLDEN) if recorded else None
     if recorded and golden and contents.layers is not None and LAYERS in recorded.manifest.files:
-        # Measured figures, which another kind of CPU gives in other last bits.
+        # The last bits of measured figures depend on the CPU.
         _files.replace_file(recorded.folder / LAYERS, out / LAYERS)
     golden = golden or write_expected(contents.golden, models, contents.precision, out / GOLDEN)
-    return _conclude(describe_contents(contents, golden, _files.digest_file(out / CHECK)), contents.target, out)
+    return _write_manifest(describe_contents(contents, golden, _files.digest_file(out / CHECK)), contents.target, out)
 
 
 def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: Path, out: Path) -> Bundle:
     """Writes a bundle again into the folder `out`, with other files for one form of its model.
 
-    What the model gives must be the same to the bit: the self-test is taken over. `templates` is the folder of the
-    target, whose pages and code name the files.
+    The outputs of the model must stay bit-equal, because the self-test is copied. `templates` is the folder of the
+    target, from which pages and code that name the files are rendered.
 
     Raises:
-        OutputError: `out` cannot be written, or two files want the same name.
+        OutputError: `out` cannot be written, or two files have the same name.
     """
     manifest = bundle.manifest
     old = set(manifest.forms[form])
@@ -142,11 +143,11 @@ def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: 
     draft = msgspec.structs.replace(manifest, forms=forms, files={})
     size_bytes = sum((out / name).stat().st_size for name in forms[manifest.form])
     target = msgspec.structs.replace(read_target(bundle), folder=templates)
-    return _conclude(msgspec.structs.replace(draft, model_size_bytes=size_bytes), target, out)
+    return _write_manifest(msgspec.structs.replace(draft, model_size_bytes=size_bytes), target, out)
 
 
-def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
-    """Writes the README, the code snippets and at last the manifest of a bundle whose other files are there."""
+def _write_manifest(draft: Manifest, target: Target, out: Path) -> Bundle:
+    """Writes the README, the code snippets and finally the manifest of a bundle whose other files exist."""
     snippets = dict(render_snippets(target, draft))
     notes = snippets.pop(NOTES, "")
     for name, text in snippets.items():
@@ -154,9 +155,8 @@ def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
     _files.write_file(out / README, render_readme(target, draft, notes, snippets).encode())
     files = {name: BundledFile.describe(path) for name, path in iterate_files(out) if name not in UNLISTED}
     manifest = msgspec.structs.replace(draft, files=files)
-    # A manifest that asks for what no bundle may is not written: the bundle could not be opened again.
+    # With options that no bundle may set, the bundle could not be opened again.
     check_requests(manifest, str(out / MANIFEST))
-    # Last, and the digest is that of the very bytes that were written.
     data = encode_json(manifest)
     _files.write_file(out / MANIFEST, data)
     return Bundle(folder=out, manifest=manifest, sha256=_files.digest_bytes(data))
@@ -166,9 +166,10 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     """Opens a bundle after checking every file in it against the manifest, and with a public key its signature.
 
     Raises:
-        BundleError: the manifest is missing or malformed, asks for what no bundle may, or contradicts `target.json`; a
-            file is missing, altered, unlisted, a link, or bears an unsafe name; with `key`, the manifest is not signed
-            with its private half.
+        BundleError: the manifest is missing or malformed, sets options that no bundle may set, or contradicts
+            `target.json`; a file is missing, altered, unlisted, a link, or has an unsafe name; with `key`, the manifest
+            is not signed with its private key.
+        UsageError: the key cannot be read.
     """
     path, key = as_path(path), None if key is None else as_path(key)
     if not path.is_dir():
@@ -176,28 +177,28 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     listing = read_listing(path, MANIFEST, key)
     manifest = decode_manifest(listing.data, listing.source)
     check_requests(manifest, listing.source)
-    # Every file is checked, whether it will be used or not: a bundle may hold exactly what was signed.
+    # Every file is checked, also one that will not be used: a bundle must hold exactly the signed files.
     listing.check_folder(manifest.files)
     for name in (name for name in manifest.files if name.endswith(".onnx")):
         try:
-            beside = list_external(path / name)
+            external = list_external(path / name)
         except ModelError as error:
             raise BundleError(f"a model of the bundle is not safe: {error.message}", hint=error.hint) from error
         # ONNX Runtime would open an external file that the manifest does not list.
         folder = PurePosixPath(name).parent
-        if strange := next((each for each in beside if str(folder / each) not in manifest.files), None):
-            words = f"'{name}' of bundle '{path}' names {strange!r}, which the manifest does not list"
+        if unlisted := next((each for each in external if str(folder / each) not in manifest.files), None):
+            words = f"'{name}' of bundle '{path}' names {unlisted!r}, which the manifest does not list"
             raise BundleError(words, hint="build the bundle again")
     bundle = Bundle(folder=path, manifest=manifest, sha256=listing.sha256, attested=listing.attested)
     target = read_target(bundle)
-    if other := next((key for key, read in SAID_BY_TARGET.items() if getattr(manifest, key) != read(target)), None):
+    if other := next((key for key, read in TARGET_FIELDS.items() if getattr(manifest, key) != read(target)), None):
         words = f"'{listing.source}' and target.json beside it contradict each other in '{other}'"
         raise BundleError(words, hint="build the bundle again")
     return bundle
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that lists all others of a folder, as it was read, and what its signature states.
+    """The file that lists all others of a folder, with its bytes and the signed statement, None without a key.
 
     It is the `manifest.json` of a bundle, the `index.json` of several targets or the `group.json` of several models.
     """
@@ -214,24 +215,24 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sha256(self) -> str:
-        """The digest of its bytes, and so of everything that it lists."""
+        """The digest of its bytes."""
         return _files.digest_bytes(self.data)
 
     @property
     def attested(self) -> TestResult | None:
-        """What the signer says was verified, None where no key was given."""
+        """The signer's statement about the verification, None if no key was given."""
         return None if self.statement is None else self.statement.predicate
 
-    def check_folder(self, files: Mapping[str, BundledFile], beside: Collection[str] = ()) -> dict[str, str]:
-        """Returns the sha256 of each file that a signature covers, if the folder holds exactly these files.
+    def check_folder(self, files: Mapping[str, BundledFile], optional: Collection[str] = ()) -> dict[str, str]:
+        """Checks that the folder holds exactly these files; returns the sha256 of each file that a signature covers.
 
-        Those `beside` may lie there too. If there is a statement, it must be of exactly these files.
+        `optional` files may be there too. If there is a statement, it must be about exactly these files.
 
         Raises:
-            BundleError: a file is missing, altered, unlisted, a link, or bears an unsafe name, or the
-                signature is of other files.
+            BundleError: a file is missing, altered, unlisted, a link, or has an unsafe name, or the signature is of
+                other files.
         """
-        check_files(self.folder, files, {self.name, VERIFY, SIGNATURE, *beside})
+        check_files(self.folder, files, {self.name, VERIFY, SIGNATURE, *optional})
         digests = {self.name: self.sha256, **{name: entry.sha256 for name, entry in files.items()}}
         if self.statement is not None:
             check_subjects(self.statement, digests, self.folder)
@@ -239,12 +240,10 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_listing(folder: Path, name: str, key: Path | None) -> Listing:
-    """Returns the file that lists all others of a folder; with a public key its signature is checked first.
-
-    Nothing of a file is decoded whose signer is not known.
+    """Returns the file that lists all others of a folder; with a public key its signature is checked before decoding.
 
     Raises:
-        BundleError: it is missing, a link, or not signed with the private half of the key.
+        BundleError: it is missing, a link, or not signed with the private key.
     """
     data = read_bounded(folder, name)
     statement = None if key is None else check_signature(data, name, folder, key)
@@ -278,7 +277,7 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
-    # Lower case, because Windows and macOS take names that differ in case alone for one file.
+    # Lower case, because Windows and macOS ignore the case of names.
     taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, LAYERS, GOLDEN, APP, README)}
     for path in (path for paths in files.values() for path in paths):
         if (fault := find_fault(path.name)) is not None:
@@ -292,13 +291,13 @@ _CHUNK_BYTES = 1 << 20
 
 
 def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
-    """Copies the model files of some forms, the golden samples and what is known of model and target into `out`.
+    """Copies the model files of some forms, the golden samples, and the facts about model and target into `out`.
 
-    Each file is digested as it is copied, so that a bundle which is altered after it was opened is refused, and what is
-    altered later is not what runs.
+    The digest of each file is checked while it is copied, so that a bundle that was altered after it was opened is
+    refused, and later alterations have no effect on the copy.
 
     Raises:
-        BundleError: the bundle has no such form, or a file is not what the manifest says.
+        BundleError: the bundle has no such form, or a file was altered.
         OutputError: the folder cannot be written.
     """
     names = [f"{GOLDEN}/{file.name}" for file in bundle.golden.files]
@@ -314,13 +313,13 @@ def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
 
 
 def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
-    """Yields a file in chunks; raises a BundleError where its digest is not that of the manifest."""
+    """Yields a file in chunks; at the end raises a BundleError if its digest is not that of the manifest."""
     entry = bundle.manifest.files.get(name)
     digest = hashlib.sha256()
     try:
-        # Opened without following links, and read once: what is digested is what is copied.
+        # Opened without following links, and read once: the digested bytes are those that are copied.
         with _files.open_regular(_files.safe_join(bundle.folder, name)) as source:
-            # Of a file that grows while it is read at most one chunk more is read: its digest is then wrong.
+            # Reading stops one chunk after the stated size: a file that grows has a wrong digest then.
             while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 yield chunk
@@ -332,17 +331,17 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
         raise BundleError(words, hint="build the bundle again")
 
 
-# Bundles inside one folder, which stores once what several of them have: variants of an index, members of a group. Each
-# has a folder with its manifest; its files lie there too, or elsewhere below the root. The file that lists all of the
-# root (`index.json`, `group.json`) names the digest of each manifest.
+# Bundles nested in one root folder, which stores common files once: variants of an index, members of a group. Each has
+# a folder with its manifest; its files are there too, or elsewhere below the root. The listing of the root
+# (`index.json`, `group.json`) has the digest of each manifest.
 _HINT = "build it again, or fetch it again"
 
 
 def require_folder_name(name: str, source: str) -> None:
-    """Refuses a name of which a folder below the root is to be made, before anything there is opened.
+    """Checks that a name can name a folder directly below the root.
 
     Raises:
-        BundleError: it could lead somewhere else.
+        BundleError: it could lead to another place.
     """
     if "/" in name or find_fault(name):
         raise BundleError(f"'{source}' has no safe folder for {name[:99]!r}", hint=_HINT)
@@ -361,7 +360,7 @@ def read_nested(root: Path, folder: str, entry: BundledFile, source: str) -> Man
 
 
 def find_shared(sets: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
-    """Returns what several of some sets hold, by its digest, sorted."""
+    """Returns the items that occur in several of these tables, by their key (a digest), sorted."""
     counts, known = Counter[str](), dict[str, _T]()
     for each in sets:
         counts.update(each.keys())
@@ -372,14 +371,14 @@ def find_shared(sets: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
 def list_nested(
     folder: str, entry: BundledFile, manifest: Manifest, places: Mapping[str, str]
 ) -> dict[str, BundledFile]:
-    """Returns the manifest in a folder and every file that it lists, by their places seen from the root."""
+    """Returns the manifest in a folder and every file that it lists, by their paths from the root."""
     return {f"{folder}/{MANIFEST}": entry, **{places[name]: file for name, file in manifest.files.items()}}
 
 
 def extract_nested(
     root: Path, folder: str, entry: BundledFile, find_places: Callable[[Manifest], Mapping[str, str]], out: Path
 ) -> Bundle:
-    """Writes a bundle, as it was before it was put into the root, into the folder `out` and opens it.
+    """Writes a nested bundle as a folder of its own into `out`, and opens it; `find_places` gives paths from the root.
 
     Raises:
         BundleError: it was altered since the root was opened.

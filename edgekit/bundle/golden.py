@@ -1,7 +1,7 @@
-"""Golden samples: inputs, and the outputs of the user's own float model for them.
+"""Golden samples: inputs, and the outputs of the user's float model for them.
 
 They are stored in `.npz` files; the same content gives the same bytes. The samples of a model with state are steps of
-sequences: each has the state that the float model has at its step.
+sequences: each contains the state of the float model at its step.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) -> tuple[tuple[TensorSpec, ...], int]:
-    """Writes one array per tensor, row i of it being sample i, and returns their specs and the number of samples.
+    """Writes one array per tensor, with sample i in row i, and returns their specs and the number of samples.
 
-    With `ragged` a tensor `y` may change its shape, not its rank: `y` then holds the values of all samples one after
-    another, `y.shapes` the shape of each, and in its spec the dimensions that change are unknown.
+    With `ragged` the shape of a tensor `y`, but not its rank, may differ between samples: `y` then holds the values of
+    all samples one after another, `y.shapes` the shape of each, and the dimensions that differ are None in its spec.
 
-    Arrays are stored, not deflated, because deflated bytes depend on the version of zlib; entries are sorted by name
-    and bear no time. Strings are kept in memory until the end, numbers are not. `edgekit.npz` reads them back.
+    Arrays are stored without compression, because deflated bytes depend on the version of zlib; entries are sorted by
+    name and have no time. Strings are kept in memory until the end, numbers are not. `edgekit.data.npz` reads the file.
 
     Raises:
         DataError: a tensor has another shape or dtype in some sample, or there is no sample.
@@ -56,7 +56,7 @@ def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) 
 
 @contextlib.contextmanager
 def writing_rows(path: Path, *, ragged: bool = False) -> Generator["Rows"]:
-    """Yields rows to append samples to; they are in the file, as `write_rows` writes it, once the block has ended well.
+    """Yields rows to append samples to; after the block they are written as by `write_rows`.
 
     Raises:
         DataError: a tensor has another shape or dtype in some sample, or there is no sample.
@@ -83,10 +83,10 @@ class Rows:
         return tuple(column.spec for column in self._columns.values())
 
     def append(self, sample: Tensors) -> None:
-        """Takes the next sample.
+        """Adds the next sample.
 
         Raises:
-            DataError: a tensor has another shape or dtype than before, or is new or gone.
+            DataError: a tensor has another shape or dtype than before, is new or is missing.
         """
         if self.count and sample.keys() != self._columns.keys():
             before = ", ".join(self._columns)
@@ -105,7 +105,7 @@ class Rows:
         """Writes the archive of all samples.
 
         Raises:
-            DataError: there is no sample, or two tensors need one name.
+            DataError: there is no sample, or two tensors need the same name.
         """
         if not self.count:
             raise DataError(f"there is no sample for '{self._name}'", hint="give at least one, better 100")
@@ -128,7 +128,7 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> TensorSpec:
-        """Its type, and the dimensions that all rows have."""
+        """Name, type and shape; dimensions that differ between rows are None."""
         dims = (next(iter(sizes)) if len(sizes) == 1 else None for sizes in map(set, zip(*self.shapes, strict=True)))
         return TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=tuple(dims))
 
@@ -149,13 +149,13 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
                 file.write(np.ascontiguousarray(value).tobytes())
             return
         self.words.append(value.astype(np.str_))
-        # numpy's text drops null characters at the end: what could not be read back is refused.
+        # numpy's strings lose null characters at the end, so such text could not be read back.
         if not np.array_equal(self.words[-1].astype(object), value.astype(object)):
             raise DataError(f"'{self.name}' holds strings that end in a null character", hint="leave this output out")
 
     def list_arrays(self) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...], bytes | Path]]:
         """Yields the arrays that hold its rows: name, type, shape and bytes."""
-        # Ragged only where it has to be: outputs of one shape stay a plain array that numpy reads.
+        # Tensors of one shape stay normal arrays, which numpy reads.
         is_ragged = len(set(self.shapes)) > 1
         if is_ragged:
             shapes = np.array(self.shapes, np.int64)
@@ -173,12 +173,12 @@ def _pack(
 ) -> None:
     header = BytesIO()
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    # Version 1.0, which every numpy reads; names of fields, for which there are newer ones, do not occur.
+    # Version 1.0 of the header, which every numpy reads.
     np.lib.format.write_array_header_1_0(header, fields)
     entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
     entry.create_system = 3
     entry.external_attr = 0o644 << 16
-    # With the size known beforehand no Python writes a zip64 record that is not needed; they differ in its bytes.
+    # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
     entry.file_size = header.tell() + measure_content(content)
     with archive.open(entry, "w") as out:
         out.write(header.getvalue())
@@ -190,18 +190,18 @@ def _name_dtype(dtype: np.dtype[Any]) -> str:
 
 
 INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
-"""Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
+"""The golden files. Labels that are classes or arrays are in the `.npy`, texts and boxes in the `.json`."""
 
 _FLATTENED = frozenset({"sequence", "map"})
-# Several sessions' runs share the cores: a thread that spins while it waits takes one from its neighbour.
+# Concurrent runs share the cores: a thread that spins while it waits would take one from another run.
 _NO_SPINNING = {"session.intra_op.allow_spinning": "0"}
 
 
 class Golden(msgspec.Struct, frozen=True, kw_only=True):
     """Sample inputs and the outputs of the source model, in files of one folder, and how to read them.
 
-    The shapes in `inputs` and `outputs` are those of one sample, batch axis included. `has_labels` tells of a label
-    per sample in `labels.npy` or `labels.json`.
+    The shapes in `inputs` and `outputs` are those of one sample, batch axis included. With `has_labels` there is a
+    label for each sample in `labels.npy` or `labels.json`.
     """
 
     folder: Path
@@ -223,23 +223,23 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownOutputs(msgspec.Struct, kw_only=True):
-    """A cache of what a model gives, by the digest of the sample; `ran` counts the samples that the model ran on."""
+    """A cache of a model's outputs by the digest of the sample, with `room_bytes` left; `ran` counts the runs."""
 
     room_bytes: int
     outputs: dict[bytes, Tensors] = {}
     ran: int = 0
 
     def run(self, session: CpuSession, sample: Tensors) -> Tensors:
-        """Returns what the model of a session gives for a sample; it runs only if that is not known yet."""
+        """Returns the outputs for a sample; the session runs only if they are not known yet."""
         digest = digest_sample(sample)
         if (found := self.outputs.get(digest)) is None:
             found = session.run(sample)
             self.ran += 1
             size_bytes = sum(value.nbytes for value in found.values())
-            # Kept are numbers, as long as there is room for them.
+            # Only numbers are kept, while there is room.
             if size_bytes <= self.room_bytes and all(value.dtype.kind in "biuf" for value in found.values()):
                 self.room_bytes -= size_bytes
-                # An array that ONNX Runtime returns keeps the memory of the whole session alive.
+                # The arrays that ONNX Runtime returns keep the memory of the session alive.
                 self.outputs[digest] = {name: value.copy() for name, value in found.items()}
         return found
 
@@ -256,12 +256,12 @@ def make_golden(
 ) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
-    The samples are read once, and memory holds a few of them. With `at_once` that many run at a time and share the
-    cores: small nets leave most of a core idle. The shape of an output may depend on the data, with `ragged` that of an
-    input too. Samples whose outputs are `known` are not run; the outputs of the others are added to it.
+    The samples are streamed once. `at_once` samples run at a time and share the cores, because small networks leave
+    cores idle. The shape of an output may depend on the data, with `ragged` that of an input too. Samples whose outputs
+    are `known` are not run; the outputs of the others are added to it.
 
     Raises:
-        ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
+        ModelError: an output is of a type that edgekit cannot store and compare.
         DataError: an output changes its rank from sample to sample, or there are more or fewer labels than samples.
         RuntimeRefusal: ONNX Runtime cannot run the model.
     """
@@ -288,25 +288,25 @@ def read_inputs(golden: Golden) -> Samples:
     """Returns the inputs of a golden set, streamed.
 
     Raises:
-        DataError: the file is damaged, or does not hold the samples that the golden set promises.
+        DataError: the file is damaged, or does not hold `golden.samples` samples.
     """
     return _read_rows(golden, INPUTS, golden.inputs)
 
 
 def read_outputs(golden: Golden) -> Samples:
-    """Returns the outputs that the source model gave, streamed.
+    """Returns the outputs of the source model, streamed.
 
     Raises:
-        DataError: the file is damaged, or does not hold the samples that the golden set promises.
+        DataError: the file is damaged, or does not hold `golden.samples` samples.
     """
     return _read_rows(golden, OUTPUTS, golden.outputs)
 
 
 def read_labels(golden: Golden) -> Sequence[Label] | None:
-    """Returns the label of each sample, None where the golden set has none.
+    """Returns the label of each sample, None if the golden set has none.
 
     Raises:
-        DataError: the file is damaged, or does not hold one label a sample.
+        DataError: the file is damaged, or does not hold one label per sample.
     """
     if not golden.has_labels:
         return None
@@ -328,10 +328,10 @@ def read_labels(golden: Golden) -> Sequence[Label] | None:
 
 
 def read_classes(golden: Golden) -> tuple[int, ...] | None:
-    """Returns the class of each sample, None where the golden set has none or has other labels.
+    """Returns the class of each sample, None if the golden set has no labels, or others.
 
     Raises:
-        DataError: the file is damaged, or does not hold one label a sample.
+        DataError: the file is damaged, or does not hold one label per sample.
     """
     labels = read_labels(golden)
     classes = tuple(label for label in labels or () if isinstance(label, int))
@@ -367,7 +367,7 @@ def _run_all(
 
 
 def write_labels(folder: Path, labels: Sequence[Label]) -> None:
-    """Writes the label of each sample where `read_labels` finds it.
+    """Writes the labels of all samples into `folder`, for `read_labels`.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -378,7 +378,7 @@ def write_labels(folder: Path, labels: Sequence[Label]) -> None:
     values = np.stack([np.asarray(label) for label in labels])
     values = values.astype(np.int64) if values.ndim == 1 else np.ascontiguousarray(values)
     buffer = BytesIO()
-    # The version is stated: numpy would choose it by the header's length.
+    # By default numpy would choose the version by the header's length.
     np.lib.format.write_array(buffer, values, version=(1, 0), allow_pickle=False)
     write_file(folder / LABELS, buffer.getvalue())
 
@@ -386,14 +386,14 @@ def write_labels(folder: Path, labels: Sequence[Label]) -> None:
 def plan_sequences(
     model: Model, given: State | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], work: Path
 ) -> Sequences:
-    """Returns how samples make sequences of a float model; `inputs` and `outputs` have the shapes of the target.
+    """Returns the state of a float model, and the function that adds it to each sample of a sequence.
 
-    A sample of a sequence comes with the state that the float model has when it comes to it, kept in a file of the
-    folder `work`. Each is then a sample like any other: it calibrates, and what a device makes of it can be judged by
-    itself.
+    `inputs` and `outputs` have the shapes of the target. That function runs the float model over the sequences and
+    writes the samples, each with the state at its step, into a file of the folder `work`. Each is then a sample like
+    any other, for calibration and for comparison with a device.
 
     Raises:
-        UsageError: the state that is given does not fit the model.
+        UsageError: the `given` state does not fit the model.
     """
     state = resolve_state(given, inputs, outputs)
     specs = {spec.name: spec for spec in inputs}
@@ -401,16 +401,16 @@ def plan_sequences(
     def unroll(samples: Samples, name: str) -> Samples:
         if state.steps == 1:
             return samples
-        # As the float reference runs: what comes out at a step is, to the bit, what goes in at the next.
+        # Without optimization, like the float reference: the state is bit-equal to its output of the step before.
         session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
         def run(steps: Sequence[Tensors]) -> Sequence[Tensors]:
             return [session.run(sample) for sample in steps]
 
         def rows() -> Iterator[Tensors]:
-            left = iter(samples)
+            remaining = iter(samples)
             for _ in range(samples.count // state.steps):
-                sequence = ([sample] for sample in islice(left, state.steps))
+                sequence = ([sample] for sample in islice(remaining, state.steps))
                 for (step,), _ in run_steps(sequence, state.feeds, specs, run):
                     yield step
 

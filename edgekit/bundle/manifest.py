@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what is in it, how an app must open it, and where it came from.
+"""The manifest of a bundle: its contents, how an app must open it, and its origin.
 
 This module also has the parts of a manifest: buckets (models for several sizes of one dimension), open dimensions
 (whose size an app chooses) and tuned settings (found by a search). Last comes the JSON Schema that is published.
@@ -24,7 +24,7 @@ from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Licence
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
 
-_MOST_BUCKETS = 64
+_MAX_BUCKETS = 64
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +37,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The models of a bundle by the size of one dimension, the smallest first; the last is the bundle's own.
 
-    `padding` says which axes have that size, and what inputs are filled with. `lengths` are those of the golden samples
-    before they were filled: `golden/unpadded.npz` holds what the float model makes of them as they were.
+    `padding` says which axes have that size, and the values that pad inputs. `lengths` are those of the golden samples
+    before padding; `golden/unpadded.npz` holds the float model's outputs for the unpadded samples.
     """
 
     padding: Padding
@@ -46,7 +46,7 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lengths: tuple[int, ...]
 
     def choose(self, length: int) -> Bucket | None:
-        """Returns the smallest bucket that takes a sample of some length, None where none does."""
+        """Returns the smallest bucket into which a sample of some length fits, None if there is none."""
         return next((bucket for bucket in self.sizes if bucket.size >= length), None)
 
 
@@ -60,13 +60,13 @@ def _find_sizes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]
             yield size if isinstance(size, int) else None
 
 
-_MOST_DIMS = 64
+_MAX_DIMS = 64
 
 
 def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names: Iterable[str]) -> list[TensorSpec]:
-    """Returns the tensors of golden samples with every dimension open that a model leaves open, whatever they had.
+    """Returns the specs of golden samples, in which the open dimensions of the model are open too.
 
-    `stated` are the model's own inputs or outputs. Of the names of its dimensions those of `names` are kept.
+    `stated` are the model's inputs or outputs. An open dimension keeps its name if that is in `names`, else it is None.
     """
     shapes, kept = {spec.name: spec.shape for spec in stated}, frozenset(names)
 
@@ -84,14 +84,14 @@ def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names:
 
 
 def list_open(inputs: Iterable[TensorSpec]) -> Iterator[tuple[str, str, int]]:
-    """Yields each dimension of inputs without a number, by what `--dim` calls it, and its input and axis."""
+    """Yields each open dimension of inputs: its name as in `--dim`, its input and its axis."""
     for spec in inputs:
         for axis, name in spec.name_axes().items():
             yield name, spec.name, axis
 
 
 def measure_open(inputs: Sequence[TensorSpec], samples: Iterable[Tensors]) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes that samples have of each open dimension, the least first."""
+    """Returns the sizes of each open dimension in the samples, the smallest first."""
     places = tuple(list_open(inputs))
     found: dict[str, set[int]] = {name: set() for name, _, _ in places}
     for sample in samples if places else ():
@@ -109,8 +109,8 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a session, and how it is run; each default is ONNX Runtime's own.
 
-    `form` is that of the bundle to load, "" for the manifest's. `threads` and `inter_threads` of 0 let ONNX Runtime
-    choose. `config` and `provider_options` are added to those of the target, or take their place.
+    `form` is the form of the bundle to load, "" for that of the manifest. `threads` and `inter_threads` of 0 let ONNX
+    Runtime choose. `config` and `provider_options` are merged into those of the target.
     """
 
     form: _Word = ""
@@ -127,7 +127,7 @@ class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MachineClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines for which a setting holds, by what a loader can find out about its own machine.
+    """The machines for which a setting was tuned, by facts that a loader can read on its own machine.
 
     `system` and `machine` are those of `uname`, in lower case; `cores` are those that the process may use, 0 for any.
     """
@@ -137,13 +137,13 @@ class MachineClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cores: _Threads = 0
 
     def holds(self, other: "MachineClass") -> bool:
-        """Returns True if a machine of this class is `other`."""
+        """Returns True if the machine `other` belongs to this class."""
         same = (self.system, self.machine) == (other.system, other.machine)
         return same and self.cores in {0, other.cores}
 
 
 class TuningEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a setting was chosen: its cost over that of the defaults, with an interval of 95 %, in fresh rounds."""
+    """Why a setting was chosen: the ratio of its cost to that of the defaults, with the 95 % interval."""
 
     goal: _Word
     device: _Word
@@ -156,7 +156,7 @@ class TuningEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TunedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting, the machines that it is for, and the evidence."""
+    """A setting, the machines for which it was tuned, and the measurements that prove it."""
 
     machine: MachineClass
     setting: SessionSetting
@@ -164,14 +164,14 @@ class TunedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def class_of_this_machine() -> MachineClass:
-    """Returns the class of the machine that runs this."""
+    """Returns the class of this machine, with its number of cores."""
     return MachineClass(system=platform.system().lower(), machine=platform.machine().lower(), cores=count_cores())
 
 
 UNPADDED = "golden/unpadded.npz"
-"""What the float model makes of the golden samples as long as they were, in a bundle with buckets."""
+"""The float model's outputs for the unpadded golden samples, in a bundle with buckets."""
 
-# An upper bound for what is decoded in memory before anything was checked.
+# The largest manifest that is decoded.
 MAX_MANIFEST_BYTES = 16 << 20
 
 
@@ -179,7 +179,7 @@ _Value = TypeVar("_Value")
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that is read from JSON: an unknown key is an error."""
+    """The base of structs read from JSON in which an unknown key is an error."""
 
 
 class BundledFile(Strict, frozen=True, kw_only=True):
@@ -190,16 +190,16 @@ class BundledFile(Strict, frozen=True, kw_only=True):
 
     @classmethod
     def describe(cls, path: Path) -> "BundledFile":
-        """Returns digest and size of a file as it is."""
+        """Returns digest and size of a file."""
         return cls(sha256=digest_file(path), size_bytes=path.stat().st_size)
 
 
 class BundledTensor(TensorSpec, frozen=True, kw_only=True):
-    """An input or output with what an app must know to fill or read it.
+    """An input or output with the facts that an app needs to fill or read it.
 
-    `layout` names the axes ("NCHW"), empty where it is not known. `value_range` are the least and the largest number in
-    the golden samples, None for text. `preprocessing` makes an input of what the app has, `postprocessing` says what
-    an output means; both come from the recipe or from `--preprocess`.
+    `layout` names the axes ("NCHW"), "" if it is not known. `value_range` are the smallest and the largest finite value
+    in the golden samples, None if there is none. `preprocessing` says how to make an input from the app's data,
+    `postprocessing` what an output means; both come from the recipe or from `--preprocess`.
     """
 
     layout: str
@@ -209,7 +209,7 @@ class BundledTensor(TensorSpec, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> TensorSpec:
-        """Its name, type and shape alone."""
+        """Only its name, type and shape."""
         return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
 
 
@@ -223,9 +223,9 @@ class ChosenSample(Strict, frozen=True, kw_only=True):
 class GoldenFacts(Strict, frozen=True, kw_only=True):
     """The golden samples, and the self-test that a device runs on a few of them.
 
-    Row i of `golden/expected.npz` is what the model in the bundle should give for sample `chosen[i]`. A device passes
-    if no number of output `name` is further from it than `tolerance[name]`; outputs that are no floating point numbers
-    have no tolerance and are not judged. `expected_from` says what computed them.
+    Row i of `golden/expected.npz` has the expected outputs of the bundle's model for sample `chosen[i]`. A device
+    passes if no value of output `name` differs by more than `tolerance[name]`; outputs that are no floats have no
+    tolerance and are not judged. `expected_from` says what computed them, or why there are none.
     """
 
     samples: int
@@ -236,9 +236,9 @@ class GoldenFacts(Strict, frozen=True, kw_only=True):
 
 
 class Ancestry(Strict, frozen=True, kw_only=True):
-    """The sha256 of everything that the bundle was made from; `quantized` is None for a float model.
+    """The sha256 of everything from which the bundle was made; `quantized` is None for a float model.
 
-    `data` is the digest of the calibration samples' content, None where none were used.
+    `data` is the digest of the calibration samples' content, None if none were used.
     """
 
     source: str
@@ -255,13 +255,11 @@ class ProviderShare(Strict, frozen=True, kw_only=True):
 
 
 class Placement(Strict, frozen=True, kw_only=True):
-    """How many nodes the provider is expected to take, in how many pieces, and their share of the work: a prediction.
+    """The predicted placement: how many nodes the provider takes, in how many partitions, and their share of the work.
 
-    What a device's provider took stands in `verify.json` (`placed`): the manifest is made before a device runs, and its
-    digest must not depend on which devices were at hand.
-
-    `providers` says the same by provider, the CPU included. `node_list` is the sha256 of `check.json`, which lists the
-    nodes one by one.
+    The observed placement is in `verify.json` (`placed`): the manifest must not depend on which devices ran.
+    `providers` has the nodes and the work by provider, the CPU included. `node_list` is the sha256 of `check.json`,
+    which lists the nodes one by one.
     """
 
     nodes: int
@@ -273,7 +271,7 @@ class Placement(Strict, frozen=True, kw_only=True):
 
 
 class Tested(Strict, frozen=True, kw_only=True):
-    """What the bundle was made with: ONNX Runtime, and Qualcomm's QAIRT and SoCs where a context was compiled."""
+    """The versions the bundle was made with: ONNX Runtime's, and for QNN that of QAIRT and the SoC."""
 
     onnxruntime: str
     qairt: str | None
@@ -281,7 +279,7 @@ class Tested(Strict, frozen=True, kw_only=True):
 
 
 class Provenance(Strict, frozen=True, kw_only=True):
-    """How to make it again: the command without paths, and the recipe with every default written out."""
+    """How to make the bundle again: the command without paths, and the recipe with its defaults."""
 
     command: str
     recipe: dict[str, Any]
@@ -291,21 +289,20 @@ class Manifest(Strict, frozen=True, kw_only=True):
     """Everything an app or a device needs to know, without times, paths or host names.
 
     `forms` names the files of each form of the model, the one to load first; `form` is the one an app should load.
-    `inputs` and `outputs` have the shapes of one sample; dimensions of inputs that an app may choose have a name or
-    null there, and `open_dims` the sizes that golden samples have of them. `files` covers every file of the bundle but
-    the manifest itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
-    environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
-    `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
-    edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
-    of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
-    are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
-    settings that were found to be better on some machines: the first whose class is that of the machine counts.
-    `listed` says where outputs list detections, whose rows have no place of their own, and `readings` what each
-    output is for, by which every judge holds it against the float model's. `chain` holds the providers that a session
-    is given between `provider` and the CPU, in this order, each with its options.
+    `inputs` and `outputs` have the shapes of one sample; a dimension whose size an app may choose has a name or null
+    there, and `open_dims` lists its sizes in the golden samples. `files` lists every file of the bundle except the
+    manifest itself, its signature, and the `evidence` (measured accuracy and latency, with device and environment),
+    which differs from run to run. `platforms` has requirements and provider options by operating system. `fallback` are
+    the targets, or "cpu", to try next if this one cannot run. `canonical_form` is the version of edgekit's layout of
+    ORT-format files, None without such a file. `state` says which outputs an app passes as inputs of the next step, and
+    how many golden samples make a sequence. `buckets` are sizes of one dimension, with a model for each; `forms` has
+    the files of all of them. `tuned` are settings for classes of machines: the first entry whose class fits is used.
+    `listed` says where outputs list detections, in any order; `readings` says what each output means, which decides how
+    it is compared with that of the float model. `chain` has the providers of a session between `provider` and the CPU,
+    in this order, each with its options.
     """
 
-    # A version to come is refused, not guessed at: what it adds may change what the rest means.
+    # A newer version is refused, because it may change the meaning of other keys.
     schema_version: Literal[2] = 2
     name: str
     target: str
@@ -336,7 +333,7 @@ class Manifest(Strict, frozen=True, kw_only=True):
     licence: Licence
     fallback: tuple[str, ...]
     evidence: Literal["verify.json"] = "verify.json"
-    # Not written where there is none: bundles keep the bytes that they had before.
+    # Newer keys are written only if they are set, so that other bundles keep their bytes.
     state: State | msgspec.UnsetType = msgspec.UNSET
     buckets: Buckets | msgspec.UnsetType = msgspec.UNSET
     tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -358,15 +355,14 @@ class Manifest(Strict, frozen=True, kw_only=True):
 
 def encode_json(value: object) -> bytes:
     """Returns canonical JSON: sorted keys, two spaces, a newline at the end; the same value gives the same bytes."""
-    # Indented, so that a diff of two bundles is read line by line; numbers are the shortest that read back the same.
+    # Indented, so that two bundles can be compared line by line.
     return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
 
 
 def decode_manifest(data: bytes, source: str) -> Manifest:
     """Returns a manifest, read strictly: an unknown, missing or ill-typed key is an error that names it.
 
-    The bytes must be those that edgekit writes: another order, a key that comes twice or other white space is an
-    alteration, because readers would not agree on it.
+    The bytes must be those that edgekit writes: another order, a repeated key or other white space is an alteration.
 
     Raises:
         BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
@@ -399,13 +395,13 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
         # The file of the largest bucket comes first.
         files, padding, names = manifest.forms[manifest.form], buckets.padding, [each.file for each in buckets.sizes]
         all_sizes = [each.size for each in buckets.sizes]
-        if not 0 < len(all_sizes) <= _MOST_BUCKETS or all_sizes != sorted(set(all_sizes)) or all_sizes[0] < 1:
+        if not 0 < len(all_sizes) <= _MAX_BUCKETS or all_sizes != sorted(set(all_sizes)) or all_sizes[0] < 1:
             yield "buckets", "are not in order"
         if names[-1] != files[0] or len(set(names)) < len(names) or not set(names) <= set(files):
             yield "buckets", "name files that are not those of the model"
         if not padding.inputs or padding.values.keys() != padding.inputs.keys():
             yield "buckets", "do not say which inputs are filled, and with what"
-        # Nothing fills text.
+        # Text cannot be padded.
         numbers = [spec for spec in manifest.inputs if spec.is_tensor and spec.dtype != "string"]
         filled, cut = _find_sizes(padding.inputs, numbers), _find_sizes(padding.outputs, manifest.outputs)
         largest = all_sizes[-1]
@@ -414,11 +410,11 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
         if len(buckets.lengths) != samples or not all(1 <= length <= largest for length in buckets.lengths):
             yield "buckets", "do not hold the lengths of the golden samples"
     if sizes is not msgspec.UNSET:
-        # A dimension of one name may have other sizes in another input, which ONNX Runtime only warns of.
+        # A dimension may have different sizes in two inputs: ONNX Runtime only warns.
         most = samples * max(1, len(manifest.inputs))
         if buckets:
             yield "open dimensions", "stand beside buckets"
-        if not 0 < len(sizes) <= _MOST_DIMS or set(sizes) != {name for name, _, _ in list_open(manifest.inputs)}:
+        if not 0 < len(sizes) <= _MAX_DIMS or set(sizes) != {name for name, _, _ in list_open(manifest.inputs)}:
             yield "open dimensions", "are not those that its inputs leave without a number"
         for each in sizes.values():
             if not 0 < len(each) <= most or list(each) != sorted(set(each)) or each[0] < 0:
@@ -440,12 +436,12 @@ def decode_json(data: bytes, source: str) -> Any:
 
 
 def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
-    """Returns JSON as a value of a kind, if it is to the byte what `encode_json` makes of its content.
+    """Returns JSON as a value of the type `kind`, if its bytes are those of `encode_json`.
 
-    Readers disagree on keys that come twice (RFC 8259, 4): a signature would cover two meanings.
+    Readers disagree on repeated keys (RFC 8259, 4), so that a signature could cover two meanings.
 
     Raises:
-        BundleError: it is no JSON, is spelt in another way, or a key is unknown, missing or ill-typed.
+        BundleError: it is no JSON, is not canonical, or a key is unknown, missing or ill-typed.
     """
     raw = decode_json(data, source)
     try:
@@ -453,13 +449,13 @@ def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
     except (msgspec.ValidationError, RecursionError) as error:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:
-        words = f"'{source}' was altered: it is not spelt as edgekit writes it"
+        words = f"'{source}' was altered: it is not formatted as edgekit writes it"
         raise BundleError(words, hint="build the bundle again")
     return value
 
 
 SCHEMA_FILE = Path(__file__).parent / "manifest.schema.json"
-"""The JSON Schema of a manifest, as it is published."""
+"""The published JSON Schema of a manifest."""
 
 
 def render_schema() -> bytes:

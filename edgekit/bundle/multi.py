@@ -1,6 +1,6 @@
-"""A folder with bundles of several targets: shared files are stored once, and `index.json` says which to use where.
+"""A folder with bundles for several targets: common files are stored once, and `index.json` says which to use where.
 
-This module also opens whatever a bundle comes as: a folder, an archive, or either with several targets.
+This module also opens a bundle in any container: a folder, an archive, or either with several targets.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ PREFERENCE = (
     "NnapiExecutionProvider",
     CPU_PROVIDER,
 )
-"""In which order a runtime should try the providers; NNAPI is deprecated and comes after XNNPACK."""
+"""The order in which a runtime should try the providers; NNAPI is deprecated and comes after XNNPACK."""
 _VARIANTS, _SHARED = "variants", "shared"
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bundle of one target in the folder, and where it can run.
 
-    `folder` holds its `manifest.json`, `manifest` is the digest of that. A file of it lies in `folder` under its name,
-    or, where several variants have it, in `shared/` under its sha256. `model_file` is the one to load, seen from the
-    index. `systems` gives per operating system the oldest version, "" for any; `socs` names the only chips that it
-    runs on, empty for all.
+    `folder` holds its `manifest.json`, with the digest `manifest`. Its files are in `folder` under their names, or if
+    several variants have a file, in `shared/` under its sha256. `model_file` is the one to load, relative to the index.
+    `systems` has the oldest version by operating system, "" for any; `socs` names the only chips that it runs on, empty
+    for all.
     """
 
     target: str
@@ -60,7 +60,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a folder of several targets holds; `variants` stand in the order in which a runtime should try them."""
+    """The content of `index.json`; `variants` are in the order in which a runtime should try them."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -70,9 +70,9 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder with an index; `sha256` is that of the index's file, and so of everything in the folder.
+    """An opened folder with an index; `sha256` is that of `index.json`, and so of everything in the folder.
 
-    `digests` hold the sha256 of every file in it but the reports; `attested` is as in a bundle.
+    `digests` hold the sha256 of every file in it except the reports (`verify.json`); `attested` is as in `Bundle`.
     """
 
     folder: Path
@@ -90,9 +90,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bundle, ...]:
-    """Opens bundles; one path that is no bundle itself is the folder of a build, and means all bundles in it.
+    """Opens bundles; a single path that is no bundle is the folder of a build, and stands for all bundles in it.
 
-    With a public `key` each must be signed with its private half.
+    With a public `key` each must be signed with its private key.
 
     Raises:
         BundleError: one is damaged, or there is none.
@@ -105,33 +105,32 @@ def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bun
 
 
 def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
-    """Writes the folder `out` with every bundle as a variant; same bundles, same bytes, in whatever order they come.
+    """Writes the folder `out` with every bundle as a variant; the same bundles give the same bytes, in any order.
 
-    A file that several bundles have is stored once. Weights beside their model (external data) stay with it, because
-    the model names them by their place. `verify.json` is taken along; signatures are not, since they are of folders
-    that no longer exist: sign the result.
+    A file that several bundles have is stored once, except models with external data, which refer to it by path.
+    `verify.json` is copied; signatures are not, because they are of other folders: sign the result.
 
     Raises:
         UsageError: there is no bundle, two are for one target, or they are of different models.
         OutputError: `out` cannot be written, or is a folder with other files.
     """
     targets = Counter(bundle.manifest.target for bundle in bundles)
-    twice = next((target for target, count in targets.items() if count > 1), None)
+    repeated = next((target for target, count in targets.items() if count > 1), None)
     if not bundles:
         raise UsageError("there is no bundle to join", hint="give the folders that edgekit build made")
-    if twice is not None:
-        raise UsageError(f"two bundles are for the target '{twice}'", hint="join one bundle of each target")
+    if repeated is not None:
+        raise UsageError(f"two bundles are for the target '{repeated}'", hint="join one bundle of each target")
     if len({bundle.manifest.ancestry.source for bundle in bundles}) > 1:
         raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
-    # The order of arguments must not show in the bytes.
+    # The bytes must not depend on the order of the arguments.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
-    # A folder that is there is replaced, but only one that was joined before.
+    # An existing folder is replaced only if it is a joined one.
     if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
         raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
     with staged_folder(out) as staging:
         for bundle in bundles:
-            for name, place in _places(bundle.manifest, index.shared).items():
+            for name, place in _find_places(bundle.manifest, index.shared).items():
                 copy_once(bundle.folder / name, staging / place)
             folder = staging / _VARIANTS / bundle.manifest.target
             for name in (MANIFEST, VERIFY):
@@ -150,17 +149,17 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
 
     Raises:
         BundleError: the index or a manifest is missing, malformed or altered; a file is missing, altered, unlisted, a
-            link, or bears an unsafe name; it is not signed with the key.
+            link, or has an unsafe name; it is not signed with the key.
     """
     listing = folders.read_listing(path, INDEX, key)
     index = decode_strictly(listing.data, Index, listing.source)
     manifests: list[tuple[Manifest, BundledFile]] = []
     for variant in index.variants:
-        # The index is not believed in where it points.
+        # The folder that the index names is checked before it is used.
         is_own = variant.folder == f"{_VARIANTS}/{variant.target}"
         folders.require_folder_name(variant.target if is_own else variant.folder, listing.source)
         manifests.append((folders.read_nested(path, variant.folder, variant.manifest, INDEX), variant.manifest))
-    # The index follows from the manifests: computed again it must be the same, and need not be trusted.
+    # The index must be the same as that computed from the manifests.
     if not manifests or index != _make_index(manifests):
         words = f"'{listing.source}' contradicts the manifests of its variants"
         raise BundleError(words, hint="join the bundles again")
@@ -170,7 +169,7 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
 
 
 def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
-    """Writes the bundle of one target, as it was before it was joined, into the folder `out` and opens it.
+    """Writes the bundle of one target as a folder of its own into `out`, and opens it.
 
     Raises:
         UsageError: there is no such target in it.
@@ -180,22 +179,24 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     if target not in by_target:
         raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
     variant, shared = by_target[target], multi.index.shared
-    return folders.extract_nested(multi.folder, variant.folder, variant.manifest, partial(_places, shared=shared), out)
+    return folders.extract_nested(
+        multi.folder, variant.folder, variant.manifest, partial(_find_places, shared=shared), out
+    )
 
 
 def choose_variant(
     index: Index, *, providers: Sequence[str], system: str, version: str = "", soc: str = ""
 ) -> Choice | None:
-    """Returns what a runtime with these providers should open, None where nothing fits.
+    """Returns the variant that a runtime with these providers should open, None if none fits.
 
-    The first variant in the order of the index is taken whose provider is there and which runs on this operating
-    system, its version and its chip; the CPU provider always is. If there is none, the variant that falls back to the
-    CPU first runs there.
+    It is the first variant in the order of the index whose provider is available (the CPU's always is) and which runs
+    on this operating system, its version and its chip. If there is none, it is the variant with the shortest list of
+    fallbacks that includes the CPU, opened with the CPU provider.
     """
     for variant in index.variants:
-        least = variant.systems.get(system)
-        runs_here = least is not None and (not variant.socs or soc in variant.socs)
-        is_new_enough = not least or read_version(version) >= read_version(least)
+        min_version = variant.systems.get(system)
+        runs_here = min_version is not None and (not variant.socs or soc in variant.socs)
+        is_new_enough = not min_version or read_version(version) >= read_version(min_version)
         if variant.provider in {*providers, CPU_PROVIDER} and runs_here and is_new_enough:
             return Choice(variant=variant, provider=variant.provider)
     general = [variant for variant in index.variants if not variant.socs and "cpu" in variant.fallback]
@@ -204,7 +205,7 @@ def choose_variant(
 
 
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
-    """Returns the index of variants with these manifests, each once and of one model; each stands beside its file."""
+    """Returns the index of variants with these manifests and the digests of their files, each target once."""
     ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
     shared = folders.find_shared(
         {entry.sha256: entry for entry in _sharable(manifest).values()} for manifest, _ in ordered
@@ -223,7 +224,7 @@ def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
                 socs=manifest.tested.socs,
                 minimum_ort=manifest.minimum_ort,
                 precision=manifest.precision,
-                model_file=_places(manifest, shared)[manifest.model_file],
+                model_file=_find_places(manifest, shared)[manifest.model_file],
                 fallback=manifest.fallback,
             )
             for manifest, file in ordered
@@ -239,25 +240,25 @@ def _rank(described: tuple[Manifest, BundledFile]) -> tuple[int, str]:
 
 
 def _sharable(manifest: Manifest) -> dict[str, BundledFile]:
-    """Returns the files of a variant that may lie in `shared/`: not models with external data."""
-    bound = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
-    return {name: entry for name, entry in manifest.files.items() if name not in bound}
+    """Returns the files of a variant that may be in `shared/`: all but models with external data."""
+    with_external_data = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
+    return {name: entry for name, entry in manifest.files.items() if name not in with_external_data}
 
 
-def _places(manifest: Manifest, shared: Collection[str]) -> dict[str, str]:
-    """Returns where each file of a variant lies, seen from the index."""
+def _find_places(manifest: Manifest, shared: Collection[str]) -> dict[str, str]:
+    """Returns the path of each file of a variant, relative to the index."""
     places = {name: f"{_VARIANTS}/{manifest.target}/{name}" for name in manifest.files}
     common = {name: f"{_SHARED}/{e.sha256}" for name, e in _sharable(manifest).items() if e.sha256 in shared}
     return places | common
 
 
 def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, BundledFile]:
-    """Returns every file of a folder with an index, by its place."""
+    """Returns every file of a folder with an index, by its path."""
     variants = {variant.target: variant for variant in index.variants}
     files: dict[str, BundledFile] = {}
     for manifest in manifests:
         variant = variants[manifest.target]
-        files |= folders.list_nested(variant.folder, variant.manifest, manifest, _places(manifest, index.shared))
+        files |= folders.list_nested(variant.folder, variant.manifest, manifest, _find_places(manifest, index.shared))
     return files
 
 
@@ -272,9 +273,9 @@ class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | MultiBundle]:
-    """Yields what is in a folder or archive, checked to the byte; with `key` only what its private half signed.
+    """Yields the bundle in a folder or archive, with every digest checked; with a public `key`, also the signature.
 
-    An archive is unpacked into a folder that is gone after the block: what is written into such a bundle is lost.
+    An archive is unpacked into a folder that is deleted after the block: anything written into such a bundle is lost.
 
     Raises:
         BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
@@ -282,7 +283,7 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
     """
     with opened_folder(path) as unpacked:
         entries = [] if unpacked == path else list(unpacked.iterdir())
-        # In an archive the manifest stands at the root, or in the one folder there.
+        # In an archive the manifest is at the root, or in the only folder there.
         folder = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
         inside = sorted(place.parent.name for place in folder.glob(f"bundles/*/{MANIFEST}"))
         if unpacked != path and inside and not (folder / MANIFEST).is_file():
@@ -290,7 +291,6 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
                 f"'{path}' is a package of {', '.join(inside[:8])}",
                 hint="verify the bundles that it was made of; packed --with all, also those in it, once it is unpacked",
             )
-        # The signature is checked after unpacking, too: an archive is no way around it.
         yield open_any(folder, key=key)
 
 
@@ -298,8 +298,8 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
 def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = None) -> Generator[Bundle]:
     """Yields the bundle of one target in a folder or archive, as `opened_any` does.
 
-    `target` chooses a variant of several, and may be left out where there is one. A variant is put together in a folder
-    that is gone after the block.
+    `target` chooses a variant of several, and may be left out if there is only one. A variant is extracted into a
+    folder that is deleted after the block.
 
     Raises:
         BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
@@ -335,7 +335,7 @@ def open_recorded(build: Path, name: str, targets: Iterable[str]) -> dict[str, R
 
 
 def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
-    """Opens a folder of one target or of several, checked to the byte.
+    """Opens a folder of one target or of several, with every digest checked.
 
     Raises:
         BundleError: it is no bundle, was altered, or is not signed with the key.
@@ -346,10 +346,10 @@ def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
 
 
 def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:
-    """Checks a folder of one target, of several or of a group, and signs its files with what was verified of them.
+    """Checks a folder of one target, of several or of a group, and signs its files and the results of verification.
 
     Raises:
-        BundleError: the bundle is not whole, or is an archive.
+        BundleError: the bundle is incomplete, or is an archive.
         UsageError: the key cannot be read, or is no Ed25519 private key.
         OutputError: the folder cannot be written.
     """

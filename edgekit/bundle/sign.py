@@ -1,6 +1,6 @@
-"""Signing a bundle, and refusing one that is not signed by a given key.
+"""Signs bundles, and checks their signatures with a given public key.
 
-A signature says an in-toto statement of the bundle's files and of its verification, in a DSSE envelope.
+What is signed is an in-toto statement about the bundle's files and its verification, in a DSSE envelope.
 """
 
 import base64
@@ -40,7 +40,7 @@ class Subject(_Strict, frozen=True, kw_only=True):
 
 
 class AttestedOutput(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How far an output lay from the float model; figures that are not defined for it are None."""
+    """The agreement of an output with the float model; figures that are not defined for it are None."""
 
     name: str
     sqnr_db: float | None
@@ -49,9 +49,9 @@ class AttestedOutput(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class AttestedRun(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What one device did with a bundle: how good its word is, what its provider took, and how far it lay.
+    """The run of a bundle on one device: the kind of evidence, the nodes by provider, and the agreement of outputs.
 
-    `accuracy` and `metric` are the device's figures, None without labels; `latency_ms` is the median.
+    `accuracy` and `metric` are the device's figures, None and empty without labels; `latency_ms` is the median.
     """
 
     bundle: str
@@ -69,13 +69,13 @@ class AttestedRun(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What was verified: in-toto's predicate "test-result", with the figures as an extension.
+    """The results of verification: in-toto's predicate "test-result", with the figures as an extension.
 
-    `configuration` names the manifests, which hold the thresholds. A test is a bundle, or a bundle on a device.
-    One that warns is not proven. `edgekit_allowed` says why something was signed that did not pass.
+    `configuration` names the manifests, which hold the thresholds. A test is a bundle, or a bundle on a device; a
+    warning means "not proven". `edgekit_allowed` names bundles that were signed although they did not pass, and why.
     """
 
-    # Else pytest takes it for one of its own.
+    # Otherwise pytest would collect it as a test.
     __test__ = False
 
     result: Literal["PASSED", "WARNED", "FAILED"]
@@ -88,7 +88,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Statement(_Strict, frozen=True, kw_only=True):
-    """What is signed: every file that the digest of a bundle covers, and what was verified of them."""
+    """The signed content: every file that the digest of a bundle covers, and the results of verification."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = msgspec.field(
         default="https://in-toto.io/Statement/v1", name="_type"
@@ -101,7 +101,7 @@ class Statement(_Strict, frozen=True, kw_only=True):
 
 
 class EnvelopeSignature(_Strict, frozen=True, kw_only=True):
-    """Who signed: `keyid` is the sha256 of the public key's DER (SubjectPublicKeyInfo); `sig` is in base64."""
+    """A signature `sig` in base64; `keyid` is the sha256 of the public key's DER (SubjectPublicKeyInfo)."""
 
     keyid: str
     sig: str
@@ -121,22 +121,22 @@ def list_subjects(digests: Mapping[str, str]) -> tuple[Subject, ...]:
 
 
 def encode_preauth(payload: bytes) -> bytes:
-    """Returns DSSE's PAE (protocol.md, v1.0): the type goes into what is signed, and no length can be mistaken."""
+    """Returns DSSE's pre-authentication encoding of a payload (protocol.md, v1.0), which is the signed bytes."""
     kind = _PAYLOAD_TYPE.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
 
 def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Path) -> None:
-    """Refuses a statement whose subjects are not these files with their sha256, all of them and no others.
+    """Checks that the subjects of a statement are exactly these files with their sha256.
 
     Raises:
         BundleError: a file differs, is missing, or is not among the subjects.
     """
-    wanted = list_subjects(digests)
-    if statement.subject == wanted:
+    expected = list_subjects(digests)
+    if statement.subject == expected:
         return
-    stated, there = ({(one.name, one.digest.sha256) for one in side} for side in (statement.subject, wanted))
-    name = next(iter(sorted(name for name, _ in stated ^ there)), "order of files")
+    stated, present = ({(one.name, one.digest.sha256) for one in side} for side in (statement.subject, expected))
+    name = next(iter(sorted(name for name, _ in stated ^ present)), "order of files")
     raise BundleError(f"the signature of '{folder}' is of another {name[:200]!r}", hint="do not use it: fetch it again")
 
 
@@ -145,7 +145,7 @@ def _spell(data: bytes) -> str:
 
 
 def decode_base64(text: str) -> bytes | None:
-    """Returns the bytes, None where it is not canonical base64: a signature must have one spelling only."""
+    """Returns the bytes, None if the text is not canonical base64: a signature must have only one text."""
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
@@ -153,13 +153,13 @@ def decode_base64(text: str) -> bytes | None:
     return data if _spell(data) == text else None
 
 
-# Keys have some hundred bytes; a large file under their name is not read whole.
+# Keys have some hundred bytes; of a large file only this much is read.
 _MAX_BYTES = 1 << 14
 _KEY_HINT = "edgekit sign --new-key FILE makes a pair"
 
 
 def make_key(path: Path) -> Path:
-    """Writes a new private key, for its owner's eyes only, and the public key beside it, whose path is returned.
+    """Writes a new private key that only its owner can read, and the public key beside it; returns the latter's path.
 
     Raises:
         OutputError: one of the files is there already, or the folder cannot be written.
@@ -172,7 +172,7 @@ def make_key(path: Path) -> Path:
             raise OutputError(f"'{place}' is there already", hint="a key is never overwritten: give another name")
     key: Any = ed25519.Ed25519PrivateKey.generate()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    # Created with its mode, not changed to it: there is no moment at which others can read the key.
+    # Created with its mode, so that others can never read the key.
     write_new(path, [pem], mode=0o600)
     write_file(
         public,
@@ -182,7 +182,7 @@ def make_key(path: Path) -> Path:
 
 
 def require_private_key(key: Path) -> None:
-    """Refuses what is no private key to sign with, before anything is written that is to be signed.
+    """Checks, before anything is written, that a private key can be read.
 
     Raises:
         UsageError: the key cannot be read, or is no Ed25519 private key without a password.
@@ -192,7 +192,7 @@ def require_private_key(key: Path) -> None:
 
 
 def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key: Path) -> str:
-    """Signs the digests of a folder's files, and what was verified of them, with a private key in PEM.
+    """Signs the digests of a folder's files, and the results of verification, with a private key in PEM.
 
     Writes `signature.json` into the folder, and returns the id of the key.
 
@@ -209,31 +209,30 @@ def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key
 
 
 def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statement:
-    """Returns the statement in a folder if the private half of a public key in PEM signed it, and it names these bytes.
+    """Checks the signature of a folder with a public key in PEM, and returns its statement.
 
-    `data` are the bytes of its manifest or index, `name` that file.
+    `data` are the bytes of its manifest or index, `name` the name of that file: the statement must have its digest.
 
     Raises:
         BundleError: there is no signature, it is malformed, was made with another key, or the manifest was altered.
         UsageError: the key cannot be read, or is no Ed25519 public key.
         MissingExtraError: `cryptography` is not installed.
     """
-    public, wanted = _load_public(key)
+    public, key_id = _load_public(key)
     place = folder / SIGNATURE
     if not os.path.lexists(place):
         raise BundleError(f"'{folder}' is not signed", hint=f"sign it: {_SIGN}")
-    # Nothing in the envelope is believed yet.
     enclosed = read_bounded(folder, SIGNATURE)
     raw = decode_json(enclosed, str(place))
     if isinstance(raw, dict) and "algorithm" in raw:
-        raise BundleError(f"'{place}' has the form of an earlier edgekit", hint=f"sign it again: {_SIGN}")
+        raise BundleError(f"'{place}' has the format of an earlier edgekit", hint=f"sign it again: {_SIGN}")
     envelope = decode_strictly(enclosed, Envelope, str(place))
     (signature,) = envelope.signatures
-    _require_key(signature.keyid, wanted, str(folder))
+    _require_key(signature.keyid, key_id, str(folder))
     payload = decode_base64(envelope.payload)
     if payload is None or not _verifies(public, signature.sig, encode_preauth(payload)):
         raise BundleError(f"the signature of '{folder}' was altered", hint="do not use it: fetch it again")
-    # To be believed, now that its signature was checked.
+    # The payload is decoded only now, after its signature was checked.
     statement = decode_strictly(payload, Statement, f"{place} (payload)")
     if digest_bytes(data) not in [one.digest.sha256 for one in statement.subject if one.name == name]:
         words = f"'{name}' of '{folder}' was altered after it was signed"
@@ -241,14 +240,14 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
     return statement
 
 
-class Seal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A signature of one digest, in base64, and the id of the key that made it."""
+class DigestSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A signature of one digest, in base64, and the id of the key."""
 
     keyid: str
     signature: str
 
 
-def seal_digest(digest: str, key: Path) -> Seal:
+def sign_digest(digest: str, key: Path) -> DigestSignature:
     """Signs the sha256 of a recorded run with a private key in PEM.
 
     Raises:
@@ -256,28 +255,28 @@ def seal_digest(digest: str, key: Path) -> Seal:
         MissingExtraError: `cryptography` is not installed.
     """
     signer, keyid = _load_private(key)
-    return Seal(keyid=keyid, signature=_spell(signer.sign(_name_run(digest))))
+    return DigestSignature(keyid=keyid, signature=_spell(signer.sign(_name_run(digest))))
 
 
-def check_seal(seal: Seal | None, digest: str, what: str, key: Path) -> None:
-    """Refuses a digest that the private half of a public key in PEM did not sign; `what` names it in the error.
+def check_digest_signature(seal: DigestSignature | None, digest: str, what: str, key: Path) -> None:
+    """Checks the signature of a recorded run's digest with a public key in PEM; `what` names the run in the error.
 
     Raises:
-        BundleError: there is no signature, it was made with another key, or what it signs was altered.
+        BundleError: there is no signature, it was made with another key, or the run was altered.
         UsageError: the key cannot be read, or is no Ed25519 public key.
         MissingExtraError: `cryptography` is not installed.
     """
-    public, wanted = _load_public(key)
+    public, key_id = _load_public(key)
     if seal is None:
         words = f"'{what}' is not signed"
         raise BundleError(words, hint="ask for one that is: edgekit verify --export FILE --sign-run KEY")
-    _require_key(seal.keyid, wanted, what)
+    _require_key(seal.keyid, key_id, what)
     if not _verifies(public, seal.signature, _name_run(digest)):
         raise BundleError(f"'{what}' was altered after it was signed", hint="do not use it: fetch it again")
 
 
 def _name_run(digest: str) -> bytes:
-    """Returns the bytes that are signed: no statement of a bundle begins like them, so no signature fits both."""
+    """Returns the bytes to sign; their prefix makes sure that they are never those of a bundle's statement."""
     return b"edgekit recorded run\n" + digest.encode()
 
 
@@ -291,7 +290,7 @@ def _load_public(key: Path) -> tuple[Any, str]:
 
 
 def _require_key(keyid: str, wanted: str, what: str) -> None:
-    # Not the same as a wrong signature: whether another signer is trusted is for the user to decide.
+    # A valid signature of another key: the user decides whether to trust it.
     if keyid != wanted:
         words = f"'{what}' is signed with another key: {keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)"
         raise BundleError(words, hint="ask who signed it for the public key, and whether to trust it")

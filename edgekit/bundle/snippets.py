@@ -1,4 +1,4 @@
-"""What the developer of an app reads and pastes: dependencies, code and a README, rendered from the manifest."""
+"""Renders the README, code snippets and dependencies of a bundle for app developers, from the manifest."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from edgekit.target import Target, read_version
 
 
 class Dependency(msgspec.Struct, frozen=True, kw_only=True):
-    """A Maven artifact; `runtime` is True for one that only the running app needs."""
+    """A Maven artifact; `runtime` is True if it is needed only at run time."""
 
     group: str
     artifact: str
@@ -26,17 +26,17 @@ class Dependency(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def notation(self) -> str:
-        """As Gradle writes it."""
+        """Gradle's notation: `group:artifact:version`."""
         return f"{self.group}:{self.artifact}:{self.version}"
 
 
 ANDROID_RELEASE = "1.29.0"
-"""The ONNX Runtime in the archive for Android that edgekit fetches, and so the one that has verified bundles."""
+"""The version of the archive for Android that edgekit downloads, and with which it verifies bundles."""
 
 SWIFT_PACKAGE = "https://github.com/microsoft/onnxruntime-swift-package-manager"
 """ONNX Runtime for SwiftPM, by Microsoft; its product is `onnxruntime`."""
 
-# By provider: group, artifact, its name in the manifest's `versions`, and the version that this edgekit knows.
+# By provider: group, artifact, its name in the manifest's `versions`, and the default version.
 _PLUGINS = {
     "QNNExecutionProvider": (
         ("com.qualcomm.qti", "onnxruntime-android-qnn", "onnxruntime-qnn", "2.7.0"),
@@ -46,7 +46,7 @@ _PLUGINS = {
 
 
 def choose_android_release(minimum_ort: str) -> str:
-    """Returns the version of `onnxruntime-android` for a bundle: the one that edgekit runs, or the newer one it needs.
+    """Returns the version of `onnxruntime-android` for a bundle: ANDROID_RELEASE, or a newer one that it needs.
 
     The ONNX Runtime that made the bundle is a wheel for desktops; not every such version has an archive for Android.
     """
@@ -54,7 +54,7 @@ def choose_android_release(minimum_ort: str) -> str:
 
 
 def list_android_dependencies(provider: str, versions: Mapping[str, str], ort: str) -> tuple[Dependency, ...]:
-    """Returns what an Android app needs for a provider: ONNX Runtime of version `ort`, and what goes with it.
+    """Returns the dependencies of an Android app for a provider: ONNX Runtime of version `ort`, and its plug-ins.
 
     `versions` are those that the bundle was made with.
     """
@@ -68,13 +68,13 @@ def list_android_dependencies(provider: str, versions: Mapping[str, str], ort: s
 
 
 NOTES = "notes.md"
-"""What a target says of itself, for the README of its bundles."""
+"""The file with a target's notes for the README of its bundles."""
 
 
 def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     """Returns the text of each snippet by file name; a target without templates has none.
 
-    `notes.md` is what the target says of itself for the bundle's README; the others are code.
+    `notes.md` has the target's notes for the bundle's README; the others are code.
 
     Templates are the files `app/*.j2` of the target's folder. They see `manifest`, `runtime_version` (of the ONNX
     Runtime that the bundle was tested with), `interface` (a table of inputs and outputs), and filters that make a
@@ -100,36 +100,35 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
 
 
 def quote(text: str, escape: Callable[[str], str], unsafe: str = '"\\') -> str:
-    """Returns a string literal; `escape` spells the characters that are no printable ASCII, or are `unsafe`."""
+    """Returns a string literal in double quotes; `escape` spells characters beyond printable ASCII, or in `unsafe`."""
     return '"' + "".join(one if " " <= one <= "~" and one not in unsafe else escape(one) for one in text) + '"'
 
 
 def quote_kotlin(text: str) -> str:
-    """Returns a Kotlin string literal; what is not plain ASCII is written as UTF-16 code units."""
+    """Returns a Kotlin string literal; other characters than printable ASCII are written as UTF-16 code units."""
     # $ begins a template in Kotlin's strings.
     return quote(text, lambda one: f"\\{one}" if one in '"\\$' else spell_utf16(one), '"\\$')
 
 
 def quote_swift(text: str) -> str:
-    """Returns a Swift string literal; what is not plain ASCII is written as a Unicode scalar."""
+    """Returns a Swift string literal; other characters than printable ASCII are written as Unicode scalars."""
     return quote(text, lambda one: f"\\{one}" if one in '"\\' else f"\\u{{{ord(one):x}}}")
 
 
 def quote_cpp(text: str) -> str:
-    """Returns a C++ string literal of the UTF-8 bytes, every byte that is not plain as a three-digit octal escape."""
-    # Without ?, whose trigraphs older C++ replaces within literals; three octal digits, as a hex escape would swallow
-    # digits behind it.
+    """Returns a C++ string literal in UTF-8; other bytes than printable ASCII are three-digit octal escapes."""
+    # "?" is escaped because of trigraphs; a hex escape would include digits that follow it.
     return quote(text, lambda one: "".join(f"\\{byte:03o}" for byte in one.encode()), '"\\?')
 
 
 def spell_utf16(one: str) -> str:
-    """Returns a character as escapes of UTF-16 code units: one beyond the first plane is two of them."""
+    """Returns a character as escapes of UTF-16 code units, two of them for a surrogate pair."""
     units = one.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
 def clean_line(text: str) -> str:
-    """Returns text for Markdown, without what could steer a terminal or end a line."""
+    """Returns text for Markdown, with spaces in place of control characters and line ends."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -144,9 +143,9 @@ def describe_interface(manifest: Manifest) -> str:
 def make_environment(folder: Path) -> SandboxedEnvironment:
     """Returns the environment of the templates in a folder, with the filters that make a value safe.
 
-    It is kept, and a template is compiled again only if its file changed.
+    It is cached; a template is compiled again only if its file changed.
     """
-    # Targets may be a stranger's folder: their templates reach values, not Python's insides.
+    # The templates of a target may be untrusted: the sandbox gives them values, but not Python's internals.
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -165,7 +164,7 @@ def _dims(spec: TensorSpec) -> str:
 
 
 README = "README.md"
-LEVELS: dict[str, Evidence] = {
+EVIDENCE_LEVELS: dict[str, Evidence] = {
     "android": Evidence.SAME_BINARY,
     "android:x86_64": Evidence.SAME_EP,
     "arm64": Evidence.SAME_ARCH,
@@ -180,19 +179,19 @@ LEVELS: dict[str, Evidence] = {
     "qnn-htp-sim": Evidence.SIMULATOR,
     "webgpu": Evidence.SAME_EP,
 }
-"""How good the evidence of the devices is that targets name."""
+"""The evidence level of each device that targets name."""
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapping[str, str]) -> str:
-    """Returns the README; `notes` is what the target says of itself, `snippets` are the files of `app/`.
+    """Returns the README; `notes` are those of the target, `snippets` are the files of `app/`.
 
-    It holds nothing that differs from run to run: figures stand in `verify.json`.
+    It has nothing that differs from run to run: measured figures are in `verify.json`.
     """
     release = choose_android_release(manifest.minimum_ort)
     same = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else None
-    levels = [(entry.device, same or LEVELS.get(entry.device)) for entry in manifest.verification]
+    levels = [(entry.device, same or EVIDENCE_LEVELS.get(entry.device)) for entry in manifest.verification]
     return render_template(
         "README.md.j2",
         manifest=manifest,
@@ -210,5 +209,5 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
 
 
 def render_template(name: str, /, **values: object) -> str:
-    """Returns a template of this room, filled with values."""
+    """Returns a template of `templates/`, rendered with values."""
     return make_environment(_TEMPLATES).get_template(name).render(values)

@@ -1,1 +1,1 @@
-"""The command line: each command builds values, calls one public function, shows the result."""
+"""The command line: each command turns its options into values, calls one public function, and prints the result."""

@@ -47,10 +47,10 @@ def build_command(
     time_budget: Annotated[
         float | None,
         options.time_budget(
-            "Limit planning and verifying to this time; calibrating, converting and starting devices come on top"
+            "Limit planning and verify_option to this time; calibrating, converting and starting devices come on top"
         ),
     ],
-    verify: Annotated[bool, options.verifying("bundle")],
+    verify: Annotated[bool, options.verify_option("bundle")],
     out: Annotated[Path, Option("Where the bundles go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
     progress: Progress,
@@ -99,7 +99,7 @@ def demo_command(
 
 
 def show_build(report: BuildReport) -> None:
-    """Prints a build: the table, what must be known, and where the report is."""
+    """Prints a build: the table, the remarks, and the path of the report."""
     print_table(text.table_build(report))
     if not report.passed:
         show_line(text.headline_build(report))

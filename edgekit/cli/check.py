@@ -22,7 +22,7 @@ def check_command(
     shapes: options.Shapes,
     freeze: options.Freeze,
     recipe: options.RecipeFile,
-    observe: Annotated[bool, Option("Ask the real provider too, where one can run here.")],
+    observe: Annotated[bool, Option("Try the real provider too, if it can run here.")],
     html: options.HtmlFile,
     compare_ort: Annotated[bool, Option("Say what ONNX Runtime's own checker says, and why that differs.")],
     progress: Progress,
@@ -34,24 +34,24 @@ def check_command(
       edgekit check model.onnx --target nnapi --set api_level=31 --dim batch=1
       edgekit check model.onnx --target qnn --observe --html check.html
 
-    The verdict is that of the model as prepare and build make it; what a target takes of the file as it is stands
-    below it.
+    The verdict is about the model after prepare and build. If a target takes more or less of the unchanged file, the
+    line below says so.
 
-    Exit code 0: no target's verdict is "no". 1: one is, the vendor's own code refused the model, or a phone of the
-    recipe's [forecast] is forecast to miss its limit. 3: none of these, but a forecast does not prove its limit.
+    Exit code 0: no target's verdict is "no". 1: one is, the real provider refused the model, or a phone of the recipe's
+    [forecast] is forecast to miss its limit. 3: none of these, but an interval of a forecast includes its limit.
     """
     tables = {"settings": settings, "dims": options.add_shapes(dims, shapes, model), "freeze": freeze}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
         write_file(html, checked.render_check(summary).encode())
-    kept = "pass" if summary.forecast is None else summary.forecast.verdict
-    code = NO if summary.is_refused or kept == "fail" else YES if kept == "pass" else UNPROVEN
+    forecast_verdict = "pass" if summary.forecast is None else summary.forecast.verdict
+    code = NO if summary.is_refused or forecast_verdict == "fail" else YES if forecast_verdict == "pass" else UNPROVEN
     return Answer(describe_checks(summary), lambda: show_checks(summary), code)
 
 
 def show_checks(summary: checked.CheckSummary) -> None:
-    """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
+    """Prints the checks by target (verdict, nodes not taken, advice), and then which target to use."""
     for name, report in summary.targets.items():
         show_line(checked.describe_check(report))
         if report.taken < report.nodes:

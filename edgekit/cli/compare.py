@@ -30,7 +30,7 @@ from edgekit.report.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
 
-# Beyond this nothing but the sign of zero differs.
+# From this SQNR on, outputs differ at most in the sign of zero.
 _EQUAL_DB = 200.0
 
 
@@ -41,7 +41,7 @@ def compare_command(
     data: options.DataSource,
     preprocess: options.PreprocessFile,
     samples: options.SampleCount,
-    formats: Annotated[bool, Option("In place of B: what each quantization format makes of A, in one table.")],
+    formats: Annotated[bool, Option("In place of B: quantize A in each format, and compare all with A in one table.")],
     cpu: Annotated[Cpu | None, Option("With --formats: whose kernels. Default: this machine's.")],
     dims: options.Dims,
     freeze: options.Freeze,
@@ -65,9 +65,9 @@ def compare_command(
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
       edgekit compare model.onnx --formats --data samples.npz
 
-    Exit code 1: an output of B does not decide as that of A, by what it is for (as edgekit verify judges it), cannot be
-    compared, is not finite or lies below --min-sqnr; or the metric fell too far. 3: there are too few samples to tell;
-    --accept-unproven makes 0 of that.
+    Exit code 1: an output of B does not agree with that of A (judged by its meaning, as in edgekit verify), cannot be
+    compared, is not finite or lies below --min-sqnr; or the metric dropped too far. 3: there are too few samples for a
+    verdict; with --accept-unproven the code is 0 then.
     """
     if b is None or formats or cpu:
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
@@ -77,9 +77,9 @@ def compare_command(
                 hint="edgekit compare MODEL --formats --data DATA",
             )
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
-        own: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
-        found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or own, progress)
-        return Answer(found, lambda: _show_formats(found))
+        host_cpu: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
+        formats_report = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or host_cpu, progress)
+        return Answer(formats_report, lambda: _show_formats(formats_report))
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     if target and device is None:
@@ -88,26 +88,30 @@ def compare_command(
     with work_folder() as work:
         first = freeze_model(load_model(a, custom_ops=custom_ops), work / "frozen-a", freeze)
         inputs = size_inputs(first.inputs, dims, may_stay_open=True)
-        given = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
-        chosen = refusing_bad(limit_samples(given, samples))
+        all_samples = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
+        samples_to_compare = refusing_bad(limit_samples(all_samples, samples))
         second = load_model(b, custom_ops=custom_ops)
-        # In B such an input may be a constant already.
-        both = {spec.name: freeze[spec.name] for spec in second.inputs if spec.name in freeze}
-        second = freeze_model(second, work / "frozen-b", both)
+        # An input of A that is frozen may be a constant in B already.
+        shared_constants = {spec.name: freeze[spec.name] for spec in second.inputs if spec.name in freeze}
+        second = freeze_model(second, work / "frozen-b", shared_constants)
         first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
-        progress(f"compare on {chosen.count} samples")
+        progress(f"compare on {samples_to_compare.count} samples")
         if device is None:
-            report = compare_models(first, second, chosen, layers=layers)
+            report = compare_models(first, second, samples_to_compare, layers=layers)
         else:
-            opens = load_target_here(target or "nnapi")
-            report = compare_on_device(first, second, chosen, find_device(device, opens), opens, layers=layers)
+            opening_target = load_target_here(target or "nnapi")
+            report = compare_on_device(
+                first, second, samples_to_compare, find_device(device, opening_target), opening_target, layers=layers
+            )
         if metric is not None and labels is not None:
             limit = load_metric(metric)
             if max_metric_drop is not None:
                 limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
-            report = add_task(report, first, second, chosen, limit, labels=(labels, given))
+            report = add_task(report, first, second, samples_to_compare, limit, labels=(labels, all_samples))
     if html is not None:
-        write_file(html, render_comparison(report, draw_worst(chosen, report), min_sqnr_db=min_sqnr).encode())
+        write_file(
+            html, render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr).encode()
+        )
     code = options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
     return Answer(report, lambda: show_comparison(report, min_sqnr), code)
 
@@ -135,16 +139,15 @@ def _show_formats(report: FormatReport) -> None:
 
 
 def show_comparison(report: ModelComparison, min_sqnr_db: float | None) -> None:
-    """Prints how far two models lie apart, why that is too far, and where it begins."""
+    """Prints the differences of the outputs, the reasons for the verdict, and the first bad layer."""
     print_table(text.table_outputs(report))
     if report.layers:
         print_table(text.table_layers(report.layers))
         show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
     show_remarks(text.list_comparison_remarks(report, min_sqnr_db))
     if report.located is not None:
-        # The layers of B as the device computes them, and the first that it computes otherwise.
         if report.located.layers:
-            show_line(f"on {report.device} against this machine, each layer fed as it was there:")
+            show_line(f"on {report.device} against this machine, each layer with the inputs that it had on the device:")
             print_table(text.table_layers(report.located.layers))
         first, *notes = text.list_located(report.located)
         show_line(f"{report.device}: {first}")

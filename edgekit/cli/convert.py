@@ -28,18 +28,18 @@ from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, read_version
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
-_FEW_PARTS = 4
-# Operators whose fate tells nothing by itself.
-_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
+_MAX_PARTS = 4
+# Operators whose changes are not listed.
+_UNINFORMATIVE_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 
 
 class _RoundingChoice(click.Choice[BlockRounding]):
-    """The roundings of blocks; who asks for GPTQ is told what does its work."""
+    """The roundings of blocks, with an error for `gptq` that names the alternative."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BlockRounding:
         if value == "gptq":
             raise UsageError(
-                "--rounding gptq: blocks are rounded by COMQ, which makes the same error at the output least",
+                "--rounding gptq: blocks are rounded by COMQ, which minimizes the same error of the output",
                 hint="--rounding comq --data DATA; edgekit quantize rounds layers by GPTQ where that gains",
             )
         return super().convert(value, param, ctx)
@@ -50,7 +50,7 @@ def convert_command(
     model: options.ModelFile,
     target: Annotated[
         str | None,
-        Option("Write what this target loads; it decides style, level and CPU. auto: this machine's.", "NAME"),
+        Option("Write the forms that this target loads; it sets style, level and CPU. auto: this machine's.", "NAME"),
     ],
     settings: options.Settings,
     dims: options.Dims,
@@ -69,12 +69,12 @@ def convert_command(
     socs: Annotated[str | None, Option("Qualcomm SoCs, all in one QNN context; for --target qnn.", "43,69", "--soc")],
     archs: Annotated[str | None, Option("Or: Hexagon versions, all in one QNN context.", "73,79", "--htp-arch")],
     embedded: Annotated[bool, Option("Put the QNN context inside the ONNX file.", words="--embed-context")],
-    mlpackage: Annotated[bool, Option("Write what Core ML would load too; for --target coreml.")],
+    mlpackage: Annotated[bool, Option("Write the .mlpackage that Core ML would load too; for --target coreml.")],
     cache: Annotated[bool, Option("Write the Core ML provider's cache, for an app to ship.")],
     fuse: Annotated[Literal["transformer"] | None, Option("Fuse patterns into ONNX Runtime's own operators.")],
     model_type: Annotated[str | None, Option("The family of the transformer. Default: bert.", "NAME")],
-    heads: Annotated[int, Option("Its attention heads. Default: found out.", "N", default=0)],
-    hidden_size: Annotated[int, Option("Its hidden size. Default: found out.", "N", default=0)],
+    heads: Annotated[int, Option("Its attention heads. Default: detected.", "N", default=0)],
+    hidden_size: Annotated[int, Option("Its hidden size. Default: detected.", "N", default=0)],
     weights: Annotated[WeightForm | None, Option("Make weights smaller; activations stay float.")],
     keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
     block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
@@ -115,7 +115,7 @@ def convert_command(
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
     given = options.list_given()
-    options.require_beside(
+    options.require_with(
         ("--model-type --heads --hidden-size", "--fuse transformer"),
         ("--keep --block --rounding --lpbq --accuracy-level", "--weights int8"),
         ("--preprocess", "--data FOLDER"),
@@ -123,15 +123,17 @@ def convert_command(
     )
     if (mlpackage or cache) and target != "coreml":
         raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
-    named = [option for option in ("--style", "--level", "--cpu") if option in given]
-    if target is not None and (named or with_onnx):
-        _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
+    fixed_options = [option for option in ("--style", "--level", "--cpu") if option in given]
+    if target is not None and (fixed_options or with_onnx):
+        _refuse_fixed_options(
+            load_target_here(target), fixed_options, _STYLES[style] if style else (), with_onnx=with_onnx
+        )
     if len(levels) > 1 and (style or not with_onnx):
         raise UsageError(
             "a file in ORT format has one level, and several were given",
             hint="give one --level, or leave --style out and add --onnx",
         )
-    small = WeightOnlyOptions(
+    weight_options = WeightOnlyOptions(
         form=weights or "int8",
         kept=split_names(keep),
         block=block or 32,
@@ -140,7 +142,7 @@ def convert_command(
         lpbq=lpbq,
     )
     recipe = Recipe(targets=() if target is None else (target,), settings=settings, dims=dims, freeze=freeze)
-    wanted = ConvertOptions(
+    convert_options = ConvertOptions(
         # Without a target: in ORT format, in ONNX, or of each level.
         ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(levels[0] if levels else "all")),
         styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
@@ -149,22 +151,22 @@ def convert_command(
         context=ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded),
         coreml=CoreMlOptions(packages=mlpackage, cache=cache),
         fuse=FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size) if fuse else None,
-        weights=small if weights else None,
+        weights=weight_options if weights else None,
         qoperator=qoperator,
         custom_ops=custom_ops,
         data=None if data is None else options.read_data(data, preprocess),
         checked=checked,
         runtime=_read_release(runtime),
     )
-    report = convert_for(model, out, recipe, wanted, progress)
+    report = convert_for(model, out, recipe, convert_options, progress)
     return Answer(report, lambda: _show_conversion(report))
 
 
 def _read_release(text: str) -> str:
-    """Returns the version of an ONNX Runtime, or "" where none was named.
+    """Returns the version of --ort, "" if it was not given.
 
     Raises:
-        UsageError: it is no version, or an older one than was tried.
+        UsageError: it is no version, or older than the oldest one that edgekit was tested with.
     """
     oldest = ORT_FORMATS[0].since
     if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
@@ -172,8 +174,14 @@ def _read_release(text: str) -> str:
     return text
 
 
-def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
-    """Refuses options that a target settles; an ONNX form that it loads may be asked for, and is written anyway."""
+def _refuse_fixed_options(
+    target: Target, given_options: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool
+) -> None:
+    """Checks that no option contradicts the target, which sets style, level and CPU.
+
+    Raises:
+        UsageError: one does; only --onnx is allowed, for a target that loads ONNX files.
+    """
     forms = ", ".join(target.conversion.forms)
     for style in styles:
         if style in target.conversion.unusable:
@@ -181,26 +189,26 @@ def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[St
                 f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
                 hint=f"'{target.name}' loads {forms}: leave --style out",
             )
-    if named:
+    if given_options:
         raise UsageError(
-            f"target '{target.name}' settles style, level and CPU, so that {' and '.join(named)} would go unheard",
+            f"target '{target.name}' sets style, level and CPU: {' and '.join(given_options)} would have no effect",
             hint=f"leave them out ('{target.name}' loads {forms}), or leave --target out",
         )
     if with_onnx and "onnx" not in target.conversion.forms:
         raise UsageError(
-            f"target '{target.name}' loads no ONNX file, so that --onnx would write one for nobody",
+            f"target '{target.name}' loads no ONNX file: that of --onnx would not be used",
             hint=f"leave --onnx out ('{target.name}' loads {forms}), or leave --target out",
         )
 
 
 def _show_conversion(report: ConvertReport) -> None:
-    """Prints the files of a conversion, why these, and what is known of each."""
+    """Prints the files of a conversion, with their sizes and what changed in them, and why these were written."""
     for form, names in report.files.items():
         size = format_bytes(sum(report.size_bytes[name] for name in names))
         show_line(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
         for fate in report.fates.get(form, ()):
-            # Only what changed: operators that all became themselves tell nothing.
-            if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
+            # Operators that did not change are not listed.
+            if fate.op not in _UNINFORMATIVE_OPS and fate.became != {fate.op: fate.count}:
                 show_line(f"  {fate.sentence}")
         for node in report.unfused.get(form, ()):
             show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
@@ -237,7 +245,7 @@ def _show_conversion(report: ConvertReport) -> None:
 
 
 def _show_levels(report: ConvertReport) -> None:
-    """Prints what each level makes of the model, beside the model without optimization."""
+    """Prints the optimized model of each level, compared with the model without optimization."""
     table = make_table("level", "nodes", "fusions and casts that went", "size", "load", "p50", "time of none's")
     for row in report.levels:
         interval = "" if row.interval is None else f" (95 %: {row.interval[0]:.2f} to {row.interval[1]:.2f})"
@@ -261,9 +269,9 @@ def _show_levels(report: ConvertReport) -> None:
 
 def _describe_fusions(row: LevelModel) -> Iterator[str]:
     for kind in row.kinds:
-        # Short patterns are known by their parts, long ones by what they became: LayerNormalization, Gelu.
+        # Short patterns are named by their operators, long ones by the result, such as LayerNormalization or Gelu.
         parts = "+".join(kind.ops)
-        pattern = f"{parts} -> {kind.into}" if len(kind.ops) <= _FEW_PARTS else f"{kind.into} of {len(kind.ops)} nodes"
+        pattern = f"{parts} -> {kind.into}" if len(kind.ops) <= _MAX_PARTS else f"{kind.into} of {len(kind.ops)} nodes"
         yield f"{kind.count} {pattern}"
     if row.casts_gone:
         yield f"{abs(row.casts_gone)} Cast {'gone' if row.casts_gone > 0 else 'more'}"

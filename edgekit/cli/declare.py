@@ -1,4 +1,4 @@
-"""How a command says what it takes: the annotation of each parameter of its function is its option or argument.
+"""Declares commands: the annotation of each parameter of a function is the command's option or argument.
 
     @as_command
     def command(
@@ -6,9 +6,9 @@
         progress: Progress,
     ) -> Answer:
 
-The type says the rest: a `bool` is a flag, a `tuple` may be given several times, what may be `None` may be left out.
-`Annotated[DeviceChoice, From(choose_devices)]` is what a function makes of the options that its own parameters name.
-A command with the parameter `progress` has -v and -q; one that returns an `Answer` has --json.
+The type says the rest: a `bool` is a flag, a `tuple` may be given several times, a type with `None` is optional.
+`Annotated[DeviceChoice, From(choose_devices)]` is the result of a function, whose parameters are options too. A command
+with the parameter `progress` has -v and -q; one that returns an `Answer` has --json.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from edgekit.cli.screen import show_json, showing_progress
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a command found: the value that --json prints, the function that prints it for people, the exit code."""
+    """The result of a command: the value that --json prints, the function that prints it as text, the exit code."""
 
     value: object
     show: Callable[[], object]
@@ -38,26 +38,26 @@ _Function = Callable[..., int | Answer]
 
 
 class Argument:
-    """An argument, in the place that it has among the parameters; what else click is told of it."""
+    """A positional argument; `settings` are further parameters of `click.Argument`."""
 
-    def __init__(self, **told: Any) -> None:
-        self._told = told
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
 
     def make(self, name: str, hint: Any) -> click.Parameter:
         """Returns click's argument for a parameter of this name and type."""
         kind, optional, several = _read_type(hint)
-        required = not (optional or "default" in self._told)
+        required = not (optional or "default" in self._settings)
         known: dict[str, Any] = {"type": kind, "required": required, "nargs": -1 if several else 1}
-        return click.Argument([name], **{**known, **self._told})
+        return click.Argument([name], **{**known, **self._settings})
 
 
 class _Number(click.FloatRange):
-    # click's names of ranges would stand in a message: "'five' is not a valid float range".
+    # Replaces click's name in messages: "'five' is not a valid float range".
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = super().convert(value, param, ctx)
-        # Every comparison with NaN is false, so that a range lets it pass and no figure would ever miss it.
+        # A range accepts NaN, because every comparison with it is false; as a limit it would never fail.
         if math.isnan(found):
             self.fail(f"'{value}' is no number", param, ctx)
         return found
@@ -68,14 +68,14 @@ class _Integer(click.IntRange):
 
 
 class Option:
-    """An option: its help, what stands for its value there, and its words where they are not the parameter's name.
+    """An option: its help, the placeholder of its value, and its words ("-q --quiet") if not the parameter's name.
 
-    `within` are the least and the largest number that it takes.
+    `within` is the pair of the smallest and the largest number allowed; other `settings` go to `click.Option`.
     """
 
-    def __init__(self, help_text: str | None, metavar: str | None = None, words: str = "", **told: Any) -> None:
-        self._words, self._within = words.split(), told.pop("within", None)
-        self._told: dict[str, Any] = {"help": help_text, "metavar": metavar, **told}
+    def __init__(self, help_text: str | None, metavar: str | None = None, words: str = "", **settings: Any) -> None:
+        self._words, self._within = words.split(), settings.pop("within", None)
+        self._settings: dict[str, Any] = {"help": help_text, "metavar": metavar, **settings}
 
     def make(self, name: str, hint: Any) -> click.Parameter:
         """Returns click's option for a parameter of this name and type."""
@@ -83,40 +83,40 @@ class Option:
         known: dict[str, Any] = {"type": kind, "multiple": several, "required": not (optional or several)}
         if self._within is not None:
             known["type"] = _Integer(*self._within) if kind is int else _Number(*self._within)
-        # The type is that of what the callback returns, and says nothing of what is typed.
-        if "callback" in self._told:
+        # The annotated type is that of the callback's result, not of the text on the command line.
+        if "callback" in self._settings:
             known = {}
         elif kind is bool:
-            known = {} if "default" in self._told else {"is_flag": True}
-        elif {"default", "flag_value"} & self._told.keys():
+            known = {} if "default" in self._settings else {"is_flag": True}
+        elif {"default", "flag_value"} & self._settings.keys():
             known["required"] = False
-        return click.Option([*(self._words or [f"--{name.replace('_', '-')}"]), name], **{**known, **self._told})
+        return click.Option([*(self._words or [f"--{name.replace('_', '-')}"]), name], **{**known, **self._settings})
 
 
 class From:
-    """What a function, or a class, makes of options: those that its parameters, or fields, are annotated with."""
+    """Marks a parameter whose value a function (or class) makes from the options that annotate its own parameters."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
 
 
-def number(help_text: str, low: float, high: float | None = None, metavar: str = "X", **told: Any) -> Option:
-    """Returns an option that takes a number between two, and refuses NaN."""
-    return Option(help_text, metavar, within=(low, high), **told)
+def number(help_text: str, low: float, high: float | None = None, metavar: str = "X", **settings: Any) -> Option:
+    """Returns an option that takes a number from `low` to `high`, but not NaN."""
+    return Option(help_text, metavar, within=(low, high), **settings)
 
 
 def as_command(function: _Function) -> click.Command:
-    """Returns the command that calls a function with what its options mean."""
+    """Returns the command that calls a function with the values of its options."""
     return _make(function, None, None)
 
 
 def subcommand(group: click.Group, name: str, line: str | None = None) -> Callable[[_Function], click.Command]:
-    """Returns what adds a function to a group of commands; `line` is its help in one line, else its first sentence."""
+    """Returns a decorator that adds a command to a group; `line` is its short help, by default the first sentence."""
 
     def add(function: _Function) -> click.Command:
-        made = _make(function, name, line)
-        group.add_command(made)
-        return made
+        command = _make(function, name, line)
+        group.add_command(command)
+        return command
 
     return add
 
@@ -132,13 +132,13 @@ Volume = Annotated[
 
 def _make(function: _Function, name: str | None, line: str | None) -> click.Command:
     hints = get_type_hints(function)
-    answers, reports = hints["return"] is Answer, "progress" in hints
-    shared = {**({"as_json": Json} if answers else {}), **({"volume": Volume} if reports else {})}
+    returns_answer, shows_progress = hints["return"] is Answer, "progress" in hints
+    shared = {**({"as_json": Json} if returns_answer else {}), **({"volume": Volume} if shows_progress else {})}
 
     def run(**values: Any) -> int:
-        as_json = values.pop("as_json") if answers else False
-        with showing_progress(values.pop("volume")) if reports else nullcontext() as progress:
-            found = _call(function, values, **({"progress": progress} if reports else {}))
+        as_json = values.pop("as_json") if returns_answer else False
+        with showing_progress(values.pop("volume")) if shows_progress else nullcontext() as progress:
+            found = _call(function, values, **({"progress": progress} if shows_progress else {}))
         if not isinstance(found, Answer):
             code: int = found
             return code
@@ -160,14 +160,14 @@ _Annotations = Iterator[tuple[str, Any, tuple[Any, ...]]]
 def _list_parameters(annotations: _Annotations) -> Iterator[click.Parameter]:
     for name, hint, marks in annotations:
         for mark in marks:
-            made = isinstance(mark, From)
-            yield from _list_parameters(_read_annotations(mark.make)) if made else (mark.make(name, hint),)
+            is_nested = isinstance(mark, From)
+            yield from _list_parameters(_read_annotations(mark.make)) if is_nested else (mark.make(name, hint),)
 
 
 def _call(function: Callable[..., Any], values: Mapping[str, Any], **given: Any) -> Any:
     for name, _, marks in _read_annotations(function):
-        made = next((mark.make for mark in marks if isinstance(mark, From)), None)
-        given[name] = values[name] if made is None else _call(made, values)
+        builder = next((mark.make for mark in marks if isinstance(mark, From)), None)
+        given[name] = values[name] if builder is None else _call(builder, values)
     return function(**given)
 
 
@@ -184,7 +184,7 @@ def _read_marks(hints: Mapping[str, Any]) -> _Annotations:
 
 
 def _read_type(hint: Any) -> tuple[Any, bool, bool]:
-    """Returns what click makes a value of, whether it may be left out, and whether it may be given several times."""
+    """Returns click's type for an annotation, whether the value is optional, and whether it may be repeated."""
     members = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
     kind = next(one for one in members if one is not type(None))
     several = get_origin(kind) is tuple
@@ -194,5 +194,5 @@ def _read_type(hint: Any) -> tuple[Any, bool, bool]:
         return click.Path(path_type=Path), len(members) > 1, several
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind)), len(members) > 1, several
-    is_plain = isinstance(kind, type) and issubclass(kind, str | int | float | bool)
-    return kind if is_plain else None, len(members) > 1, several
+    is_scalar = isinstance(kind, type) and issubclass(kind, str | int | float | bool)
+    return kind if is_scalar else None, len(members) > 1, several

@@ -1,4 +1,4 @@
-"""`[commands.NAME]` of an `edgekit.toml`: the values of options that are not given on the command line."""
+"""`[commands.NAME]` of an `edgekit.toml`: defaults for the options of a command."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ _SCALARS = (bool, int, float, str)
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
-    """Returns the tables of commands that a file has.
+    """Returns the tables `[commands.NAME]` of a file, by command.
 
     Raises:
         UsageError: it cannot be read or is malformed.
@@ -27,7 +27,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
 
 
 def map_defaults(path: Path, name: str, table: object, command: click.Command) -> dict[str, Any]:
-    """Returns a table of a command as click takes it: by the names of parameters, each value held against its option.
+    """Checks a table `[commands.NAME]`, and returns it as click's `default_map`: values by the names of parameters.
 
     Raises:
         UsageError: there is no such option, or it does not take such a value; with line and column.
@@ -35,17 +35,17 @@ def map_defaults(path: Path, name: str, table: object, command: click.Command) -
     source = Source(path, path.read_text())
     if not isinstance(table, dict):
         raise source.refuse((SECTION, name), "it is no table", hint=f"for example [{SECTION}.{name}]")
-    known, found = _name_options(command), dict[str, Any]()
+    options_by_key, found = _name_options(command), dict[str, Any]()
     for key, value in cast("dict[str, object]", table).items():
-        place = (SECTION, name, key)
-        if key not in known:
-            raise source.refuse(place, f"{name} has no such option", hint=suggest_name(key, known))
-        found |= _read(known[key], value, place, source)
+        key_path = (SECTION, name, key)
+        if key not in options_by_key:
+            raise source.refuse(key_path, f"{name} has no such option", hint=suggest_name(key, options_by_key))
+        found |= _read(options_by_key[key], value, key_path, source)
     return found
 
 
 def check_defaults(path: Path) -> None:
-    """Holds every table of a command in a file against that command.
+    """Checks every table `[commands.NAME]` of a file.
 
     Raises:
         UsageError: there is no such command or option, or it does not take such a value; with line and column.
@@ -66,7 +66,7 @@ def describe_options(command: click.Command) -> dict[str, Any]:
 
 
 def _name_options(command: click.Command) -> dict[str, click.Option]:
-    """Returns each option by its key: its long word with `_`."""
+    """Returns each option by its key in the file: its long word with `_`."""
     return {_key(option): option for option in command.params if isinstance(option, click.Option)}
 
 
@@ -74,27 +74,27 @@ def _key(option: click.Option) -> str:
     return max(option.opts, key=len).removeprefix("--").replace("-", "_")
 
 
-def _read(option: click.Option, value: object, place: KeyPath, source: Source) -> dict[str, Any]:
+def _read(option: click.Option, value: object, key_path: KeyPath, source: Source) -> dict[str, Any]:
     name = option.name or ""
     if option.is_flag:
         if not isinstance(value, bool):
-            raise source.refuse(place, "it is on or off", hint="true or false")
+            raise source.refuse(key_path, "it is on or off", hint="true or false")
         # Of options that are words for one value (-q, -v), the one that is true counts.
         return {name: value} if option.is_bool_flag else {name: option.flag_value} if value else {}
     words = list(_list_words(value)) if option.multiple else [_join(value)]
     if None in words:
         many = "a text, a list of texts, or a table of names" if option.multiple else "a text or a number"
-        raise source.refuse(place, f"it takes {many}", hint=f"for example {_example(option)}")
+        raise source.refuse(key_path, f"it takes {many}", hint=f"for example {_example(option)}")
     for word in words:
         try:
             option.type.convert(word, option, None)
         except click.BadParameter as error:
-            raise source.refuse(place, error.message, hint=f"for example {_example(option)}") from error
+            raise source.refuse(key_path, error.message, hint=f"for example {_example(option)}") from error
     return {name: words if option.multiple else words[0]}
 
 
 def _list_words(value: object) -> Iterator[str | None]:
-    """Yields the words of an option that may be given several times: of a table NAME=VALUE each."""
+    """Yields the values of a repeatable option as texts, NAME=VALUE for a table; None for an invalid one."""
     if isinstance(value, Mapping):
         for name, each in cast("Mapping[str, object]", value).items():
             joined = _join(each)
@@ -106,7 +106,7 @@ def _list_words(value: object) -> Iterator[str | None]:
 
 
 def _join(value: object) -> str | None:
-    """Returns a value as it would be typed: of a list its items with commas."""
+    """Returns a value as on the command line, a list with commas; None if it is no scalar or list of scalars."""
     if isinstance(value, list):
         items = [_join(item) for item in cast("list[object]", value)]
         return None if None in items else ",".join(item for item in items if item is not None)

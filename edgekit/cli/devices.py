@@ -68,9 +68,9 @@ def install_command(
 
 @subcommand(devices_command, "test")
 def test_command(name: Annotated[str, Argument()], progress: Progress) -> Answer:
-    """Try each provider of the device NAME with a model whose outputs are known, and with two on which it must say no.
+    """Test each provider of the device NAME: a model with known outputs must pass, and two faulty cases must fail.
 
-    Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
+    Exit code 0: every check passed. 1: one did not, or the device is not here. 2: there is no such device.
     """
     test = try_device(serve_device(name), progress)
     return Answer(test, lambda: _show_test(test), YES if test.passed else NO)
@@ -127,7 +127,7 @@ def runner_command() -> None:
 
 @subcommand(runner_command, "build")
 def build_command(
-    abi: Annotated[str | None, Option(f"{', '.join(ABIS)}; this machine's where it is not given.", "ABI")],
+    abi: Annotated[str | None, Option(f"{', '.join(ABIS)}. Default: this machine's.", "ABI")],
     ndk: Annotated[Path | None, Option("The Android NDK, for Android.", "PATH")],
     library: Annotated[Path | None, Option("ONNX Runtime for Android: its .aar or .so.", "FILE")],
     out: Annotated[Path | None, Option("Copy the runner and its library there.", "DIR")],
@@ -150,7 +150,7 @@ def build_command(
 
 @as_command
 def doctor_command(
-    device: Annotated[str | None, Option("Examine a phone: what would refuse a session there.", "adb:SERIAL", "--on")],
+    device: Annotated[str | None, Option("Examine a phone: why a session would fail there.", "adb:SERIAL", "--on")],
 ) -> Answer:
     """Say what this machine, or a phone behind adb, has, what it lacks, and how to get it.
 
@@ -159,8 +159,8 @@ def doctor_command(
       edgekit doctor
       edgekit doctor --on adb:R5CT1234
 
-    Exit code 0: told, and nothing is known that refuses a session of QNN on the phone. 1: something does. 2: the phone
-    does not answer.
+    Exit code 0: nothing is known that would refuse a QNN session on the phone. 1: something is. 2: the phone does not
+    answer.
     """
     if device is not None:
         kind, _, serial = device.partition(":")
@@ -179,10 +179,12 @@ def doctor_command(
 
 
 def _show_phone(report: PhoneReport) -> None:
-    """Prints what a phone is, then each thing that would go wrong there, with its cause and what to do."""
+    """Prints the facts of a phone, then each finding with its cause and its remedy."""
     facts = report.facts
-    told = ((name.replace("_", " "), getattr(facts, name)) for name in facts.__struct_fields__ if name != "lists")
-    show_line(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in told if value))
+    shown_facts = (
+        (name.replace("_", " "), getattr(facts, name)) for name in facts.__struct_fields__ if name != "lists"
+    )
+    show_line(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in shown_facts if value))
     for finding in report.findings:
         show_line(f"- {finding.level}: {finding.symptom}: {finding.cause}. What to do: {finding.fix}")
     if not report.findings:

@@ -26,8 +26,8 @@ def forecast_command(
     measured: Annotated[tuple[str, ...], Option('A known time: "Galaxy S25=1.9ms".', "DEVICE[:PRECISION]=TIME")],
     history: Annotated[Path | None, Option("Take times on phones from what bench recorded.", "FILE")],
     on_cpu: Annotated[tuple[str, ...], Option("What another model took on a CPU here: other.onnx=12ms.", "MODEL=TIME")],
-    compiles: Annotated[bool, Option("Let QNN's compiler plan the float model: nearer, slower.", words="--compile")],
-    max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", 0)],
+    compiles: Annotated[bool, Option("Compile the float model for QNN: more accurate, slower.", words="--compile")],
+    max_ms: Annotated[float | None, number("The largest time in ms, in the fastest precision.", 0)],
     dims: options.Dims,
     freeze: options.Freeze,
     shapes: options.Shapes,
@@ -36,10 +36,11 @@ def forecast_command(
 ) -> Answer:
     """Say how long SUBJECT, a model or a bundle, would take on phones and boards with Qualcomm's NPU. Nothing runs.
 
-    The figures are drawn from what other networks took on these devices. 80 % of networks of kinds that took no part in
-    making the forecast lie in the interval. A time that is known for one device moves all others: typed, or recorded by
-    bench --on adb:SERIAL --history FILE. With --compile QNN's compiler, of onnxruntime-qnn, plans the float model on
-    this PC: a nearer forecast, after seconds for a small network and minutes for a large one.
+    The figures are estimated from the times of other networks on these devices. For families of networks that were left
+    out of the fit, 80 % of the times lie in the interval. A known time on one device improves the forecast for all: one
+    given by --measured, or recorded by bench --on adb:SERIAL --history FILE. With --compile, QNN's compiler (of
+    onnxruntime-qnn) plans the float model on this PC, which takes seconds for a small network and minutes for a large
+    one.
 
     \b
     Example:

@@ -20,7 +20,7 @@ from edgekit.verify.groups import choosing, verify_group
 def group_command() -> None:
     """Build or verify several models that belong together.
 
-    Such are encoder and decoder, prefill and decode, detector and classifier.
+    For example encoder and decoder, prefill and decode, or detector and classifier.
 
     \b
     Example:
@@ -35,20 +35,20 @@ def build(
     data: options.DataSource,
     preprocess: options.PreprocessFile,
     evaluation: options.EvaluationSource,
-    labels: Annotated[Path | None, Option("What the whole group should give for each --eval sample.", "FILE")],
+    labels: Annotated[Path | None, Option("The expected result of the whole group for each --eval sample.", "FILE")],
     targets: Annotated[tuple[str, ...], Option("A target, its folder, all (default), or auto.", "NAME", "--target")],
     settings: options.Settings,
     precision: options.PrecisionWord,
     samples: options.SampleCount,
     recipe: Annotated[Path | None, Option("Options of `edgekit build` for every member (.toml).", "FILE")],
-    verify: Annotated[bool, options.verifying("group")],
+    verify: Annotated[bool, options.verify_option("group")],
     out: Annotated[Path, Option("Where the folders go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
     progress: Progress,
 ) -> Answer:
-    """Make a verified folder for each target of GROUP, a .toml that names models and what feeds what.
+    """Make a verified folder for each target of GROUP, a .toml that names models and which output feeds which input.
 
-    The float models run the whole on every sample: that calibrates each member, and says what the whole should give.
+    The float models run from end to end on every sample: that calibrates each member, and gives the reference results.
 
     \b
     Example:
@@ -58,8 +58,8 @@ def build(
     """
     tables = {"settings": settings}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets, "precision": precision, "samples": samples})
-    given = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)
-    report = build_group(group, given, out, chosen, verify=verify, progress=progress)
+    samples_data = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)
+    report = build_group(group, samples_data, out, chosen, verify=verify, progress=progress)
     code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
     return Answer(report, lambda: show_lines(describe_group_build(report)), code)
 
@@ -73,9 +73,9 @@ def verify(
     accept_unproven: options.AcceptUnproven,
     progress: Progress,
 ) -> Answer:
-    """Run FOLDER, made by `edgekit group build`, on devices: each member by itself, and the whole.
+    """Run FOLDER, made by `edgekit group build`, on devices: each member by itself, and the whole group.
 
-    FOLDER may be the archive that `edgekit package` wrote; then nothing is written into it.
+    FOLDER may be an archive that `edgekit package` wrote; nothing is written into an archive.
 
     \b
     Example:

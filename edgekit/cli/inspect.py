@@ -1,4 +1,4 @@
-"""Commands that look into files: inspect and operators say what a model has, diff what changed."""
+"""Commands about the contents of files: inspect, diff and operators."""
 
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +47,7 @@ def diff_command(
 ) -> Answer:
     """Say what is different between OLD and NEW: files, placement, layers, accuracy, size.
 
-    Both are bundles (folders or archives) or both are models (.onnx or .ort). Accuracy is what their verify.json say.
+    Both are bundles (folders or archives) or both are models (.onnx or .ort). Accuracy is read from their verify.json.
 
     \b
     Example:
@@ -79,7 +79,7 @@ def operators_command(
     lacking = {str(model): find_lacking(model, compare) for model in models} if compare else {}
     operators = list_operators(models, types=types)
     lines = list(operators) if not compare and out is None else []
-    words = {model: f"lacks {', '.join(names)}" if names else "has all it needs" for model, names in lacking.items()}
-    lines += (f"{model}: {said}" for model, said in words.items())
+    texts = {model: f"lacks {', '.join(names)}" if names else "has all it needs" for model, names in lacking.items()}
+    lines += (f"{model}: {text}" for model, text in texts.items())
     value = {"operators": operators, "out": out, "lacking": lacking}
     return Answer(value, lambda: show_lines(lines), NO if any(lacking.values()) else YES)

@@ -17,11 +17,11 @@ from edgekit.serialize import escape_controls
 
 # malloc.h of glibc.
 _M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1
-# Larger arrays are always mapped one by one: the most that glibc takes on 64 bits.
-_LARGEST_KEPT = 32 << 20
-# What the system says where intermediate files find no space.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MOST_LETTERS = 2000
+# Larger arrays are mapped one by one; this is the largest threshold that glibc allows on 64 bits.
+_MAX_HEAP_ARRAY = 32 << 20
+# The system's errors if there is no space for intermediate files.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAX_MESSAGE = 2000
 # 130 is what shells report for a program that SIGINT (2) ended: 128 + 2.
 YES, NO, WRONG, UNPROVEN, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; neither yes nor no is proven; Ctrl-C."""
@@ -68,10 +68,10 @@ GROUPS = {
         "schema": "Print the JSON Schema of edgekit.toml, and with --json every command with its options.",
     },
 }
-"""Every command with its one line, under its heading in `edgekit --help`."""
+"""Every command with its short help, by heading of `edgekit --help`."""
 COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
-# The chapter of `edgekit.cli` that holds a command, where it has not the command's name.
-_CHAPTERS = {
+# The module of `edgekit.cli` that holds a command, if its name is not that of the command.
+_MODULES = {
     **dict.fromkeys(("package", "join", "sign"), "release"),
     **dict.fromkeys(("targets", "runner", "doctor"), "devices"),
     **dict.fromkeys(("diff", "operators"), "inspect"),
@@ -91,8 +91,8 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
-        chapter = importlib.import_module(f"edgekit.cli.{_CHAPTERS.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(chapter, f"{cmd_name}_command")
+        module = importlib.import_module(f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         command.short_help = COMMANDS[cmd_name]
         return command
 
@@ -100,15 +100,14 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        # click would only say that there is no such command; after a typing error the nearest name helps more.
+        # click's message would not name the most similar command.
         if name not in COMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(sorted(COMMANDS))}"
             raise click.UsageError(f"there is no command '{name}' ({hint})", ctx)
         found = super().resolve_command(ctx, args)
         if found[1] is not None and not {"-h", "--help"} & set(args):
-            # Says where ONNX Runtime is newer than what edgekit was tested with; only commands that need it have loaded
-            # it.
+            # A warning if ONNX Runtime is newer than the tested versions; only commands that need it have loaded it.
             ort = sys.modules.get("edgekit._ort")
             warning = None if ort is None or {"-q", "--quiet"} & set(args) else ort.describe_untested()
             if warning is not None:
@@ -130,7 +129,7 @@ class _LazyGroup(click.Group):
     type=click.Path(path_type=Path),
     envvar="EDGEKIT_CONFIG",
     metavar="FILE",
-    help="Take options that are not typed from [commands.NAME] of this edgekit.toml; also EDGEKIT_CONFIG.",
+    help="Take the defaults of options from [commands.NAME] of this edgekit.toml; also EDGEKIT_CONFIG.",
 )
 def group(config: Path | None) -> None:
     """Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
@@ -142,23 +141,23 @@ def group(config: Path | None) -> None:
 
 
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
-    """Lets the options of a command be what the file of --config says, and says which."""
-    # A file that merely lies in the current folder is not read: it could load libraries, or name a key to trust.
-    place = context.params["config"]
-    if place is None:
+    """Sets the defaults of a command's options from the file of --config, and prints which."""
+    # A file in the current folder is not read by itself: it could load libraries, or name a key to trust.
+    path = context.params["config"]
+    if path is None:
         return
-    # Imported when there is one: it reads TOML, and half of all commands need none.
+    # Imported only if needed: half of all commands read no TOML.
     defaults = importlib.import_module("edgekit.cli.defaults")
-    table = defaults.read_defaults(place).get(name)
+    table = defaults.read_defaults(path).get(name)
     if table is None:
         return
-    context.default_map = {name: defaults.map_defaults(place, name, table, command)}
+    context.default_map = {name: defaults.map_defaults(path, name, table, command)}
     if not {"-q", "--quiet"} & set(args) and "quiet" not in table:
-        click.echo(f"{place} gives {name} its {', '.join(table)}, where they are not typed", err=True)
+        click.echo(f"{path} gives {name} its {', '.join(table)}, unless the command line does", err=True)
 
 
 def main() -> None:
-    """Runs the command line and ends the process with the exit code; what would end it at once interrupts it."""
+    """Runs the command line and ends the process with the exit code; SIGTERM is handled like Ctrl-C."""
     # All threads allocate from one heap, where the C library supports that (glibc): memory that one thread has freed
     # can then be used by another. Quantizing an encoder of 25 million parameters took 45 MB less. A heap that keeps
     # what was freed has pages for the next large array: to get new ones took 2 of 29 CPU seconds of quantizing a
@@ -166,10 +165,10 @@ def main() -> None:
     set_option = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_M_ARENA_MAX, 1)
-        set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
-        set_option(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
-    # As an exception it runs every `finally` and ends the children; the default would leave both behind. A terminal or
-    # an ssh session that is closed sends SIGHUP, which `nohup` has this process ignore; Windows has none.
+        set_option(_M_MMAP_THRESHOLD, _MAX_HEAP_ARRAY)
+        set_option(_M_TRIM_THRESHOLD, 2 * _MAX_HEAP_ARRAY)
+    # As an exception it runs every `finally`, which removes temporary files and ends child processes. A terminal or an
+    # ssh session that is closed sends SIGHUP, which this process ignores under `nohup`; Windows has no SIGHUP.
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
@@ -188,25 +187,25 @@ def run_command(arguments: list[str]) -> int:
         code = group.main(arguments, prog_name="edgekit", standalone_mode=False)
     except EdgekitError as error:
         return _complain(str(error))
-    # Help was printed because arguments are missing: it goes to stderr, and the exit code says so.
+    # Arguments are missing, so click gives the help text: it goes to stderr.
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return WRONG
     except click.ClickException as error:
         message = error.format_message()
         context = error.ctx if isinstance(error, click.UsageError) else None
-        # click's parser knows no command where an option lacks its value.
+        # The context is None if an option lacks its value.
         return _complain(f"{message} (see '{context.command_path if context else 'edgekit'} --help')")
     except (click.Abort, KeyboardInterrupt):
         click.echo("edgekit: interrupted; nothing half-written is left", err=True)
         return INTERRUPTED
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            # `edgekit ... | head` is no error. Closed, as Python would complain once more when it flushes at exit.
+            # `edgekit ... | head` is no error. stderr is closed because Python would report it again at exit.
             sys.stderr.close()
             return NO
         # Anything else is a bug in edgekit, and its traceback is needed to fix it.
-        if error.errno not in {*_FULL, errno.ENAMETOOLONG}:
+        if error.errno not in {*_NO_SPACE, errno.ENAMETOOLONG}:
             raise
         place, hint = error.filename, "(free some space, or set TMPDIR to a larger place)"
         if error.errno == errno.ENAMETOOLONG:
@@ -220,8 +219,8 @@ def run_command(arguments: list[str]) -> int:
 
 def _complain(message: str) -> int:
     shown = " ".join(message.split())
-    # A name may be as long as a file; the beginning says what is wrong, the end what to do.
-    if len(shown) > _MOST_LETTERS:
-        shown = f"{shown[:_MOST_LETTERS]} ... {shown[-300:]}"
+    # A message may quote a very long name: the beginning says what is wrong, the end what to do.
+    if len(shown) > _MAX_MESSAGE:
+        shown = f"{shown[:_MAX_MESSAGE]} ... {shown[-300:]}"
     click.echo(escape_controls(f"edgekit: error: {shown}"), err=True)
     return WRONG

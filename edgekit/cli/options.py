@@ -51,7 +51,7 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for pair in pairs:
-        # Names of tensors may hold "=", so the last one counts; a parameter's name cannot, but its value can.
+        # Names of tensors may contain "=", so the last one separates; a parameter's name cannot, but its value can.
         name, equals, value = pair.partition("=") if option == "--set" else pair.rpartition("=")
         if not equals or not name or not value:
             raise UsageError(f"{option} '{pair}' is not NAME=VALUE", hint=f"for example {option} {_EXAMPLES[option]}")
@@ -61,12 +61,12 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     return parsed
 
 
-# Of an option's words, a name and its value.
-_Read = Callable[[str, str, str], Any]
+# Takes an option's word, a name and its value.
+_Parse = Callable[[str, str, str], Any]
 
 
 def _parse_size(option: str, name: str, value: str) -> int:
-    # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
+    # `isdigit` is also true for superscripts and digits of other scripts.
     if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
         hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0 to 2147483647"
         raise UsageError(f"{option} {name}={value}: '{value}' is no size", hint=hint)
@@ -81,13 +81,13 @@ def _parse_number(option: str, name: str, text: str) -> float:
         raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
-def name_values(help_text: str, metavar: str, words: str = "", read: _Read | None = None) -> Option:
-    """Returns an option of NAME=VALUE pairs, which makes a dict: of texts, or of what `read` makes of each."""
+def name_values(help_text: str, metavar: str, words: str = "", parse_one: _Parse | None = None) -> Option:
+    """Returns an option of NAME=VALUE pairs, parsed into a dict; `parse_one` converts each value (default: text)."""
 
     def parse(_context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
         option = parameter.opts[0]
         parsed = parse_assignments(given, option)
-        return {name: value if read is None else read(option, name, value) for name, value in parsed.items()}
+        return {name: value if parse_one is None else parse_one(option, name, value) for name, value in parsed.items()}
 
     return Option(help_text, metavar, words, multiple=True, callback=parse)
 
@@ -95,8 +95,8 @@ def name_values(help_text: str, metavar: str, words: str = "", read: _Read | Non
 ModelFile = Annotated[Path, Argument()]
 ModelFiles = Annotated[tuple[Path, ...], Argument()]
 DataSource = Annotated[str, Option("Sample inputs: .npz, folder, or module:function.", "DATA")]
-PreprocessFile = Annotated[Path | None, Option("How the model wants images (.toml).", "FILE")]
-EvaluationSource = Annotated[str | None, Option("Samples to verify with; else some of --data.", "DATA", "--eval")]
+PreprocessFile = Annotated[Path | None, Option("How images become inputs of the model (.toml).", "FILE")]
+EvaluationSource = Annotated[str | None, Option("Samples to verify with; default: some of --data.", "DATA", "--eval")]
 TargetNames = Annotated[
     tuple[str, ...],
     Option(
@@ -111,11 +111,11 @@ Settings = Annotated[dict[str, str], name_values("A parameter of the target.", "
 Dims = Annotated[dict[str, int], name_values("The size of a dynamic dimension.", "NAME=INT", "--dim", _parse_size)]
 DimsOrBuckets = Annotated[
     tuple[str, ...],
-    Option("The size of a dynamic dimension; of one several, with a model for each.", "NAME=INT[,INT...]", "--dim"),
+    Option("The size of a dynamic dimension; several give a model for each.", "NAME=INT[,INT...]", "--dim"),
 ]
 Pad = Annotated[
     dict[str, float],
-    name_values("What fills an input up to the next size (default 0).", "INPUT=NUMBER", "", _parse_number),
+    name_values("The value that pads an input to the next size (default 0).", "INPUT=NUMBER", "", _parse_number),
 ]
 Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
 Freeze = Annotated[
@@ -131,7 +131,7 @@ PrecisionWord = Annotated[
     PrecisionChoice | None, Option("Default: auto.", type=click.Choice(PRECISIONS, case_sensitive=False))
 ]
 RecipeFile = Annotated[Path | None, Option("These options in a .toml file.", "FILE")]
-CacheFolder = Annotated[Path | None, Option("Keep the calibration here; an interrupted one goes on.", "DIR")]
+CacheFolder = Annotated[Path | None, Option("Keep the calibration here; an interrupted one continues.", "DIR")]
 CustomOps = Annotated[tuple[Path, ...], Option("A library with custom operators; its code is run.", "LIB.so")]
 PublicKey = Annotated[Path | None, Option("Refuse what the owner of this public key (PEM) did not sign.", "FILE")]
 HtmlFile = Annotated[Path | None, Option("Write an HTML page as well.", "FILE")]
@@ -141,7 +141,7 @@ AcceptUnproven = Annotated[bool, Option('Count a verdict of "not proven" as a pa
 
 
 def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
-    """Refuses files to write that cannot be written or are read too, before any work is done.
+    """Checks the paths of files to write, before any work is done.
 
     Raises:
         UsageError: an output is an input, or two outputs are one file.
@@ -154,7 +154,7 @@ def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]
 
 
 def list_given() -> frozenset[str]:
-    """Returns the words of the options, and the names of the arguments, that the current command was given."""
+    """Returns the words of the options, and the names of the arguments, that are given on the command line."""
     context = click.get_current_context()
     return frozenset(
         max(each.opts, key=len)
@@ -164,33 +164,33 @@ def list_given() -> frozenset[str]:
     )
 
 
-def refuse_idle(idle: str, reason: str) -> None:
-    """Refuses options, one or more in a text, that mean nothing beside the others that were given.
+def refuse_unused(unused: str, reason: str) -> None:
+    """Checks that none of some options (their words, separated by spaces) is given; `reason` is the hint.
 
     Raises:
-        UsageError: one of them was given.
+        UsageError: one is given.
     """
     given = list_given()
-    for option in idle.split():
+    for option in unused.split():
         if option in given:
             raise UsageError(f"{option} means nothing here", hint=reason)
 
 
-def require_beside(*needs: tuple[str, str]) -> None:
-    """Refuses options without the one that they need: each pair has some options, and what to add.
+def require_with(*pairs: tuple[str, str]) -> None:
+    """Checks options that need another one: each pair has some options, and the option that they need.
 
     Raises:
-        UsageError: one was given, and what it needs was not.
+        UsageError: one is given without the option that it needs.
     """
     given = list_given()
-    for idle, needed in needs:
-        for option in idle.split():
+    for dependents, needed in pairs:
+        for option in dependents.split():
             if option in given and needed.split()[0] not in given:
                 raise UsageError(f"{option} needs {needed}", hint=f"add {needed}")
 
 
 def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
-    """Returns the exit code of a verdict; what is not proven is a yes where the user said so."""
+    """Returns the exit code of a verdict: YES, NO, or for "not proven" UNPROVEN, or YES if the user accepts that."""
     if verdict == "not proven":
         return YES if accept_unproven else UNPROVEN
     return YES if verdict == "pass" else NO
@@ -206,7 +206,7 @@ def time_budget(help_text: str) -> Option:
     return Option(f"{help_text} (90s, 5m, 1h).", "60s", type=_Time())
 
 
-def verifying(what: str) -> Option:
+def verify_option(what: str) -> Option:
     """Returns the option --verify/--no-verify of a build of bundles or groups."""
     return Option(
         f"Run each {what} on the emulators and simulators of its device that this machine has.",
@@ -234,7 +234,6 @@ def add_shapes(dims: Mapping[str, int], shapes: tuple[str, ...], path: Path) -> 
     Raises:
         EdgekitError: a --shape is malformed, or contradicts the model.
     """
-    # The model is read for its inputs alone: without --shape not at all.
     return {**dims, **(parse_shapes(shapes, load_model(path)) if shapes else {})}
 
 
@@ -250,28 +249,28 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
         if name not in specs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
         given = [_parse_size("--shape", name, size.strip()) for size in text.split(",")]
-        # An input without a rank takes as many axes as are given.
-        wanted = specs[name].shape or tuple(None for _ in given)
-        if len(wanted) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(wanted, given, strict=True)):
-            hint = "the model fixes the numbers" if len(wanted) == len(given) else "one size an axis"
+        # An input of unknown rank takes any number of axes.
+        dims = specs[name].shape or tuple(None for _ in given)
+        if len(dims) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(dims, given, strict=True)):
+            hint = "the model fixes the numbers" if len(dims) == len(given) else "one size an axis"
             raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint=hint)
-        for axis, (dim, size) in enumerate(zip(wanted, given, strict=True)):
+        for axis, (dim, size) in enumerate(zip(dims, given, strict=True)):
             if not isinstance(dim, int):
                 sizes[dim or f"{name}:{axis}"] = size
     return sizes
 
 
 def split_names(names: str | None) -> tuple[str, ...]:
-    """Returns the names of a list with commas, none for None."""
+    """Returns the names of a comma-separated list; none for None."""
     return tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
 
 
 def choose_recipe(
     path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any], steps: int | None = None
 ) -> Recipe:
-    """Returns the recipe in a file with the options that are given: entries of tables, and values.
+    """Returns the recipe of a file, changed by options: entries of tables, and values.
 
-    Options win over the recipe; what was not given, None or (), leaves it as it is.
+    A value of None or () was not given, and leaves the recipe as it is.
 
     Raises:
         UsageError: the recipe cannot be read.
@@ -285,7 +284,7 @@ def choose_recipe(
 
 
 def read_data(source: str, preprocess: Path | None, **files: Any) -> Data:
-    """Returns --data and --preprocess as what they mean, with the `files` that a command takes besides.
+    """Returns the data of --data and --preprocess; `files` are further fields of `Data`.
 
     Raises:
         DataError: the preprocessing file cannot be read.

@@ -23,7 +23,9 @@ def prepare_command(
     opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
     inputs: Annotated[
         str | None,
-        Option("Keep these inputs; a value inside the prepared graph becomes one, and what makes it goes.", "A,B"),
+        Option(
+            "Keep these inputs; a value inside the graph becomes an input, and the nodes before it are removed.", "A,B"
+        ),
     ],
     outputs: Annotated[
         str | None, Option("Keep these outputs, or values inside the graph, and what they need.", "A,B")
@@ -53,7 +55,7 @@ def prepare_command(
         bool,
         Option("Apply the rewrites that check calls automatic (the default).", words="--fix/--no-fix", default=True),
     ],
-    target: Annotated[str | None, Option("Also apply the rewrites by which this target takes more.", "NAME")],
+    target: Annotated[str | None, Option("Also apply the rewrites with which this target takes more nodes.", "NAME")],
     settings: options.Settings,
     out: Annotated[Path, Option("The prepared model.", "FILE")],
     progress: Progress,
@@ -73,7 +75,7 @@ def prepare_command(
         layouts=_parse_layouts(layouts),
         renames=options.parse_assignments(renames, "--rename"),
     )
-    wanted = PrepareOptions(
+    prepare_options = PrepareOptions(
         dims={**dims, **options.parse_shapes(shapes, source)},
         opset=opset,
         inputs=options.split_names(inputs),
@@ -85,12 +87,12 @@ def prepare_command(
         external=external,
         target=None if target is None else load_target_here(target, settings),
     )
-    report = prepare_for(source, out, wanted, progress)
+    report = prepare_for(source, out, prepare_options, progress)
     return Answer(report, lambda: _show_prepared(report, out))
 
 
 def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
-    """Returns --embed-preprocess [INPUT=]FILE as the input, "" if none is named, and the preprocessing.
+    """Parses --embed-preprocess [INPUT=]FILE: returns the input, "" if none is named, and the preprocessing.
 
     Raises:
         DataError: the file cannot be read.
@@ -98,7 +100,7 @@ def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
     if given is None:
         return "", None
     name, equals, file = given.rpartition("=")
-    # A file whose path has "=" in it is still a file.
+    # A path may contain "=".
     if not equals or Path(given).exists():
         return "", load_preprocess(Path(given))
     return name, load_preprocess(Path(file))
@@ -119,7 +121,7 @@ def _parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
 
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:
-    """Prints what became of a model that was prepared, and what an app still does to its images."""
+    """Prints the prepared model, the rewrites and their gain, and the images that an app passes to it."""
     show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
     show_remarks((*report.model.inputs, *report.model.outputs) if report.is_refaced else ())
     for fix in report.fixes:

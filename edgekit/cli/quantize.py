@@ -51,7 +51,7 @@ def quantize_command(
 ) -> Answer:
     """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
 
-    Labels tell the true drop, by top1 or the --metric that is named; else it is estimated.
+    With --labels the drop is measured, by top1 or --metric; without, it is estimated.
 
     \b
     Example:
@@ -65,26 +65,28 @@ def quantize_command(
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": limit}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)
-    # What would have no effect is refused, and not ignored.
+    # Options that would have no effect are errors.
     if chosen.max_drop is not None:
-        options.refuse_idle("--method --plan --plan-only", "--max-drop plans by itself")
+        options.refuse_unused("--method --plan --plan-only", "--max-drop plans by itself")
     elif state is not None:
         raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
     if plan is not None:
-        options.refuse_idle("--method --plan-only --time-budget", "--plan is applied as it stands")
+        options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:
-        options.refuse_idle("--out --html --labels", "--plan-only writes no model and measures none")
+        options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
     options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     layers = html is not None
-    how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget)
+    quantize_options = QuantizeOptions(
+        method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget
+    )
     if plan_only:
-        planned = plan_for(model, source, chosen, how, progress)
+        planned = plan_for(model, source, chosen, quantize_options, progress)
         return Answer(planned, lambda: show_json(planned))
     if out is None:
         raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
-    report = quantize_for(model, source, out, chosen, how, progress)
+    report = quantize_for(model, source, out, chosen, quantize_options, progress)
     if html is not None:
-        # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
+        # Imported only if needed: the import takes as long as quantizing a small network.
         pages = importlib.import_module("edgekit.report.html")
         write_file(html, pages.render_quantization(report).encode())
     return Answer(report, lambda: show_lines(describe_quantization(report)), NO if report.met is False else YES)

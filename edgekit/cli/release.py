@@ -21,22 +21,22 @@ from edgekit.serialize import to_builtins
 AllowFailed = Annotated[bool, Option("Accept bundles that failed or were not verified; the result says so.")]
 
 
-def allow_doubtful(accept_unproven: AcceptUnproven, allow_failed: AllowFailed) -> Allowed:
-    """Returns which bundles may be released though they did not pass."""
+def choose_allowed(accept_unproven: AcceptUnproven, allow_failed: AllowFailed) -> Allowed:
+    """Returns which bundles may be released although they did not pass."""
     return Allowed(unproven=accept_unproven, failed=allow_failed)
 
 
-Allowance = Annotated[Allowed, From(allow_doubtful)]
+Allowance = Annotated[Allowed, From(choose_allowed)]
 
 
 def show_doubts(doubts: Sequence[Doubt]) -> None:
-    """Says on stderr which bundles were released although they did not pass, so that scripts' output stays as it is."""
+    """Prints on stderr which bundles were released although they did not pass."""
     for doubt in doubts:
         show_line(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", aside=True)
 
 
 def describe_attested(result: TestResult) -> str:
-    """Returns in words what the holder of a key says of the verification."""
+    """Returns the result of the verification that a signature attests, as text."""
     devices = ", ".join(dict.fromkeys(run.device for run in result.edgekit_runs))
     failed = "".join(f"; not passed: {name}" for name in result.failed_tests)
     failed += "".join(f"; not proven: {name}" for name in result.warned_tests)
@@ -81,8 +81,8 @@ def _show_package(report: PackageReport) -> None:
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
     print_table(table_files(report.sizes))
-    for left in report.left_out:
-        show_line(f"left out: {left.path}: {left.reason}")
+    for excluded in report.left_out:
+        show_line(f"left out: {excluded.path}: {excluded.reason}")
     show_lines(report.remarks if report.store is None else report.store.remarks)
     show_lines(list_size_remarks(report))
     show_line(f"{report.out} (sha256 {report.sha256})")
@@ -132,7 +132,7 @@ def sign_command(
     new_key: Annotated[Path | None, Option("Make a key: FILE is private, FILE.pub goes to others.", "FILE")],
     allowed: Allowance,
 ) -> Answer:
-    """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
+    """Check BUNDLE (a folder for one target or several) and sign its files, or make a key to sign with.
 
     BUNDLE/signature.json is an in-toto statement in a DSSE envelope: the sha256 of every file, and what was verified,
     where, with which figures. Sign after edgekit verify and before you pack: an archive keeps the signature.
@@ -143,7 +143,7 @@ def sign_command(
       edgekit sign bundles/model-nnapi --key release.pem
       edgekit verify bundles/model-nnapi --key release.pem.pub
 
-    Exit code 0: signed. 2: the bundle is not whole, failed its verification or is not proven, the key is wrong, or
+    Exit code 0: signed. 2: the bundle is incomplete, failed its verification or is not proven, the key is wrong, or
     `cryptography` is not installed.
     """
     if new_key is not None and bundle is None and key is None:

@@ -36,7 +36,7 @@ def run_command(
     scheduler: Annotated[str | None, Option("Build on a Dask cluster: tcp://HOST:8786.", "ADDRESS")],
     store: Annotated[str | None, Option("Share results: a folder, or a URL of fsspec (s3://, gs://).", "PLACE")],
     bare: Annotated[bool, Option("Build bundles alone, without packages and reports, as workers do.")],
-    again: Annotated[bool, Option("Build everything again, whatever earlier runs kept.")],
+    again: Annotated[bool, Option("Build everything again, without results of earlier runs.")],
     watch: Annotated[bool, Option("Run again whenever a file changes, until Ctrl-C.")],
     accept_unproven: options.AcceptUnproven,
     as_json: Json,
@@ -44,8 +44,9 @@ def run_command(
 ) -> int:
     """Build, verify and pack what FILE names, where something changed since the last run.
 
-    Results lie in its `out` folder: bundles, packages, report.html, report.json, junit.xml and summary.md. Each bundle
-    is kept as soon as it is done, and told in a line on stderr. With --only the report keeps the others as they were.
+    Results are written into its `out` folder: bundles, packages, report.html, report.json, junit.xml and summary.md.
+    Each bundle is kept as soon as it is finished, with a line on stderr. With --only the report has the earlier results
+    of the other bundles.
 
     \b
     Example:
@@ -59,7 +60,7 @@ def run_command(
     while True:
         app = load_app(file)
         check_defaults(file)
-        seen = _stamp(app)
+        stamp = _stamp(app)
         sweep = app.table.sweep
         sweep = msgspec.structs.replace(
             sweep,
@@ -73,30 +74,30 @@ def run_command(
             report = run_app(app, only=only, again=again, bare=bare, progress=progress, landed=landed)
         show_json(report) if as_json else show_run(report)
         if not watch:
-            accepts = accept_unproven or app.table.verify.accept_unproven
-            return options.exit_code(report.verdict, accept_unproven=accepts)
+            accept = accept_unproven or app.table.verify.accept_unproven
+            return options.exit_code(report.verdict, accept_unproven=accept)
         again = False
-        while _stamp(app) == seen:
+        while _stamp(app) == stamp:
             time.sleep(1)
 
 
 def show_run(report: AppReport) -> None:
-    """Prints a run: a row a bundle, then the packages and where the report is."""
+    """Prints a run: a row for each bundle, then the packages and the path of the report."""
     table = make_table("model", "target", "state", "precision", "size", "agreement", "evidence", "result")
     for cell in report.cells:
         size = f"{format_bytes(cell.size_before)} -> {format_bytes(cell.size_after)}" if cell.bundle else "-"
-        words = (cell.precision, size, cell.agreement, cell.evidence)
-        table.add_row(cell.model, cell.target, cell.state, *(word or "-" for word in words), cell.verdict)
+        cells = (cell.precision, size, cell.agreement, cell.evidence)
+        table.add_row(cell.model, cell.target, cell.state, *(word or "-" for word in cells), cell.verdict)
     print_table(table)
     for package in report.packages:
-        said = package.failure or f"{format_bytes(package.size_bytes)}, {', '.join(package.bundles)}"
-        show_line(f"package {package.name} ({package.kind}): {package.state}: {said}")
+        result = package.failure or f"{format_bytes(package.size_bytes)}, {', '.join(package.bundles)}"
+        show_line(f"package {package.name} ({package.kind}): {package.state}: {result}")
     show_line(headline_app(report))
     show_line(f"report: {report.out / 'report.html'}")
 
 
 def _stamp(app: App) -> list[tuple[str, int]]:
-    """Returns when each file that a run depends on was written last."""
+    """Returns the path and the modification time (ns) of each file that a run depends on."""
     inputs = (place for cell in list_cells(app) for places in list_inputs(cell, ()).values() for place in places)
     files = (path for place in (app.path, *inputs) for path in (place.rglob("*") if place.is_dir() else (place,)))
     return [(str(path), path.stat().st_mtime_ns) for path in files if path.is_file()]
@@ -105,7 +106,7 @@ def _stamp(app: App) -> list[tuple[str, int]]:
 @as_command
 def init_command(
     model: options.ModelFile,
-    images: Annotated[Path | None, Option("A folder of images to feed it.", "DIR")],
+    images: Annotated[Path | None, Option("A folder of sample images.", "DIR")],
     data: Annotated[str | None, Option("Sample inputs: .npz, folder, or module:function.", "DATA")],
     labels: Annotated[Path | None, Option("The class of each evaluation sample.", "FILE")],
     targets: Annotated[
@@ -114,9 +115,9 @@ def init_command(
     package: Annotated[Kind | None, Option("Pack the bundles as this kind of package.", words="--as")],
     out: Annotated[Path, Option(None, "FILE", default=FILE, show_default=True)],
 ) -> int:
-    """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.
+    """Write an edgekit.toml for MODEL, with facts read from the model, and guesses that are marked as such.
 
-    A file that is there gets the model added, for the targets and packages that it has.
+    If the file exists, the model is added to it, for its targets and packages.
 
     \b
     Example:
@@ -139,7 +140,7 @@ def init_command(
         existing="" if known is None else out.read_text(),
     )
     write_file(out, text.encode())
-    # Beside it: editors find it by the first line, without a network.
+    # The first line of the TOML file names the schema, for editors.
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())
     show_remarks(remarks)
     show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")

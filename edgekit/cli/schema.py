@@ -1,4 +1,4 @@
-"""What the command line says of itself: schema for editors and agents, completion for shells."""
+"""Machine-readable descriptions of the command line: schema for editors and agents, completion for shells."""
 
 from typing import Annotated, Any
 
@@ -61,7 +61,7 @@ SHELLS = ("bash", "fish", "zsh")
 
 @as_command
 def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))]) -> int:
-    """Print what SHELL needs to complete edgekit's commands, options and their values.
+    """Print the script with which SHELL completes edgekit's commands, options and values.
 
     \b
     Example:
@@ -70,7 +70,6 @@ def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))
       edgekit completion fish > ~/.config/fish/completions/edgekit.fish
     """
     made = get_completion_class(shell)
-    # The choice above names shells that click knows.
     if made is not None:
         show_line(made(group, {}, "edgekit", "_EDGEKIT_COMPLETE").source())
     return YES

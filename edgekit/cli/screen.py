@@ -1,4 +1,4 @@
-"""How every command prints: the result on stdout, progress and notes on stderr."""
+"""Functions with which every command prints: the result on stdout, progress and notes on stderr."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from edgekit.serialize import escape_controls, to_json
 
 
 class _Screen(Console):
-    """A console that prints names from models literally: `[batch,3]` is no markup, `:key:` no emoji, ESC no command."""
+    """A console that prints names from models literally: without markup, emoji and control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -29,7 +29,7 @@ def show_json(value: object) -> None:
 
 
 def show_line(line: str, *, aside: bool = False) -> None:
-    """Prints a line on stdout, or with `aside` on stderr, where it is not part of the result."""
+    """Prints a line on stdout, or with `aside` on stderr, if it is not part of the result."""
     click.echo(escape_controls(line), err=aside)
 
 
@@ -49,21 +49,21 @@ def show_remarks(remarks: Iterable[object]) -> None:
 def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows the current step in one line; with -v each step has a line, with -q none."""
     console = _Screen(stderr=True)
-    # Lines that stay, also in a file: -v is for logs.
+    # -v is for logs, so the lines stay.
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
-    # A log of a CI job would have a line for each turn of the spinner.
+    # In the log of a CI job the spinner would write many lines.
     elif volume < 0 or not sys.stderr.isatty():
         yield lambda _step: None
     else:
         with console.status("") as status:
-            # A spinner reads markup in a string, whatever its console says.
+            # A spinner interprets markup in a string, also on this console.
             yield lambda step: status.update(Text(escape_controls(step)))
 
 
 def print_table(*tables: RenderableType) -> None:
     """Prints tables, as wide as the terminal."""
-    # rich takes 80 columns where there is no terminal, and would fold every row of a log.
-    wide = None if sys.stdout.isatty() else 160
+    # Without a terminal, rich would wrap the rows of a log at 80 columns.
+    width = None if sys.stdout.isatty() else 160
     for table in tables:
-        _Screen(width=wide).print(table)
+        _Screen(width=width).print(table)

@@ -1,4 +1,4 @@
-"""What bench, profile, tune and verify run: on which devices, and how a bundle or a model is opened there."""
+"""Options of bench, profile, tune and verify: the devices, and how a bundle or a model is opened there."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ SessionTarget = Annotated[
     str | None, Option("Open a model with the session options of this target, or of this machine's (auto).", "NAME")
 ]
 Threads = Annotated[int, number("Threads; 0: ONNX Runtime chooses.", 0, 256, metavar="N", default=0)]
-FirstSample = Annotated[str | None, Option("Take the first sample from here; else a golden or a random one.", "DATA")]
+FirstSample = Annotated[str | None, Option("Run the first sample of DATA. Default: a golden or a random one.", "DATA")]
 
 
 def choose_devices(
@@ -30,11 +30,11 @@ def choose_devices(
 
 
 Devices = Annotated[DeviceChoice, From(choose_devices)]
-Required = Annotated[tuple[str, ...], Option("Like --on, and a failure where it does not run.", "DEVICE", "--require")]
+Required = Annotated[tuple[str, ...], Option("Like --on, but it is a failure if it cannot run.", "DEVICE", "--require")]
 
 
 def add_required(choice: DeviceChoice, required: Sequence[str]) -> DeviceChoice:
-    """Returns chosen devices with those that must run."""
+    """Returns a choice of devices that also names the required ones."""
     return msgspec.structs.replace(choice, names=tuple(dict.fromkeys((*choice.names, *required))))
 
 

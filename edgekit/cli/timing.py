@@ -30,19 +30,19 @@ from edgekit.serialize import to_json
 from edgekit.tune.space import Goal
 from edgekit.tune.tune import TuneReport, Tuning, tune_on
 
-_MOST = 65536
+_MAX_SIZE = 65536
 _WAIT_MS = 5.0
 
 
 def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     words = [] if value is None else value.split(",")
-    if not all(word.isdecimal() and 1 <= int(word) <= _MOST for word in words):
+    if not all(word.isdecimal() and 1 <= int(word) <= _MAX_SIZE for word in words):
         raise click.BadParameter(f"'{value}' is no list of sizes: 1,2,4,8")
     return tuple(dict.fromkeys(map(int, words)))
 
 
 def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[Queue, ...]:
-    """Returns a queue that waits so long at most, and one that waits until it is full."""
+    """Parses RATE[:MS]: returns a queue with this limit (5 ms by default), and one that waits until a batch is full."""
     if value is None:
         return ()
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(?::([0-9]{1,6}(?:\.[0-9]+)?))?", value)
@@ -69,7 +69,7 @@ def bench_command(
     queues: Annotated[
         tuple[Queue, ...],
         Option(
-            "Serve RATE requests a second in batches: one that waits MS for more (5), and one that waits until full.",
+            "Serve RATE requests a second in batches that start after MS (5), then in batches that wait until full.",
             "RATE[:MS]",
             "--queue",
             callback=_read_queue,
@@ -87,8 +87,9 @@ def bench_command(
 ) -> Answer:
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
 
-    Cold start, the session and its first run, stands apart; runs count once their times are steady. Without --runs each
-    device runs until its median is known to 2 % or its time is over. With --against both run in interleaved rounds.
+    The cold start (creating the session, and its first run) is reported separately; runs count once their times are
+    steady. Without --runs each device runs until its median is known to 2 % or its time is over. With --against both
+    run in interleaved rounds.
 
     \b
     Example:
@@ -96,7 +97,7 @@ def bench_command(
       edgekit bench model.onnx --history bench.sqlite --max-slowdown 1.1
       edgekit bench model.onnx --on host --dim sequence=128 --batch 1,4,8 --concurrency 1,2
 
-    Exit code 0: something was timed, and nothing failed or is too slow. 1: not so. 2: the usage or an input is wrong.
+    Exit code 0: something was timed, and nothing failed or is too slow. 1: otherwise. 2: usage or an input is wrong.
     """
     if inter_op_threads and execution_mode == "sequential":
         raise UsageError("--inter-op-threads run nodes side by side", hint="give --execution-mode parallel")
@@ -112,14 +113,14 @@ def bench_command(
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
     if against is not None and len(openings) * len(efforts) > 1:
         raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
-    options.require_beside(("--max-slowdown", "--history FILE"))
+    options.require_with(("--max-slowdown", "--history FILE"))
     options.require_places((markdown, series, history), (subject, against))
     report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     if history is not None:
-        # The report is recorded as it came: what it is held against is its own.
-        held = compare_with_last(report, history, max_slowdown)
+        # The report is recorded without the comparison.
+        compared = compare_with_last(report, history, max_slowdown)
         record_bench(history, report)
-        report = held
+        report = compared
     if markdown is not None:
         write_file(markdown, render_bench_markdown(report).encode())
     if series is not None:
@@ -136,14 +137,18 @@ def _show_bench(report: BenchReport) -> None:
 def _list_efforts(
     effort: Effort, concurrency: Sequence[int], batches: Sequence[int], queues: Sequence[Queue]
 ) -> list[Effort]:
-    """Returns the ways to run: so many at once, or with a queue each batch with the limit and, where it waits, full."""
+    """Returns an effort for each concurrency, or for each queue and batch size.
+
+    Raises:
+        UsageError: both queues and concurrency are given.
+    """
     if not queues:
         return [msgspec.structs.replace(effort, concurrency=count) for count in concurrency or (1,)]
     if concurrency:
         raise UsageError("--queue and --concurrency are two ways to load a session", hint="give one of them")
-    asked = [msgspec.structs.replace(queue, most=size) for size in batches or (1, 8) for queue in queues]
+    all_queues = [msgspec.structs.replace(queue, most=size) for size in batches or (1, 8) for queue in queues]
     # A batch of one is full with its first request.
-    return [msgspec.structs.replace(effort, queue=one) for one in asked if one.most > 1 or one.wait_ms is not None]
+    return [msgspec.structs.replace(effort, queue=one) for one in all_queues if one.most > 1 or one.wait_ms is not None]
 
 
 @as_command
@@ -151,7 +156,7 @@ def profile_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],
-    runs: Annotated[int | None, number("Watch N runs in each of three rounds.", 1, 1000, metavar="N")],
+    runs: Annotated[int | None, number("Profile N runs in each of three rounds.", 1, 1000, metavar="N")],
     seconds: Annotated[float | None, number("Start no further round after X seconds (10).", 0.1, 3600)],
     threads: Threads,
     opening: ModelOpening,
@@ -165,22 +170,22 @@ def profile_command(
     probe_again: Annotated[bool, Option("Measure the machine's roofline again.")],
     progress: Progress,
 ) -> Answer:
-    """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, and what each reaches.
+    """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, against the roofline.
 
-    ONNX Runtime's profiler watches rounds of runs, between rounds without it, so that its own cost is known. With
-    --against, or on two devices, layers are held against each other, and the reasons are named.
+    Rounds with ONNX Runtime's profiler alternate with rounds without it, so that its own cost is known. With --against,
+    or on two devices, the layers are compared, and the reasons for the difference are named.
 
     \b
     Example:
       edgekit profile model.onnx --html profile.html --trace trace.json
       edgekit profile int8.onnx --against float.onnx --on adb:R5CT1234
 
-    Exit code 0: everything was profiled. 1: not so. 2: the usage or an input is wrong.
+    Exit code 0: everything was profiled. 1: something failed. 2: the usage or an input is wrong.
     """
     options.require_places((trace, html), (subject, against))
     if no_roofline and probe_again:
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
-    asked = ProfileOptions(
+    profile_options = ProfileOptions(
         runs=runs,
         seconds=seconds,
         threads=threads,
@@ -188,19 +193,19 @@ def profile_command(
         probe_again=probe_again,
         raw=trace is not None,
     )
-    found = profile_on(subject, choice, asked, opening, against=against, progress=progress)
+    result = profile_on(subject, choice, profile_options, opening, against=against, progress=progress)
     if trace is not None:
-        write_file(trace, encode_chrome(found.profiled))
-        for number, one in enumerate(found.profiled):
+        write_file(trace, encode_chrome(result.profiled))
+        for number, one in enumerate(result.profiled):
             if one.raw:
                 write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
     if html is not None:
-        write_file(html, profiles.render_profile(found).encode())
-    return Answer(found.report, lambda: show_profile(found.report, top), YES if found.report.succeeded else NO)
+        write_file(html, profiles.render_profile(result).encode())
+    return Answer(result.report, lambda: show_profile(result.report, top), YES if result.report.succeeded else NO)
 
 
 def show_profile(report: ProfileReport, top: int) -> None:
-    """Prints profiles, one after another, and then what sets them apart."""
+    """Prints profiles, one after another, and then their comparison."""
     for profile in report.profiles:
         show_line(profiles.headline_profile(profile))
         if profile.failure is None:
@@ -219,7 +224,7 @@ def tune_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     goal: Annotated[Goal, Option("What to minimize (latency).", default="latency")],
-    candidates: Annotated[tuple[Path, ...], Option("Race FILE too: INT8, fp16.", "FILE", "--candidate")],
+    candidates: Annotated[tuple[Path, ...], Option("Try this file too: INT8, fp16.", "FILE", "--candidate")],
     opening: ModelOpening,
     min_sqnr_db: Annotated[
         float | None,
@@ -230,7 +235,7 @@ def tune_command(
             words="--min-sqnr",
         ),
     ],
-    time_budget: Annotated[float | None, options.time_budget("Search no longer than that")],
+    time_budget: Annotated[float | None, options.time_budget("Limit the search to this time")],
     state: Annotated[Path | None, Option("Keep measurements in FILE: an interrupted search continues.", "FILE")],
     apply: Annotated[bool, Option("Write the settings into the bundle, for this kind of machine.")],
     html: options.HtmlFile,
@@ -238,19 +243,19 @@ def tune_command(
 ) -> Answer:
     """Find the best session settings for SUBJECT, a bundle or a model, on a device.
 
-    Settings race in interleaved rounds, each in a session of its own, its outputs held against the reference. The
-    slower half is dropped; the last one is taken only where fresh rounds prove that it is better. What came together is
-    held against the defaults once more: without proof nothing is claimed and nothing applied.
+    Settings are timed in interleaved rounds, each in a session of its own, and their outputs are compared with the
+    reference. The slower half is dropped repeatedly; the last one is adopted only if fresh rounds prove that it is
+    better. Finally all adopted settings together must prove to be better than the defaults, or nothing is applied.
 
     \b
     Example:
       edgekit tune model.onnx --goal throughput --time-budget 2m --html tune.html
       edgekit tune bundles/model-cpu --on host --state tune.json --apply
 
-    Exit code 0: the search came to an end, whatever it found. 2: the usage or an input is wrong, or the device failed.
+    Exit code 0: the search ended, also without a gain. 2: the usage or an input is wrong, or the device failed.
     """
     options.require_places((html, state), (subject, *candidates))
-    asked = Tuning(
+    tuning_options = Tuning(
         goal=goal,
         budget_s=time_budget or Tuning().budget_s,
         candidates=candidates,
@@ -258,7 +263,7 @@ def tune_command(
         state=state,
         apply=apply,
     )
-    report = tune_on(subject, choice, asked, opening, progress=progress)
+    report = tune_on(subject, choice, tuning_options, opening, progress=progress)
     if html is not None:
         write_file(html, tuning.render_tuning(report).encode())
     return Answer(report, lambda: _show_tuning(report))

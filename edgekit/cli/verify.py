@@ -1,4 +1,4 @@
-"""`edgekit verify`, the limits on the command line that replace those of the target, and `edgekit runs`."""
+"""`edgekit verify`, with the limits that replace those of the target, and `edgekit runs`."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from edgekit.verify.report import VerifyReport, read_report, recheck_report, req
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits by the names that they have in `Thresholds`; None where the option was not given.
+    """Limits given as options, by their names in `Thresholds`; None if an option was not given.
 
     `metric` names a metric of the task; `max_metric_drop` and `min_metric_share` are its limits.
     """
@@ -66,22 +66,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     min_metric_share: Annotated[float | None, number("Least share of the float model's metric.", 0, 1)]
 
     def find_task(self, manifest: Manifest) -> TaskLimit | None:
-        """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given.
+        """Returns the metric to measure: that of --metric, else that of the bundle, with the limits of the options.
 
         Raises:
-            UsageError: the bundle asks for a function of somebody's own, or there are limits and no metric.
+            UsageError: the bundle's metric is a function, which must be named by --metric, or there are limits of a
+                metric and no metric.
         """
         return self._limit(bundled_task(manifest) if self.metric is None else load_metric(self.metric))
 
     def apply(self, thresholds: Thresholds) -> Thresholds:
-        """Returns the thresholds with the limits that were given; a share that the user names grants no sample more.
+        """Returns the thresholds with the limits of the options; with --min-top1 no further samples may differ.
 
         Raises:
             UsageError: there are limits of a metric and no metric.
         """
         given = {name: it for name in Thresholds.__struct_fields__ if (it := getattr(self, name, None)) is not None}
         if self.min_top1_agreement is not None:
-            # The samples that may differ were granted for the target's own share.
+            # The granted samples belong to the target's own limit.
             given["granted_samples"] = 0
         task = thresholds.task if self.metric is None else load_metric(self.metric)
         named = tuple(dict.fromkeys((*thresholds.named, *given)))
@@ -89,13 +90,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
         given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}
-        set_ones = {name: value for name, value in given.items() if value is not None}
-        if task is None and set_ones.keys() - {"gate"}:
+        changes = {name: value for name, value in given.items() if value is not None}
+        if task is None and changes.keys() - {"gate"}:
             raise UsageError(
                 "--max-metric-drop and --min-metric-share limit a metric, and none is named",
                 hint="add --metric NAME, such as top1",
             )
-        return None if task is None else msgspec.structs.replace(task, **set_ones)
+        return None if task is None else msgspec.structs.replace(task, **changes)
 
 
 _OF_DATA = "--preprocess --labels --reference --samples"
@@ -156,11 +157,11 @@ def verify_command(
     nothing speaks against the bundle, but it is not proven: no device ran, there are too few samples for an interval,
     or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
-    # Options that would have no effect are refused: a limit that is silently ignored passes what it should stop.
+    # Options that would have no effect are errors: a limit that is silently ignored would let a failure pass.
     _check_options()
     if files_only:
-        idle = "--on --on-file --set --data --layers --baseline --history --junit --html --markdown"
-        options.refuse_idle(idle, "--files-only runs nothing")
+        unused = "--on --on-file --set --data --layers --baseline --history --junit --html --markdown"
+        options.refuse_unused(unused, "--files-only runs nothing")
         if bundle is None:
             raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
         return _check_files(bundle, key)
@@ -187,20 +188,20 @@ def verify_command(
                 report = verify_with(
                     opened, reference, given_data, choice, progress, samples=samples, task=task, layers=layers
                 )
-            # The worst samples are drawn where they are at hand.
+            # The page shows the worst samples, if they can be read.
             inputs = None if html is None else open_inputs(opened, given_data, samples)
             pictures = () if inputs is None else draw_worst(inputs, report)
-    # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
+    # GitHub, GitLab and CircleCI set CI: there a skipped device would not be noticed, so it is a failure.
     in_ci = os.environ.get("CI", "").lower() in {"1", "true"} and (devices.names or devices.file is not None)
     report = require_devices(report, (*require, *(skip.device for skip in report.skipped if in_ci)))
     if report.runs:
-        # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
+        # Only this report is judged by the limits of the options, not the bundle's verify.json.
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
     if earlier is not None:
         report = compare_with_baseline(report, earlier, str(baseline))
     elif history is not None and (last := find_last_good(history, report)) is not None:
         report = compare_with_baseline(report, last.report, f"run {last.id}")
-    # After the comparison, so that a run is never held against itself.
+    # After the comparison, so that a run is not compared with itself.
     if history is not None:
         record_report(history, report)
     if junit is not None:
@@ -218,33 +219,37 @@ def _check_options() -> None:
     if ("bundle" in given) == ("--recheck" in given):
         raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
     if "--recheck" in given:
-        idle = f"--on --on-file --set --require {_OF_RUN} --layers --key --target --data {_OF_DATA}"
-        options.refuse_idle(idle, "--recheck runs nothing")
-    options.require_beside(("--run-key", "--import FILE"), ("--sign-run", "--export FILE"))
+        unused = f"--on --on-file --set --require {_OF_RUN} --layers --key --target --data {_OF_DATA}"
+        options.refuse_unused(unused, "--recheck runs nothing")
+    options.require_with(("--run-key", "--import FILE"), ("--sign-run", "--export FILE"))
     if "--data" in given:
-        options.refuse_idle(_OF_RUN, "a run as a file is one with the golden samples")
-        options.require_beside(("--data", "--reference MODEL"))
+        options.refuse_unused(_OF_RUN, "a run as a file is one with the golden samples")
+        options.require_with(("--data", "--reference MODEL"))
     else:
-        options.refuse_idle(_OF_DATA, "the golden samples stand in the bundle with their labels; --data gives others")
-    earlier = {"--baseline", "--history"} & {*given}
-    if {"--max-latency-ratio", "--max-memory-ratio"} & {*given} and not earlier:
-        raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
-    if len(earlier) > 1:
-        raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
+        options.refuse_unused(_OF_DATA, "the golden samples and their labels are in the bundle; --data gives others")
+    comparisons = {"--baseline", "--history"} & {*given}
+    if {"--max-latency-ratio", "--max-memory-ratio"} & {*given} and not comparisons:
+        raise UsageError("a ratio needs an earlier run to compare with", hint="give --baseline FILE or --history FILE")
+    if len(comparisons) > 1:
+        raise UsageError("--baseline and --history both name an earlier run to compare with", hint="give one of them")
 
 
 def _check_files(bundle: Path, key: Path | None) -> Answer:
-    """Says that the bundle is whole; one that is not raises an error."""
+    """Returns the answer for an intact bundle.
+
+    Raises:
+        BundleError: a file or the signature is not as it should be.
+    """
     with opened_any(bundle, key=key) as found:
-        said = found.attested
-        facts = {"bundle": bundle, "whole": True, "sha256": found.sha256, "signed": said is not None}
-        signed = f"signed with that key: {describe_attested(said)}" if said else "signature not checked"
+        attested = found.attested
+        facts = {"bundle": bundle, "whole": True, "sha256": found.sha256, "signed": attested is not None}
+        signed = f"signed with that key: {describe_attested(attested)}" if attested else "signature not checked"
         line = f"{bundle} is whole ({found.sha256}), {signed}"
-    return Answer({**facts, "attested": said}, lambda: show_line(line))
+    return Answer({**facts, "attested": attested}, lambda: show_line(line))
 
 
 def show_verify(report: VerifyReport) -> None:
-    """Prints a verification: the table, each failure, each device that was skipped."""
+    """Prints a verification: the tables, the reason for its verdict, the remarks."""
     if report.chance:
         print_table(Text(report.chance, "bold"))
     print_table(text.table_verify(report))

@@ -19,7 +19,7 @@ from edgekit.target import Form, Verification
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 
 # Time limits: of a run of LEAST_SAMPLES samples, and of any run.
-_TIMEOUT_S, _MOST_S = 300.0, 3600.0
+_TIMEOUT_S, _MAX_TIMEOUT_S = 300.0, 3600.0
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
 """Devices that are this machine itself, not an emulation of another one."""
@@ -47,22 +47,22 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
         BundleError: the bundle lacks that form.
     """
     check = read_check(bundle)
-    free = any(node.op in _SHAPED_BY_DATA for node in check.node_list)
+    is_free = any(node.op in _SHAPED_BY_DATA for node in check.node_list)
     # A model that runs step by step is judged on whole sequences: all their steps must run, and the time limit grows
     # with their number.
-    least = max(LEAST_SAMPLES, bundle.manifest.steps)
+    min_samples = max(LEAST_SAMPLES, bundle.manifest.steps)
     return Job(
         model=bundle.find_model(plan.form),
         target=read_target(bundle),
         precision=bundle.manifest.precision,
         outputs=tuple(
-            msgspec.structs.replace(spec, shape=spec.shape and (None,) * len(spec.shape)) if free else spec
+            msgspec.structs.replace(spec, shape=spec.shape and (None,) * len(spec.shape)) if is_free else spec
             for spec in bundle.golden.outputs
         ),
         check=check,
         samples=samples,
-        least_samples=least,
-        timeout_s=min(_MOST_S, _TIMEOUT_S * least / LEAST_SAMPLES),
+        least_samples=min_samples,
+        timeout_s=min(_MAX_TIMEOUT_S, _TIMEOUT_S * min_samples / LEAST_SAMPLES),
         digests_hold=True,
     )
 
@@ -106,15 +106,17 @@ def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
 
 def set_job(job: Job, setting: SessionSetting) -> Job:
     """Returns a job whose session has a tuned setting in addition to what its target asks for."""
-    asked = job.target.session
+    target_session = job.target.session
     session = msgspec.structs.replace(
-        asked,
-        config={**asked.config, **setting.config},
-        provider_options={**asked.provider_options, **setting.provider_options},
+        target_session,
+        config={**target_session.config, **setting.config},
+        provider_options={**target_session.provider_options, **setting.provider_options},
         # Devices of these systems pass the system's own options, so the tuned ones must be added there too.
         platforms={
-            name: msgspec.structs.replace(own, provider_options={**own.provider_options, **setting.provider_options})
-            for name, own in asked.platforms.items()
+            name: msgspec.structs.replace(
+                platform, provider_options={**platform.provider_options, **setting.provider_options}
+            )
+            for name, platform in target_session.platforms.items()
         },
     )
     return msgspec.structs.replace(

@@ -19,7 +19,7 @@ _Found = TypeVar("_Found")
 LEAST_SAMPLES = 4
 """The number of samples that even a slow device runs, whatever its time budget."""
 STOPPED = "stopped after"
-"""How the note of a run begins that ended with its time budget."""
+"""The start of the note on a run that ended because of its time budget."""
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,8 +214,8 @@ class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Something that can run a job.
 
-    It runs the targets of its `providers`, of all where it names none, and never those of the providers in `replaced`,
-    for each of which another device proves more. A bare model is opened as one of its `targets`, by default the first;
+    It runs the targets of its `providers` (empty: of all), except those of the providers in `replaced`, for each of
+    which it names a device that proves more. A bare model is opened as one of its `targets`, by default the first;
     without any, as the target `cpu`.
     """
 
@@ -245,7 +245,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the device as it runs a target."""
         return self
 
-    def vary(self, settings: Mapping[str, str], target: Target) -> Sequence["Device"] | None:  # noqa: ARG002
+    def with_settings(self, settings: Mapping[str, str], target: Target) -> Sequence["Device"] | None:  # noqa: ARG002
         """Returns the device with settings applied, several if they name several CPUs; None if it takes no settings.
 
         Raises:
@@ -265,14 +265,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return self.run(job, work)
 
     def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job, if nothing is missing: what `run_job` calls."""
+        """Runs every sample of a job; `run_job` calls it if nothing is missing."""
         raise NotImplementedError
 
 
 class CpuDevice(Device, frozen=True, kw_only=True):
-    """A CPU of this machine, usually not the target's, hence `emulated`.
+    """A CPU of this machine; as that is usually not the target's, the evidence is `emulated`.
 
-    For the target `cpu`, whose own provider is the CPU provider, a run in that provider proves more than for others.
+    For a target whose own provider is the CPU provider, the evidence is `same-ep`.
     """
 
     evidence: Evidence = Evidence.EMULATED
@@ -284,7 +284,7 @@ class CpuDevice(Device, frozen=True, kw_only=True):
 
 
 class WrappedDevice(Device, frozen=True, kw_only=True):
-    """A device that is another one to its users; a subclass changes what that one is given, or what comes back."""
+    """A device that wraps another one; a subclass changes the jobs that it is given, or the runs that it returns."""
 
     device: Device
 
@@ -304,10 +304,10 @@ class WrappedDevice(Device, frozen=True, kw_only=True):
 
 
 def require_device(name: str, found: _Found | Missing) -> _Found:
-    """Returns what was found for a device, if that is not that something is missing.
+    """Returns `found`, unless it says what a device lacks.
 
     Raises:
-        DeviceError: the device cannot run on this machine.
+        DeviceError: something is missing.
     """
     if isinstance(found, Missing):
         hint = found.command or "use another device: edgekit devices list"

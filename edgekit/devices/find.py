@@ -44,7 +44,7 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 }
 
 
-# What installs a phone's library, and finds it again.
+# The loaders, which install and find the libraries for phones.
 _LOADERS: Mapping[str, Loader] = {"android": installed.LOADER, ios.NAME: ios.LOADER}
 
 
@@ -61,7 +61,7 @@ def find_device(name: str, target: Target) -> Device:
     """
     device = known_device(name)
     if better := device.replaced.get(target.provider):
-        words = f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself"
+        words = f"'{name}' would only emulate {target.provider}, and '{better}' runs the provider itself"
         raise UsageError(words, hint=f"--on {better}, or --on host for the CPU provider")
     if not _fits(device, target):
         providers = " and ".join(sorted(device.providers))
@@ -113,15 +113,15 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
         if is_variant or (target is not None and not _fits(device, target)):
             continue
         found = {served.name: rated.find_missing() for rated, served in serve_device(name)}
-        lacking = {served: missing for served, missing in found.items() if missing is not None}
-        available = len(lacking) < len(found)
-        served, missing = next(iter(lacking.items()), ("", Missing(reason="", command=None)))
+        missing_by_target = {served: missing for served, missing in found.items() if missing is not None}
+        available = len(missing_by_target) < len(found)
+        served, missing = next(iter(missing_by_target.items()), ("", Missing(reason="", command=None)))
         listed.append(
             DeviceStatus(
                 name=name,
                 evidence=device.evidence,
                 available=available,
-                reason=f"not for {served}: {missing.reason}" if available and lacking else missing.reason,
+                reason=f"not for {served}: {missing.reason}" if available and missing_by_target else missing.reason,
                 command=missing.command or "",
                 versions=device.find_versions() if available else {},
             )
@@ -163,7 +163,7 @@ def install_device(
 
 
 def known_device(name: str) -> Device:
-    """Returns a device by its name, for whatever target.
+    """Returns a device by its name, without a target.
 
     Raises:
         UsageError: there is no such device.

@@ -1,6 +1,7 @@
-"""Asks a real provider which nodes of a model it takes, and compares that with what `check` predicts.
+"""Observes which nodes of a model a real provider takes, and compares that with the prediction of `check`.
 
-Nodes of a session are matched with nodes of the model by name, by what optimisers made of them, or by their absence.
+Nodes of a session are matched with nodes of the model by name, by operators that optimisers substitute, or by their
+absence.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from edgekit.target import Target
 _WEBGPU = PROVIDERS["webgpu"].name
 
 # For each provider, the devices that run its own code, the best first.
-_ORACLES = {
+_OBSERVERS = {
     QNN: ("qnn-htp-sim",),
     NNAPI: ("android", "android:x86_64"),
     XNNPACK: ("android", "android:x86_64"),
@@ -85,7 +86,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """Why no real provider was asked, and the command that makes it possible, if there is one."""
+    """Why no real provider could run, with the command that installs one, if there is any."""
 
     reason: str
 
@@ -100,10 +101,10 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     """
     if target.provider == CPU_PROVIDER:
         return _observe_kernels(model, target)
-    # Here a device only places nodes: it need not compute the networks of NNAPI or Core ML, as those for a target do.
-    present, skipped = find_present(map(known_device, _ORACLES.get(target.provider, ())))
+    # A device without `for_target`: it only places nodes, and need not compute the networks of NNAPI or Core ML.
+    present, skipped = find_present(map(known_device, _OBSERVERS.get(target.provider, ())))
     if not present and not skipped:
-        return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
+        return NotObserved(reason=f"{target.provider} runs only on a device; edgekit verify emulates it")
     if not present:
         best = skipped[0]
         command = f"; to observe: {best.command}" if best.command else ""
@@ -126,10 +127,10 @@ def _observe_kernels(model: Model, target: Target) -> Observed:
     nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
     if not any(node.is_quantizer for node in report.node_list):
         return _judge("host", Evidence.SAME_EP, [(node, True, True) for node in nodes], failure)
-    # Nothing is predicted of a node that is not in integers for no reason that the rules know.
+    # There is no prediction for a node that is not in integers for a reason that the rules do not know.
     judged = [(node, node.integers if node.integers or node.remarks else seen[node.name]) for node in nodes]
     pairs = [(node, predicted, seen[node.name]) for node, predicted in judged]
-    notes = ("of a quantized model the nodes that compute in integers are counted",)
+    notes = ("for a quantized model, the nodes that compute in integers are counted",)
     return _judge("host", Evidence.SAME_EP, pairs, failure, notes)
 
 
@@ -146,7 +147,7 @@ def _judge(
     failure: str | None,
     notes: tuple[str, ...] = (),
 ) -> Observed:
-    """Returns what a device did; of each node it is given whether it was predicted taken, and whether it was."""
+    """Returns an observation; `pairs` has for each node whether it was predicted taken, and whether it was taken."""
     return Observed(
         device=device,
         evidence=evidence,
@@ -189,7 +190,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")
     if is_xnnpack and opened and run.placement_source == "session":
-        # XNNPACK's own float nodes are not listed (see `goes_unnamed`), and only its operators can be there. Any other
+        # XNNPACK's own float nodes are not listed (see `is_unlisted`), and only its operators can be there. Any other
         # unlisted node was removed, recreated, or decomposed, as a HardSwish without a kernel is. Nodes that the model
         # lacks, such as a Transpose for the layout, are left out.
         seen = {name: seen.get(name, XNNPACK) for name, op in names.items() if name in seen or op in _XNNPACK_OPS}
@@ -251,7 +252,7 @@ def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tupl
     return tuple((node, place != CPU_PROVIDER) for node, place in places if place is not None)
 
 
-def goes_unnamed(node: CheckedNode, target: Target) -> bool:
+def is_unlisted(node: CheckedNode, target: Target) -> bool:
     """Returns True for a float node that XNNPACK takes by itself: the session does not list such nodes.
 
     A session does list nodes on the CPU, QDQ groups, and operators with a fused activation (observed with ONNX Runtime
@@ -261,51 +262,51 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
     return target.provider == XNNPACK and node.taken and not node.integers and not node.is_quantizer
 
 
-def shows_places(run: DeviceRun, job: Job) -> bool:
+def shows_placement(run: DeviceRun, job: Job) -> bool:
     """Returns True if a run shows which provider took which node.
 
-    An empty list shows it too where each node goes unnamed: a node on the CPU would be listed.
+    An empty list shows it too if a session lists no node of the model that XNNPACK takes: one on the CPU it would list.
     """
     if run.placement or run.placement_source != "session" or run.failure is not None:
         return bool(run.placement)
     nodes = job.check.node_list
-    return bool(nodes) and all(goes_unnamed(node, job.target) and node.op not in _FUSED for node in nodes)
+    return bool(nodes) and all(is_unlisted(node, job.target) and node.op not in _FUSED for node in nodes)
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
-    """Returns how many nodes each provider took: those that the session lists, and those that go unnamed.
+    """Returns how many nodes each provider took: those that the session lists, and those that it does not list.
 
-    An unnamed node counts if it was predicted taken, and if neither its name nor a CPU node that it may have become is
+    An unlisted node counts if it was predicted taken, and if neither its name nor a CPU node that it may have become is
     listed.
     """
     counts = Counter(node.provider for node in run.placement)
-    if shows_places(run, job) and run.placement_source == "session":
+    if shows_placement(run, job) and run.placement_source == "session":
         lost = {node.name for node in find_lost(run, job.check)}
-        listed = read_places(run, job.check)
-        unnamed = [node for node in job.check.node_list if goes_unnamed(node, job.target) and node.op not in _FUSED]
-        counts[job.target.provider] += sum(node.name not in listed and node.name not in lost for node in unnamed)
+        listed = map_providers(run, job.check)
+        unlisted = [node for node in job.check.node_list if is_unlisted(node, job.target) and node.op not in _FUSED]
+        counts[job.target.provider] += sum(node.name not in listed and node.name not in lost for node in unlisted)
     return {provider: count for provider, count in sorted(counts.items()) if count}
 
 
 def find_lost(run: DeviceRun, check: CheckReport) -> list[CheckedNode]:
     """Returns the nodes that were predicted taken but ran on the CPU, also those that an optimiser renamed."""
-    places = read_places(run, check)
+    places = map_providers(run, check)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
     lost = [node for node in taken if places.get(node.name) == CPU_PROVIDER]
     known = places.keys() & {node.name for node in check.node_list}
     unknown = [node for node in run.placement if node.provider == CPU_PROVIDER and node.name not in known]
-    strange = Counter(FAMILIES[node.op] for node in unknown if node.op in FAMILIES)
+    unexplained = Counter(FAMILIES[node.op] for node in unknown if node.op in FAMILIES)
     expected = Counter(
         FAMILIES[node.op]
         for node in check.node_list
         if not node.taken and node.op in FAMILIES and node.name not in known
     )
-    for family, count in sorted((strange - expected).items()):
+    for family, count in sorted((unexplained - expected).items()):
         lost += [node for node in taken if FAMILIES.get(node.op) == family and node.name not in known][:count]
     return lost
 
 
-def read_places(run: DeviceRun, check: CheckReport) -> dict[str, str]:
+def map_providers(run: DeviceRun, check: CheckReport) -> dict[str, str]:
     """Returns the provider of each node that a device reports, by its name in the model."""
     names = {node.name for node in check.node_list}
     return name_as_model({node.name: node.provider for node in run.placement}, names)

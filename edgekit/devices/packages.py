@@ -1,4 +1,4 @@
-"""Writes what ONNX Runtime's Core ML provider makes of a model: packages for Xcode, and a cache for apps to ship."""
+"""Writes the Core ML models that ONNX Runtime's provider makes: packages for Xcode, and a cache for apps to ship."""
 
 import re
 from collections import Counter
@@ -50,14 +50,14 @@ class CoreMlCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreMlFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written: `packages` in the order of the partitions."""
+    """The written files: `packages` in the order of the partitions, and the cache, None if it was not requested."""
 
     packages: tuple[CoreMlPackage, ...]
     cache: CoreMlCache | None
 
 
 def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cache: bool) -> CoreMlFiles:
-    """Writes what the Core ML provider, run in `ios-sim`, makes of a model into the folder `out`.
+    """Writes the models that the Core ML provider, run in `ios-sim`, makes of a model into the folder `out`.
 
     A cache must fit every iOS release from the target's on, because the provider loads whatever it finds under a
     partition's number, without a check of its content.
@@ -70,23 +70,23 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
     oldest = int(target.settings["ios"])
     with work_folder() as work:
         first = _ask_provider(describe_job(model, target, samples=0), work / str(oldest))
-        kept = None
+        cache_facts = None
         if cache:
             releases = (oldest, *(release for release in _RELEASES if release > oldest))
-            before, wanted = oldest, [_outline(partition) for partition in first]
+            before, outlines = oldest, [_outline(partition) for partition in first]
             for release in releases[1:]:
                 other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
-                made = _ask_provider(describe_job(model, other, samples=0), work / str(release))
-                if [_outline(partition) for partition in made] != wanted:
+                partitions = _ask_provider(describe_job(model, other, samples=0), work / str(release))
+                if [_outline(partition) for partition in partitions] != outlines:
                     raise DeviceError(
                         f"the Core ML provider makes other partitions of '{model.name}' on iOS {release} than on"
-                        f" {before}: there a cache would be taken for what it is not",
+                        f" {before}: the same cache would be wrong there",
                         hint=f"--set ios={release}, or leave --cache out",
                     )
                 before = release
             key = first[0].parent.parent.name
             sizes = [_copy(path, out / CACHE / key / path.parent.name / path.name) for path in first]
-            kept = CoreMlCache(folder=CACHE, key=key, releases=releases, size_bytes=sum(sizes))
+            cache_facts = CoreMlCache(folder=CACHE, key=key, releases=releases, size_bytes=sum(sizes))
         written: list[CoreMlPackage] = []
         for index, partition in enumerate(first if packages else ()):
             number = f".{index}" if len(first) > 1 else ""
@@ -95,7 +95,7 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
             kinds = Counter(operation.kind for operation in operations if operation.kind != "const")
             size = _copy(partition, out / name)
             written.append(CoreMlPackage(name=name, operations=dict(kinds.most_common()), size_bytes=size))
-    return CoreMlFiles(packages=tuple(written), cache=kept)
+    return CoreMlFiles(packages=tuple(written), cache=cache_facts)
 
 
 def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
@@ -119,15 +119,15 @@ def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
             makers[f"_{safe}" if name[0].isdigit() else safe] = node.name
     found: dict[str, tuple[Operation, ...]] = {}
     for program in programs:
-        waiting: list[Operation] = []
+        pending: list[Operation] = []
         for operation in program.operations:
             if operation.kind == "const":
                 continue
-            waiting.append(operation)
+            pending.append(operation)
             maker = next((makers[result.name] for result in operation.results if result.name in makers), None)
             if maker is not None:
-                found[maker] = (*found.get(maker, ()), *waiting)
-                waiting = []
+                found[maker] = (*found.get(maker, ()), *pending)
+                pending = []
     return found
 
 
@@ -148,20 +148,20 @@ def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
 
 
 def _outline(partition: Path) -> object:
-    """Returns what two partitions must have in common to be interchangeable: inputs and outputs, not operations."""
+    """Returns the facts that are equal for interchangeable partitions: inputs and outputs, or a file's digest."""
     if partition.is_file():
         return digest_file(partition)
     program = read_package(partition)
     return program.inputs, program.outputs
 
 
-def _copy(partition: Path, to: Path) -> int:
+def _copy(partition: Path, target: Path) -> int:
     """Copies a package without the provider's temporary files (`tmp`), or a file, and returns its size in bytes."""
     total = 0
     for path in [partition] if partition.is_file() else sorted(partition.rglob("*")):
         inside = path.relative_to(partition)
         if path.is_file() and inside.parts[:1] != ("tmp",):
             with path.open("rb") as file:
-                write_new(to / inside, read_chunks(file))
+                write_new(target / inside, read_chunks(file))
             total += path.stat().st_size
     return total

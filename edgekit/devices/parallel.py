@@ -19,40 +19,40 @@ from edgekit.devices.register import address_of, is_remote
 _Item = TypeVar("_Item")
 _T = TypeVar("_T")
 
-MEMORY_A_RUN = 3 << 29
-"""The memory that a run on this machine may need, for an emulator, a model and its tensors."""
+BYTES_PER_RUN = 3 << 29
+"""The memory that a run on this machine may need: for an emulator, a model and its tensors."""
 
 _MEMORY = Path("/proc/meminfo")
-# Two devices that compute on this machine would slow each other down while they are timed.
-_ALONE = Lock()
+# Devices on this machine are timed one at a time, because they would slow each other down.
+_TIMING_LOCK = Lock()
 
 
 def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: bool = False) -> tuple[_T, ...]:
-    """Runs something on every device at the same time, and returns the results in the order of the devices.
+    """Calls `run` for every device at the same time, and returns the results in the order of the devices.
 
     Devices on this machine share its cores and memory, so that only a few of them run at once, or one at a time if the
     result is a time (`timed`). Runs on one remote device that is named twice follow each other. If a run raises, or the
     caller is interrupted, all others are ended.
     """
-    lanes: dict[str, list[int]] = {}
+    queues: dict[str, list[int]] = {}
     for index, device in enumerate(devices):
-        # Two names of the same phone share a lane, so that its runs do not compete for its cores and files.
-        lanes.setdefault(address_of(device) if is_remote(device) else str(index), []).append(index)
+        # Two names of the same phone share a queue, so that its runs do not compete for its cores and files.
+        queues.setdefault(address_of(device) if is_remote(device) else str(index), []).append(index)
     results: dict[int, _T] = {}
 
-    def work(lane: Sequence[int]) -> None:
-        for index in lane:
+    def work(queue: Sequence[int]) -> None:
+        for index in queue:
             device = devices[index]
-            turn: contextlib.AbstractContextManager[object] = _ALONE if timed else _slots()
+            lock: contextlib.AbstractContextManager[object] = _TIMING_LOCK if timed else _slots()
             if is_remote(device):
                 # Another process or thread of this machine may use the same phone; the system releases the lock of a
                 # process that dies.
                 place = cache_folder() / "leases" / digest_bytes(address_of(device).encode()) / "lock"
-                turn = one_at_a_time(place)
-            with turn:
+                lock = one_at_a_time(place)
+            with lock:
                 results[index] = run(device)
 
-    run_together([functools.partial(work, lane) for lane in lanes.values()])
+    run_together([functools.partial(work, queue) for queue in queues.values()])
     return tuple(results[index] for index in range(len(devices)))
 
 
@@ -61,15 +61,13 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
     If one raises, or the caller is interrupted, the child processes of all are ended, and waiting calls are not made.
     """
-    with running_behind(operator.call, max(1, at_once or len(calls))) as begin:
+    with in_background(operator.call, max(1, at_once or len(calls))) as begin:
         futures = [begin(call) for call in calls]
     return tuple(future.result() for future in futures)
 
 
 @contextlib.contextmanager
-def running_behind(
-    call: Callable[[_Item], _T], at_once: int, more: int = 0
-) -> Generator[Callable[[_Item], Future[_T]]]:
+def in_background(call: Callable[[_Item], _T], at_once: int, more: int = 0) -> Generator[Callable[[_Item], Future[_T]]]:
     """Yields a function that starts a call for an item in the background; the block ends when all calls have returned.
 
     While the block runs, `at_once` calls run at a time; once it has ended, `more` further ones do, in the order of the
@@ -109,7 +107,7 @@ def count_slots(cores: int, free_bytes: int | None) -> int:
 
     Two per core, because programs start and models load while others compute.
     """
-    by_memory = cores if free_bytes is None else free_bytes // MEMORY_A_RUN
+    by_memory = cores if free_bytes is None else free_bytes // BYTES_PER_RUN
     return max(1, min(2 * cores, by_memory))
 
 

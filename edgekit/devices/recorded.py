@@ -1,8 +1,8 @@
 """A run in a file: recorded on a machine with the device, judged on a machine with the bundle.
 
-The first line holds the signature of the rest, if any, and the second a `Claim`. Then come the outputs, one `.tensors`
-message for each sample (`edgekit.devices.process.exchange`), and after them those of the turns of a stateful model,
-whose inputs depend on earlier outputs. Nothing in the file is trusted before it has been checked against the bundle.
+The first line has the signature of the rest, if any, the second a `Claim`. The outputs follow, one `.tensors` message
+for each sample (`edgekit.devices.process.exchange`), and then those of the turns of a stateful model, whose inputs
+depend on earlier outputs. Nothing in the file is trusted before it has been checked against the bundle.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import IO, Annotated, Literal
 import msgspec
 
 from edgekit._files import digest_file, open_regular, read_chunks, replacing_file, work_folder, write_new
-from edgekit.bundle.sign import Seal, check_seal, seal_digest
+from edgekit.bundle.sign import DigestSignature, check_digest_signature, sign_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, PlacedNode, WrappedDevice
@@ -25,7 +25,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 
 _FORMAT: Literal["edgekit-run-1"] = "edgekit-run-1"
-_MAX_SEAL_BYTES = 1 << 12
+_MAX_HEAD_BYTES = 1 << 12
 _HINT = "edgekit verify BUNDLE --on DEVICE --export FILE writes one"
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
@@ -35,10 +35,9 @@ _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file claims about a run, with the digests of the bundle, the model file, the inputs and the outputs.
 
-    The file may be a stranger's, so that each field is bounded; those of `DeviceRun` are not.
-
-    `samples` is the number of outputs that follow, `waited_ms` how long the device took to answer; the other fields are
-    those of `DeviceRun`. After these outputs follow those of `turns` steps of a session that was asked step by step.
+    `samples` is the number of outputs that follow, and `turns` that of the outputs after them, which are those of a
+    session that was run step by step. `waited_ms` is how long the device took to answer; the other fields are those of
+    `DeviceRun`, but bounded, because the file may be untrusted.
     """
 
     bundle_sha256: _Sha256
@@ -66,14 +65,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Literal["edgekit-run-1"]
-    seal: Seal | None
+    seal: DigestSignature | None
 
 
 class Recording(WrappedDevice, frozen=True, kw_only=True):
     """A device whose first run is written into the file `path`, signed with `key` if it is given.
 
-    The first run that is asked step by step (`Job.on_outputs`) is added to the file. `written` is empty until then, and
-    afterwards has what the file says of the first run, with its outputs.
+    The first run that is made step by step (`Job.on_outputs`) is added to the file. After the first run, `written` has
+    one item: the claim in the file, and the outputs of that run.
     """
 
     path: Path
@@ -115,15 +114,15 @@ class Recording(WrappedDevice, frozen=True, kw_only=True):
 
 
 class Recorded(Device, frozen=True, kw_only=True):
-    """A recorded run in the role of the device that made it; it can answer only the recorded job.
+    """A recorded run in the role of the device that made it; it can run only the recorded job.
 
-    `voucher` says who signed it.
+    `signer` says who signed the file, as text.
     """
 
     path: Path
     claim: Claim
     bundle_sha256: str
-    voucher: str
+    signer: str
 
     @property
     def name(self) -> str:
@@ -142,7 +141,7 @@ class Recorded(Device, frozen=True, kw_only=True):
             DeviceError: it is a run of another bundle, model file or samples, or the outputs do not have the claimed
                 digest.
         """
-        for reason in self._find_other(job):
+        for reason in self._find_mismatches(job):
             raise self._explain(reason)
         count, folder = self.claim.samples, work / "out"
         received = count + self.claim.turns
@@ -151,26 +150,26 @@ class Recorded(Device, frozen=True, kw_only=True):
             for index in range(received):
                 exchange.receive_tensors(file, folder / exchange.tensors_name(index), job.outputs)
             if file.read(1):
-                raise self._explain("goes on after its last output")
-        every = exchange.open_outputs(folder, received, job.outputs, str(self.path))
-        outputs = select_samples(every, range(count))
+                raise self._explain("has data after its last output")
+        all_outputs = exchange.open_outputs(folder, received, job.outputs, str(self.path))
+        outputs = select_samples(all_outputs, range(count))
         if digest_samples(outputs) != self.claim.outputs_sha256:
-            raise self._explain("holds other outputs than it says")
+            raise self._explain("has outputs with another digest than it claims")
         if job.on_outputs is not None:
-            outputs = select_samples(every, range(count, every.count))
+            outputs = select_samples(all_outputs, range(count, all_outputs.count))
             if digest_samples(outputs) != self.claim.turns_sha256:
-                raise self._explain("holds other turns than it says")
+                raise self._explain("has turns with another digest than it claims")
             for _, answer in zip(job.samples, outputs, strict=False):
                 job.on_outputs(answer)
         fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"device", "notes"}
         return DeviceRun(
             device=f"{self.claim.device} (recorded)",
             outputs=outputs,
-            notes=(f"{self.path.name}: {self.voucher}", *self.claim.notes),
+            notes=(f"{self.path.name}: {self.signer}", *self.claim.notes),
             **{name: getattr(self.claim, name) for name in fields},
         )
 
-    def _find_other(self, job: Job) -> Iterator[str]:
+    def _find_mismatches(self, job: Job) -> Iterator[str]:
         """Yields the reasons why the run is not a run of a job."""
         claim = self.claim
         if claim.bundle_sha256 != self.bundle_sha256:
@@ -215,13 +214,13 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
             rest.update(chunk)
         digest = rest.hexdigest()
     if key is not None:
-        check_seal(head.seal, digest, str(path), key)
-        voucher = f"signed with the key '{key.name}'"
+        check_digest_signature(head.seal, digest, str(path), key)
+        signer = f"signed with the key '{key.name}'"
     elif head.seal is not None:
-        voucher = f"as claimed: it is signed with the key {head.seal.keyid[:16]}, which was not asked for (--run-key)"
+        signer = f"as claimed: it is signed with the key {head.seal.keyid[:16]}, which was not asked for (--run-key)"
     else:
-        voucher = "as claimed: nobody signed it"
-    return Recorded(path=path, claim=claim, bundle_sha256=bundle_sha256, voucher=voucher)
+        signer = "as claimed: nobody signed it"
+    return Recorded(path=path, claim=claim, bundle_sha256=bundle_sha256, signer=signer)
 
 
 def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:
@@ -229,7 +228,7 @@ def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path |
         body = work / "body"
         line = msgspec.json.encode(claim) + b"\n"
         write_new(body, itertools.chain((line,), map(exchange.encode_tensors, outputs)))
-        seal = None if key is None else seal_digest(digest_file(body), key)
+        seal = None if key is None else sign_digest(digest_file(body), key)
         head = msgspec.json.encode(_Head(format=_FORMAT, seal=seal)) + b"\n"
         with replacing_file(path) as temporary, body.open("rb") as file:
             write_new(temporary, itertools.chain((head,), read_chunks(file)))
@@ -244,4 +243,4 @@ def _open(path: Path) -> IO[bytes]:
 
 def _take_lines(file: IO[bytes]) -> tuple[bytes, bytes]:
     """Returns the first two lines of a file, up to their maximum lengths."""
-    return file.readline(_MAX_SEAL_BYTES), file.readline(exchange.MAX_RESULT_BYTES)
+    return file.readline(_MAX_HEAD_BYTES), file.readline(exchange.MAX_RESULT_BYTES)

@@ -43,7 +43,7 @@ _MINE, _TAKEN = "You have already acquired place", "is already acquired by"
 
 @contextlib.contextmanager
 def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
-    """Acquires a place of Labgrid for the duration of the block; waits if somebody else has it.
+    """Acquires a place (a device) of Labgrid for the duration of the block; waits if somebody else has it.
 
     Labgrid's client finds the coordinator by the environment variable `LG_COORDINATOR`.
 
@@ -83,7 +83,7 @@ def _quote(done: Finished) -> str:
 
 
 class NamedDevice(WrappedDevice, frozen=True, kw_only=True):
-    """A device of `devices.toml`: reports call it `label`; a limit of None leaves that of the job.
+    """A device of `devices.toml`, which reports name `label`; a limit of None keeps that of the job.
 
     A `place` of Labgrid is acquired while it runs.
     """
@@ -115,7 +115,7 @@ class NamedDevice(WrappedDevice, frozen=True, kw_only=True):
 
 
 def address_of(device: Device) -> str:
-    """Returns the address of a device, whatever the user calls it, for example `adb:SERIAL` or `arm64`."""
+    """Returns the address of a device, for example `adb:SERIAL` or `arm64`, also if the user gave it another name."""
     return device.device.name if isinstance(device, NamedDevice) else device.name
 
 
@@ -140,10 +140,10 @@ _AUTO = "auto"
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device as a file describes it.
 
-    `device` is what `--on` takes. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
-    Runtime's library to use in place of those that edgekit finds (relative paths start at the file's folder), and
-    `provider` is one to use in place of the target's, which proves less. `settings` are those of `--set`. `labgrid` is
-    the device's place in a laboratory that shares its devices through Labgrid: it is held while the device runs.
+    `device` is a name as for `--on`. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
+    Runtime's library to use in place of those that edgekit finds (relative to the file's folder), and `provider` is one
+    to use in place of the target's, which proves less. `settings` are those of `--set`. `labgrid` is the device's place
+    in a laboratory that shares its devices through Labgrid: it is acquired while the device runs.
     """
 
     device: str
@@ -190,8 +190,8 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
     if not (listed := read_toml(path, _File, hint="--on-file takes a .toml file", keys=suggest).device):
         raise UsageError(f"'{path}' lists no device", hint=form)
     names = [entry.name for entry in listed]
-    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
-        raise UsageError(f"'{path}' lists the name '{twice}' twice", hint="give each device a name of its own")
+    if (repeated := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise UsageError(f"'{path}' lists the name '{repeated}' twice", hint="give each device a name of its own")
     return tuple(resolve_device(entry, path.parent) for entry in listed)
 
 
@@ -224,7 +224,7 @@ def choose_devices(
                 words = f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that"
                 raise UsageError(words, hint="if it is yours, name it: --on")
     names = choice.names if choice.names or listed else default
-    devices = [device for name in names for device in _find_set(name, target_for, choice.settings)]
+    devices = [device for name in names for device in _find_with_settings(name, target_for, choice.settings)]
     if choice.settings and not any(_takes_settings(name, target_for) for name in names):
         named = f"--set {next(iter(choice.settings))}"
         words = f"{named} means nothing for {', '.join(names) or 'these devices'}"
@@ -233,21 +233,23 @@ def choose_devices(
         if entry.settings and not _takes_settings(entry.device, target_for):
             words = f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'"
             raise UsageError(words, hint="leave them out")
-        found = _find_set(entry.device, target_for, entry.settings)
+        found = _find_with_settings(entry.device, target_for, entry.settings)
         devices += [_name_device(entry, device, is_one=len(found) == 1) for device in found]
     return devices
 
 
-def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]) -> Sequence[Device]:
+def _find_with_settings(
+    name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]
+) -> Sequence[Device]:
     """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
     target = target_for(name)
     device = find_device(name, target)
-    return (device.vary(settings, target) or (device,)) if settings else (device,)
+    return (device.with_settings(settings, target) or (device,)) if settings else (device,)
 
 
 def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
     target = target_for(name)
-    return find_device(name, target).vary({}, target) is not None
+    return find_device(name, target).with_settings({}, target) is not None
 
 
 def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:
@@ -274,7 +276,7 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
     """
     if _AUTO not in recipe.targets:
         return recipe
-    here: list[Target] = []
+    targets_here: list[Target] = []
     for target in map(load_target, target_names()):
         # `cpu` runs everywhere, another target where its own provider is installed with hardware for it.
         if target.provider != CPU_PROVIDER:
@@ -284,10 +286,10 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
             # Simulators and emulators are no hardware of this machine.
             if not (is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE):
                 continue
-        here.append(target)
+        targets_here.append(target)
     if alone:
-        here = [max(here, key=lambda target: len(target.fallback))]
-    found = [target.name for target in here]
+        targets_here = [max(targets_here, key=lambda target: len(target.fallback))]
+    found = [target.name for target in targets_here]
     targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
     arch = "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"
     arch = "arm64" if platform.machine().lower() in {"arm64", "aarch64"} else arch

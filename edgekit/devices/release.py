@@ -82,19 +82,19 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
         raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
     # Unpacked only after the digest was checked; files are extracted one by one, under names that edgekit chooses.
-    taken = {name: folder / Path(name).name for name in digests}
+    paths = {name: folder / Path(name).name for name in digests}
     # As a stream: to look a name up, tarfile would inflate all of the package first.
     with tarfile.open(packages[0], "r|gz") as package:
         for member in package:
-            if path := taken.get(member.name):
+            if path := paths.get(member.name):
                 write_member(package.extractfile(member), path)
-            if all(path.exists() for path in taken.values()):
+            if all(path.exists() for path in paths.values()):
                 break
     packages[0].unlink()
     for name, expected in digests.items():
-        if digest_file(taken[name]) != expected:
+        if digest_file(paths[name]) != expected:
             raise DeviceError(f"'{name}' is not as published", hint="check the npm registry")
-    return tuple(taken.values())
+    return tuple(paths.values())
 
 
 def write_member(member: IO[bytes] | None, path: Path) -> None:
@@ -121,8 +121,8 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceError: the compiler cannot be started.
         """
-        said = run_process(self.version, timeout_s=60.0).stdout.split("\n", 1)[0]
-        return f"{self.name} {said.strip()}"
+        first_line = run_process(self.version, timeout_s=60.0).stdout.split("\n", 1)[0]
+        return f"{self.name} {first_line.strip()}"
 
 
 def list_compilers(machine: str) -> tuple[Compiler, ...]:
@@ -166,12 +166,12 @@ def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -
         DeviceError: the compiler fails.
     """
     objects.mkdir(parents=True, exist_ok=True)
-    made = [objects / f"{source.name}.o" for _, source in jobs]
-    steps = [[*words, "-c", "-o", str(out), str(source)] for (words, source), out in zip(jobs, made, strict=True)]
+    outputs = [objects / f"{source.name}.o" for _, source in jobs]
+    steps = [[*words, "-c", "-o", str(out), str(source)] for (words, source), out in zip(jobs, outputs, strict=True)]
     with ThreadPoolExecutor(_WORKERS) as pool:
         for finished in pool.map(functools.partial(run_process, timeout_s=_BUILD_TIMEOUT_S), steps):
             _require_success(finished)
-    return tuple(made)
+    return tuple(outputs)
 
 
 def _require_success(finished: Finished) -> None:
@@ -206,7 +206,7 @@ class Installed(Archive, frozen=True, kw_only=True):
     compilers: dict[str, str]
 
     def describe(self) -> str:
-        """Returns what is installed, in words."""
+        """Returns what is installed, as text."""
         abis, providers = ", ".join(self.abis), ", ".join(self.providers)
         return f"ONNX Runtime {self.version} of {self.archive} for {abis} with {providers}"
 
@@ -223,10 +223,10 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     machine, and `needs` has the command that installs one, by ABI. `library` is the file name of ONNX Runtime's
     library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. With `option` the user gives
     another one. `unpack` reads the archive that the user gave, or fetches the pinned one into its second folder, and
-    writes what is kept into the first. `place` returns the symbol for each import; its second argument names stand-ins
-    to leave out. `header` declares the table of symbols. `flags` are compiler flags for every source, `runner_flags`
-    for the runner's. `archive_kind` is the key of the archive in the versions of reports. `find_obstacle` returns why
-    this machine cannot run the library, None if it can.
+    writes the files to keep into the first. `map_imports` returns the symbol for each import; its second argument names
+    stand-ins to leave out. `header` declares the table of symbols. `flags` are compiler flags for every source,
+    `runner_flags` for the runner's. `archive_kind` is the key of the archive in the versions of reports.
+    `find_obstacle` returns why this machine cannot run the library, None if it can.
     """
 
     system: str
@@ -240,7 +240,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     option: str
     unpack: Callable[[Path | None, Path, Path, Progress], Release]
     header: str
-    place: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+    map_imports: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
     flags: tuple[str, ...] = ()
     runner_flags: tuple[str, ...] = ()
     archive_kind: str = "archive"
@@ -261,14 +261,14 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted((*self.sources.glob("*.c"), *self.sources.glob("*.cpp"))))
 
     def write_imports(self, imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
-        """Writes the C table of what a library may import: each imported name with the address of its stand-in.
+        """Writes the C table of the functions that a library imports, with the address of each one's stand-in.
 
         `without` names stand-ins to leave out, to test if they are needed.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        places = sorted(self.place(imports, without).items())
+        places = sorted(self.map_imports(imports, without).items())
         lines = [f'#include "{self.header}"']
         lines += [f'extern char place_{index}[] __asm__("{place}");' for index, (_, place) in enumerate(places)]
         lines += ["const struct import imports[] = {"]
@@ -312,14 +312,14 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         """
         if reason := self.find_obstacle():
             raise DeviceError(f"'{self.device}' cannot be installed here: {reason}", hint="use x86-64 Linux, or a Mac")
-        lacking = f"there is no compiler for the stand-in for {self.title}"
+        no_compiler = f"there is no compiler for the stand-in for {self.title}"
         if not any(map(self.find_compiler, self.machines.values())):
-            raise DeviceError(lacking, hint=next(iter(self.needs.values())))
+            raise DeviceError(no_compiler, hint=next(iter(self.needs.values())))
         with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
             release = self.unpack(given, staging, work, progress)
             compilers = {abi: self._build(abi, release, staging, work, progress) for abi in release.imports}
             if not (abis := tuple(abi for abi, compiler in compilers.items() if compiler)):
-                raise DeviceError(lacking, hint=self.needs[next(iter(compilers))])
+                raise DeviceError(no_compiler, hint=self.needs[next(iter(compilers))])
             facts = {name: getattr(release, name) for name in Archive.__struct_fields__}
             installed = Installed(**facts, abis=abis, sources=digest_sources(self.system), compilers=compilers)
             write_file(staging / FACTS, msgspec.json.encode(installed))

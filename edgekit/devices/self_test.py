@@ -57,16 +57,14 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | None = None) -> SelfTest:
-    """Runs a small convolution, the same with an altered weight, and a model that no device can run.
+    """Runs a small convolution, the same with an altered weight, and a model that no device can run; judges results.
 
-    Judges the results.
-
-    `served` holds the device once for each target whose provider it runs: each is tried, and what a provider lacks is
+    `served` has the device once for each target whose provider it runs: each is tested, and what a provider lacks is
     reported. The expected outputs come from numpy, not from ONNX Runtime. The last two models are negative controls: a
     device that returns the known outputs for the altered model, or any outputs for the impossible one, does not run the
     model that it is given.
     """
-    tell = progress or say_nothing
+    report_progress = progress or say_nothing
     test = SelfTest(device=served[0][0].name, evidence=served[0][0].evidence)
     for device, target in served:
         if (missing := device.find_missing()) is not None:
@@ -74,7 +72,7 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
             continue
         label = f"{target.name}: " if len(served) > 1 else ""
         for change, name in _MODELS.items():
-            tell(f"{label}{name} on {device.name}")
+            report_progress(f"{label}{name} on {device.name}")
             try:
                 with work_folder() as work:
                     run = _run(device, target, _make_model(change), work)
@@ -109,19 +107,19 @@ def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> 
 
 
 def _judge(change: Change, run: DeviceRun, device: Device, target: Target) -> Iterator[SelfCheck]:
-    """Yields what the run of a model shows: the known one, or one that was changed to be a negative control."""
+    """Yields the checks of a run of the known model, or of one that was changed to be a negative control."""
     error = _error(run) if run.failure is None else 0.0
-    said = run.failure or f"largest error {error:.2g} of the range"
+    detail = run.failure or f"largest error {error:.2g} of the range"
     if change == "domain":
         passed = run.failure is not None and run.outputs.count == 0
-        said = run.failure or f"it gave {run.outputs.count} outputs"
-        yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=said[:200])
+        detail = run.failure or f"it gave {run.outputs.count} outputs"
+        yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=detail[:200])
         return
     if change == "weight":
         # Ten times what rounding can cause: the difference must come from the altered weight, not from precision.
-        yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=said)
+        yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=detail)
         return
-    yield SelfCheck(name="outputs", passed=run.failure is None and error <= TOLERANCE, detail=said)
+    yield SelfCheck(name="outputs", passed=run.failure is None and error <= TOLERANCE, detail=detail)
     if run.failure is None:
         taken = [node.op for node in run.placement if node.provider == target.provider and "Conv" in node.op]
         seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
@@ -133,17 +131,17 @@ def _judge(change: Change, run: DeviceRun, device: Device, target: Target) -> It
 
 def _error(run: DeviceRun) -> float:
     """Returns the largest error relative to the largest known output, infinity if outputs are missing or not finite."""
-    wanted: list[Array] = []
+    expected: list[Array] = []
     for row in _rows():
         # The convolution by numpy: max(0, w * x) with a border of one zero.
         padded = np.pad(row["x"], ((0, 0), (0, 0), (1, 1), (1, 1)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
-        wanted.append(np.maximum(np.einsum("nchwij,ocij->nohw", windows, _weights()), 0))
-    got = [row["y"] for row in run.outputs]
-    if len(got) != len(wanted) or not all(np.isfinite(value).all() for value in got):
+        expected.append(np.maximum(np.einsum("nchwij,ocij->nohw", windows, _weights()), 0))
+    outputs = [row["y"] for row in run.outputs]
+    if len(outputs) != len(expected) or not all(np.isfinite(value).all() for value in outputs):
         return float("inf")
-    largest = max(float(np.abs(value).max()) for value in wanted)
-    return max(float(np.abs(a - b).max()) for a, b in zip(wanted, got, strict=True)) / largest
+    largest = max(float(np.abs(value).max()) for value in expected)
+    return max(float(np.abs(a - b).max()) for a, b in zip(expected, outputs, strict=True)) / largest
 
 
 def _weights() -> Array:

@@ -1,1 +1,1 @@
-"""What a user starts: each job calls the stages below it in their order."""
+"""The jobs that a user starts: each calls the stages below it in their order."""

@@ -18,11 +18,11 @@ from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.convert.convert import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
-from edgekit.devices.parallel import running_behind
+from edgekit.devices.parallel import in_background
 from edgekit.devices.register import DeviceChoice, NamedDevice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
-from edgekit.jobs.build_inputs import BuildInputs, BuildJob, Kept, calibrate_inputs, read_build_inputs
-from edgekit.jobs.check import find_neglected_axes, list_versions
+from edgekit.jobs.build_inputs import BuildCache, BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
+from edgekit.jobs.check import find_fixed_axes, list_versions
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
@@ -40,20 +40,20 @@ from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import Step, VerifyReport, write_report
 from edgekit.verify.run import verify_bundle
 
-# While a target is planned, one bundle is written and verified beside it: planning keeps a core busy, and needs the
-# memory that a second emulator would take. When nothing is left to plan, two are verified at once.
-_BESIDE = 1
-_MORE_AFTERWARDS = 1
+# While a target is planned, one bundle is written and verified in the background: planning keeps a core busy, and needs
+# the memory that a second emulator would take. When nothing is left to plan, two are verified at once.
+_AT_ONCE = 1
+_MORE_AT_THE_END = 1
 
 
 class _Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was written, or why it was not, and what verifying it found."""
+    """A bundle that was written, or the error why it was not, and the report of its verification, if there was one."""
 
     built: BuiltBundle | EdgekitError
     report: VerifyReport | None = None
 
 
-_Ladder = Generator[ReadyBundle, str]
+_Candidates = Generator[ReadyBundle, str]
 _Made = TypeVar("_Made")
 
 
@@ -64,52 +64,57 @@ def build(
     recipe: Recipe | None = None,
     *,
     verify: bool = True,
-    cache: AnyPath | Kept | None = None,
+    cache: AnyPath | BuildCache | None = None,
     time_budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
 
-    `cache` is a folder that keeps the calibration for the next build of the same model and data; a `Kept` that several
-    builds share keeps more. `time_budget_s` limits planning and verifying: each target gets an equal share of what is
-    left when it begins, spends at most half of it on its plan, and verifies with fewer samples where the rest is too
-    short. Notes tell what was left out. Preparing, calibrating, writing and starting a device are not limited.
+    `cache` is a folder that keeps the calibration for the next build of the same model and data; a `BuildCache` that
+    several builds share keeps more. `time_budget_s` limits planning and verifying: each target gets an equal share of
+    the time that is left when it begins, spends at most half of it on its plan, and is verified with fewer samples if
+    the rest is too short. Notes say what was left out. Preparing, calibrating, writing and starting a device are not
+    limited.
 
-    A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
+    A target that cannot be built or does not pass is a finding of the report. Bundles are written whole or not at all.
 
     Raises:
-        EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is as it was.
+        EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is unchanged.
     """
     model, out = as_path(model), as_path(out)
-    kept = cache if isinstance(cache, Kept) else Kept(folder=None if cache is None else as_path(cache))
+    build_cache = (
+        cache if isinstance(cache, BuildCache) else BuildCache(folder=None if cache is None else as_path(cache))
+    )
     start, watch = time.monotonic(), Stopwatch()
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
-    targets, given = load_targets(recipe), load_model(model)
-    # First, so that a misspelled device name is reported before all the work.
-    told = forecast_goal(model, recipe, targets)
-    # Everything is made in a folder beside `out` and moved at the end: a build that fails leaves `out` as it was.
+    targets, original = load_targets(recipe), load_model(model)
+    # First, so that a misspelled device name is reported at once.
+    forecast = forecast_goal(model, recipe, targets)
+    # Everything is written into a folder beside `out` and moved at the end: a failed build leaves `out` unchanged.
     with work_folder() as work, staged_entries(out) as staging:
-        end = start + (time_budget_s or math.inf)
+        deadline = start + (time_budget_s or math.inf)
         job = BuildJob(
             recipe=recipe,
             targets=targets,
             work=work,
             staging=staging,
-            kept=kept,
+            cache=build_cache,
             progress=progress,
-            origin=given.sha256,
-            end=end,
+            origin=original.sha256,
+            end=deadline,
             watch=watch,
-            memo=msgspec.structs.replace(kept.memo, budget=Budget()),
+            memo=msgspec.structs.replace(build_cache.memo, budget=Budget()),
         )
-        inputs, ends = _build_all(read_build_inputs(given, data, job), job, verify=verify)
+        inputs, results = _build_all(read_build_inputs(original, data, job), job, verify=verify)
         facts, feeds = inputs.samples.facts, inputs.state.feeds
         warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
         if feeds and inputs.state.steps == 1:
             pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
-            said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
-            warnings.insert(0, said)
+            warning = (
+                f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
+            )
+            warnings.insert(0, warning)
         if isinstance(inputs.calibration, Calibration):
             warnings += inputs.calibration.notes
         report = BuildReport(
@@ -118,61 +123,64 @@ def build(
             verified=verify,
             calibration_samples=inputs.samples.calibration.count,
             data_warnings=tuple(warnings),
-            fixed_axes=find_neglected_axes(inputs.source, targets),
+            fixed_axes=find_fixed_axes(inputs.source, targets),
             golden_samples=inputs.golden.samples,
             fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
-            bundles=tuple(_summarize(inputs.source, *each, out) for each in zip(targets, ends, strict=True)),
+            bundles=tuple(_summarize(inputs.source, *each, out) for each in zip(targets, results, strict=True)),
             seconds=round(time.monotonic() - start, 2),
             stages=job.watch.end(),
             peak_rss_bytes=own_peak_bytes(with_child=True),
             versions=list_versions(),
             report=out / "report.html",
-            forecast=told,
+            forecast=forecast,
         )
         write_file(staging / "report.json", to_json(report).encode())
         pictures = {
-            target.name: draw_worst(read_inputs(end.built.bundle.golden), end.report)
-            for target, end in zip(targets, ends, strict=True)
-            if isinstance(end.built, BuiltBundle) and end.report is not None
+            target.name: draw_worst(read_inputs(deadline.built.bundle.golden), deadline.report)
+            for target, deadline in zip(targets, results, strict=True)
+            if isinstance(deadline.built, BuiltBundle) and deadline.report is not None
         }
         write_file(staging / "report.html", render_build(report, pictures).encode())
     return report
 
 
 def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[BuildInputs, list[_Finished]]:
-    """Returns the inputs, calibrated if a target needs that, and what was built for each target.
+    """Returns the inputs, calibrated if a target needs that, and the result for each target.
 
-    A bundle is written and verified while the next target is planned. Targets without a plan come first, before the
-    calibration: their emulators, most of which keep one core busy, start early.
+    A bundle is written and verified while the next target is planned. Targets that are not quantized come first, before
+    the calibration, so that their verification starts early: most emulators keep only one core busy.
     """
-    ends: dict[str, _Finished] = {}
-    begun: dict[str, tuple[Future[_Finished], _Ladder, Target]] = {}
+    results: dict[str, _Finished] = {}
+    verifying: dict[str, tuple[Future[_Finished], _Candidates, Target]] = {}
     order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
-    writing = Lock()
-    finish = partial(_finish, job=job, verify=verify, writing=writing)
+    write_lock = Lock()
+    finish = partial(_finish, job=job, verify=verify, write_lock=write_lock)
     planned_share = 1 / 2 if verify else 1.0
-    with running_behind(finish, _BESIDE, _MORE_AFTERWARDS) as begin:
-        for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
+    with in_background(finish, _AT_ONCE, _MORE_AT_THE_END) as begin:
+        for targets_left, target in zip(range(len(order), 0, -1), order, strict=True):
             if job.plans_for(target, inputs.floats):
-                # Beside layers that are compared, it would need the most memory of a build.
-                with writing:
+                # Calibrating while layers are compared would take too much memory.
+                with write_lock:
                     inputs = calibrate_inputs(inputs, job)
-            limited = job.limit_planning(planned_share * job.seconds_left(waiting))
-            ladder = ready_bundles(inputs, target, limited, job.work / target.name)
-            made = _ready_target(ladder, target, job)
+            limited = job.limit_planning(planned_share * job.seconds_left(targets_left))
+            candidates = ready_bundles(inputs, target, limited, job.work / target.name)
+            ready = _ready_target(candidates, target, job)
             # Freed memory would otherwise stay with this process while emulators need it.
             release_memory()
-            if isinstance(made, ReadyBundle):
-                begun[target.name] = begin((made, waiting)), ladder, target
+            if isinstance(ready, ReadyBundle):
+                verifying[target.name] = begin((ready, targets_left)), candidates, target
             else:
-                ends[target.name] = _Finished(built=made)
+                results[target.name] = _Finished(built=ready)
         job.watch.begin("verify" if verify else "write")
-    ends |= {name: _step_down(end.result(), ladder, target, job) for name, (end, ladder, target) in begun.items()}
-    return inputs, [ends[target.name] for target in job.targets]
+    results |= {
+        name: _try_next_best(end.result(), candidates, target, job)
+        for name, (end, candidates, target) in verifying.items()
+    }
+    return inputs, [results[target.name] for target in job.targets]
 
 
 def _rank(target: Target) -> tuple[bool, bool]:
-    """Returns a key that sorts targets with a plan so that both cores have work for most of the time.
+    """Returns a key that sorts quantized targets so that two cores are busy for most of the time.
 
     Targets that a vendor's simulator verifies come first: it keeps one core busy for the longest time, while the others
     are planned. NNAPI comes last, since it is verified on two devices at once.
@@ -180,39 +188,41 @@ def _rank(target: Target) -> tuple[bool, bool]:
     return target.provider == NNAPI, not any(planned.form == "context" for planned in target.verification)
 
 
-def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str = "") -> ReadyBundle | EdgekitError:
-    """Returns the best bundle of a target, or the next one where a device refused what came before."""
+def _ready_target(
+    candidates: _Candidates, target: Target, job: BuildJob, refusal: str = ""
+) -> ReadyBundle | EdgekitError:
+    """Returns the best bundle of a target, or with `refusal`, a device's reason against the last one, the next best."""
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
-    return _guard(partial(ladder.send, refusal) if refusal else partial(next, ladder), target, job)
+    return _catch_faults(partial(candidates.send, refusal) if refusal else partial(next, candidates), target, job)
 
 
-def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
-    """Builds the next best bundle for as long as the device refuses to make a session; returns the last one built."""
-    while isinstance(end.built, BuiltBundle) and end.report is not None:
-        # A device that died said nothing of itself, not even its ONNX Runtime: that is no refusal.
-        asked = (run for run in end.report.runs if not run.load_ms and "onnxruntime" in run.versions)
-        refusal = next((run.failure for run in asked if run.failure), None)
+def _try_next_best(finished: _Finished, candidates: _Candidates, target: Target, job: BuildJob) -> _Finished:
+    """While a device refuses to make a session of a bundle, builds the next best one; returns the last result."""
+    while isinstance(finished.built, BuiltBundle) and finished.report is not None:
+        # A device that crashed reports no version of ONNX Runtime: that is no refusal.
+        responsive = (run for run in finished.report.runs if not run.load_ms and "onnxruntime" in run.versions)
+        refusal = next((run.failure for run in responsive if run.failure), None)
         if refusal is None:
             break
-        shutil.rmtree(end.built.bundle.folder)
-        ready = _ready_target(ladder, target, job, refusal)
+        shutil.rmtree(finished.built.bundle.folder)
+        ready = _ready_target(candidates, target, job, refusal)
         if isinstance(ready, EdgekitError):
             return _Finished(built=ready)
-        end = _finish((ready, 1), job, verify=True, writing=Lock())
-    return end
+        finished = _finish((ready, 1), job, verify=True, write_lock=Lock())
+    return finished
 
 
-def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
-    """Writes and verifies a bundle; of the time that is left it takes one share of as many as targets are left."""
-    ready, waiting = each
+def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, write_lock: Lock) -> _Finished:
+    """Writes a bundle and verifies it, in an equal share of the time that is left; `each` has the number of shares."""
+    ready, targets_left = each
     target = ready.contents.target
     # Comparing layers takes the most memory of a build: one bundle at a time.
-    with writing:
-        built = _guard(partial(write_ready, ready), target, job)
+    with write_lock:
+        built = _catch_faults(partial(write_ready, ready), target, job)
     if isinstance(built, EdgekitError) or not verify:
         return _Finished(built=built)
-    report = _guard(partial(_verify, built, job, waiting), target, job, raises=True)
+    report = _catch_faults(partial(_verify, built, job, targets_left), target, job, raises=True)
     if isinstance(report, EdgekitError):
         # The bundle is whole, and stays not verified.
         notes = (*built.notes, f"it was not verified: {report}")
@@ -220,10 +230,13 @@ def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writi
     return _Finished(built=built, report=report)
 
 
-def _guard(make: Callable[[], _Made], target: Target, job: BuildJob, *, raises: bool = False) -> _Made | EdgekitError:
-    """Returns what a step of one target makes, or why not: a fault of ours must leave the other targets whole.
+def _catch_faults(
+    make: Callable[[], _Made], target: Target, job: BuildJob, *, raises: bool = False
+) -> _Made | EdgekitError:
+    """Returns the result of a step for one target, or its error, so that a fault does not stop the other targets.
 
-    For a fault a file for a bug report is written beside the bundles; what is no fault is raised if it `raises`.
+    An exception that is no EdgekitError is a fault of edgekit: a file for a bug report is written beside the bundles.
+    With `raises` an EdgekitError is raised again.
     """
     try:
         return make()
@@ -242,20 +255,20 @@ def _guard(make: Callable[[], _Made], target: Target, job: BuildJob, *, raises: 
         )
 
 
-def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
+def _verify(result: BuiltBundle, job: BuildJob, targets_left: int) -> VerifyReport:
     devices = find_devices(result.bundle, result.contents.target, DeviceChoice())
     if job.end < math.inf:
-        seconds = round(job.seconds_left(waiting), 1)
+        seconds = round(job.seconds_left(targets_left), 1)
         devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
-    # The float model is the same for most targets, what it was quantized to is that of one.
+    # The float model is the same for most targets; a quantized model belongs to one target.
     known: dict[Step, KnownOutputs] = {
-        step: job.kept.know(model.sha256, stays=step == "prepare") for step, model in result.models.items()
+        step: job.cache.find_outputs(model.sha256, stays=step == "prepare") for step, model in result.models.items()
     }
     manifest = result.bundle.manifest
-    # A bundle's ONNX file mostly has the graph of the last step, so both give the same outputs: they are computed once.
-    # The run of an fp16 bundle is compared with the form that the device loaded, which has another graph.
-    has_own = "onnx" in manifest.forms and manifest.precision != "fp16"
-    stamp = read_stamp(load_model(result.bundle.find_model("onnx"))) if has_own else ""
+    # A bundle's ONNX file mostly has the graph of the last step, so both have the same outputs, computed once. A bundle
+    # in half precision is compared with the form that the device loaded, which has another graph.
+    has_same_graph = "onnx" in manifest.forms and manifest.precision != "fp16"
+    stamp = read_stamp(load_model(result.bundle.find_model("onnx"))) if has_same_graph else ""
     report = verify_bundle(
         result.bundle,
         devices,
@@ -265,14 +278,14 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
         progress=job.progress,
     )
     report = attribute_loss(result.bundle, report, result.models, known)
-    # Verifications follow each other in one process: what one has freed is given back before the next begins.
+    # The freed memory is given back before the next verification in this process.
     release_memory()
     write_report(result.bundle, report)
     return report
 
 
-def _summarize(source: Model, target: Target, end: _Finished, out: Path) -> BundleSummary:
-    result = end.built
+def _summarize(source: Model, target: Target, finished: _Finished, out: Path) -> BundleSummary:
+    result = finished.built
     if isinstance(result, EdgekitError):
         return BundleSummary(target=target.name, title=target.title, failure=str(result))
     manifest = result.bundle.manifest
@@ -293,5 +306,5 @@ def _summarize(source: Model, target: Target, end: _Finished, out: Path) -> Bund
         float_nodes=0 if result.quantized is None else len(result.quantized.float_nodes),
         census={form: dict(counts) for form, counts in result.converted.census.items()},
         check=result.contents.check,
-        verify=end.report,
+        verify=finished.report,
     )

@@ -1,4 +1,4 @@
-"""What a build starts from: the model with its samples, made ready once, and for a target where that pays."""
+"""The inputs of a build: the prepared model with its samples, once for all targets, and rewritten for a target."""
 
 import math
 import time
@@ -46,15 +46,15 @@ from edgekit.verify.task_metrics import find_metric
 from edgekit.verify.task_scores import check_class_labels
 
 # A thousand classes of 10,000 samples, and fields of scores of a few hundred.
-_MOST_KEPT_BYTES = 64 << 20
+_MAX_KEPT_BYTES = 64 << 20
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What builds of one model keep for the next, perhaps for another target: a bundle is the same without it.
+class BuildCache(msgspec.Struct, frozen=True, kw_only=True):
+    """Intermediate results that several builds of one model share; bundles are the same without it.
 
-    In `folder`, if there is one, lie calibrations, also for later runs. `memo` has the plans that were judged, `known`
-    what models gave for golden samples, by their sha256. `inputs` are models made ready, by what they depend on, whose
-    files lie in the folder `work`; without it each build makes its own.
+    `folder` keeps calibrations, also for later runs; None keeps none. `memo` has the plans that were judged, `known`
+    the outputs for golden samples by the sha256 of the model. `inputs` are prepared models by a digest of everything
+    that they depend on, with their files in the folder `work`; without `work` each build prepares its own.
     """
 
     folder: Path | None = None
@@ -63,24 +63,25 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     known: dict[str, KnownOutputs] = {}
     inputs: dict[str, "BuildInputs"] = {}
 
-    def know(self, sha256: str, *, stays: bool) -> KnownOutputs:
-        """Returns what the model of this digest gave before, to which more is added; it is kept where it `stays`."""
-        new = KnownOutputs(room_bytes=_MOST_KEPT_BYTES // 2)
+    def find_outputs(self, sha256: str, *, stays: bool) -> KnownOutputs:
+        """Returns the store of the outputs of a model, by its sha256; a new store is kept only if it `stays`."""
+        new = KnownOutputs(room_bytes=_MAX_KEPT_BYTES // 2)
         return self.known.setdefault(sha256, new) if stays else new
 
 
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
+    """The options of a build and its folders: `work` is removed afterwards, `staging` becomes the result.
 
-    `end` is when planning and verifying end, by `time.monotonic()`. `origin` is the sha256 of the model file as it was
-    given. The `watch` tells what each stage takes. `memo` is that of `kept`, with the time of this build.
+    `end` is when planning and verifying must end, by `time.monotonic()`. `origin` is the sha256 of the model file as it
+    was given. The `watch` measures the time of each stage. `memo` is that of `cache`, with the time budget of this
+    build.
     """
 
     recipe: Recipe
     targets: tuple[Target, ...]
     work: Path
     staging: Path
-    kept: Kept
+    cache: BuildCache
     progress: Progress
     origin: str
     memo: Memo
@@ -88,29 +89,29 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     watch: Stopwatch = msgspec.field(default_factory=Stopwatch)
 
     def begin(self, stage: str, words: str) -> None:
-        """Begins a stage that all targets share, and says so."""
+        """Begins a stage that all targets share, and reports it as a step."""
         self.watch.begin(stage)
         self.progress(words)
 
     def seconds_left(self, targets: int) -> float:
-        """Returns the time of the next target: what is left, by the number of targets left."""
+        """Returns the seconds of the next target: the time that is left, divided by the number of targets left."""
         return max(0.0, self.end - time.monotonic()) / targets
 
     def limit_planning(self, seconds: float) -> "BuildJob":
-        """Returns the job with so much time for the plan of the next target."""
-        # What was judged is shared between targets, and so is what of it failed.
+        """Returns the job with so many seconds for the plan of the next target."""
+        # Judged plans are shared between targets, and so are the steps that failed.
         budget = Budget(end=time.monotonic() + seconds, progress=self.progress, failed=self.memo.budget.failed)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
     def plans_for(self, target: Target, floats: Container[str]) -> bool:
-        """Returns True if a target is to be quantized."""
+        """Returns True if a target is to be quantized; `floats` names the targets that are not."""
         return target.name not in floats and choose_precision(target, self.recipe.precision) in INTEGERS
 
 
 class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The models of several sizes, and the golden samples before padding: as `given`, with their `lengths`.
+    """The models of several sizes, and the golden samples before padding (`given`) with their `lengths`.
 
-    `unpadded` is the file with the float model's outputs for them at these lengths.
+    `unpadded` is the file with the float model's outputs for the unpadded samples.
     """
 
     models: BucketModels
@@ -122,9 +123,9 @@ class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The prepared model, its samples (split for calibration and verification), and the float model's outputs.
 
-    `calibration` is None until a target is to be quantized, and an error where no node can be quantized. Plans are
-    judged against `reference`. `floats` says for each target that is not quantized why integers would gain nothing.
-    `gain` describes the rewrites for one target, where `prepared` has any. All files lie in `folder`.
+    `calibration` is None until a target is to be quantized, and an error if no node can be quantized. Plans are judged
+    against `reference`. `floats` says, for each target that is not quantized, why integers would gain nothing. `gain`
+    describes the rewrites for one target that `prepared` has, "" for none. All files are in `folder`.
     """
 
     folder: Path
@@ -146,14 +147,14 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
-    """Returns a model made ready, its samples, and what the float model gives; it may be calibrated already.
+    """Prepares a model, reads its samples, and runs the float model.
 
-    What an earlier build kept of the same model and data is taken as it is.
+    If an earlier build kept the inputs for the same model and data, these are returned; they may be calibrated already.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong.
     """
-    # Before anything runs: a build of an hour must not end in a missing file of labels.
+    # Missing labels are reported before anything runs.
     metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
     if metric is not None and (data.labels is None or data.evaluation is None):
         raise UsageError(
@@ -166,12 +167,12 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
             hint="add --eval DATA, the samples that the labels belong to",
         )
     key = _find_key(given, data, metric, job)
-    inputs = job.kept.inputs.get(key)
+    inputs = job.cache.inputs.get(key)
     if inputs is None:
-        folder = job.work if job.kept.work is None or not key else job.kept.work / key
+        folder = job.work if job.cache.work is None or not key else job.cache.work / key
         inputs = _read_inputs(given, data, metric, job, folder)
         if key:
-            job.kept.inputs[key] = inputs
+            job.cache.inputs[key] = inputs
     else:
         refuse_profiles(job.targets, inputs.source.inputs)
     floats: dict[str, str] = {}
@@ -180,18 +181,17 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
         precision = choose_precision(target, job.recipe.precision)
         reason = explain_no_gain(graph, target, precision, partial(check_model, inputs.prepared, target))
         if reason is not None and "fp32" in target.precisions:
-            # Told before the work begins.
             job.progress(reason)
-            # A precision that the user asked for is never exchanged for another.
+            # A precision that the user asked for is never replaced.
             floats |= {target.name: reason} if job.recipe.precision == "auto" else {}
     return msgspec.structs.replace(inputs, floats=floats)
 
 
 def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob) -> str:
-    """Returns a digest of all that inputs depend on, "" where none are kept or what they depend on is not known."""
+    """Returns a digest of everything that the inputs depend on, "" if none are kept or that is not known."""
     places = [Path(place) for place in (data.source, data.evaluation, data.labels) if place is not None]
-    # A function may give other samples each time, and the reference of an earlier build is one of each target.
-    if job.kept.work is None or data.golden is not None or not all(place.exists() for place in places):
+    # A function may return other samples each time, and a golden build has a reference for each target.
+    if job.cache.work is None or data.golden is not None or not all(place.exists() for place in places):
         return ""
     files = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
     recipe = job.recipe
@@ -213,20 +213,20 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     with proposing_sizes(source.inputs, data.source, data.preprocess):
         fixed = ready_model(source, folder, dims, may_stay_open=not recipe.buckets and takes_any_size(job.targets))
     prepared = fixed.model
-    sized = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
+    buckets = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
     outputs = check_outputs(recipe.outputs, prepared)
     sequences = plan_sequences(source, recipe.state, prepared.inputs, prepared.outputs, folder)
-    if sized is not None:
+    if buckets is not None:
         if sequences.state.steps > 1:
             raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
 
         def fill(samples: Samples, _: str) -> Samples:
-            return pad_samples(sized.padding, samples, sized.largest)
+            return pad_samples(buckets.padding, samples, buckets.largest)
 
         sequences = msgspec.structs.replace(sequences, unroll=fill)
     job.begin("samples", "read the samples")
     samples = read_sample_sets(
-        prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
+        prepared.inputs if buckets is None else free_axes(buckets.padding.inputs, prepared.inputs),
         data.source,
         evaluation=data.evaluation,
         labels=None if data.labels is None else (data.labels, find_metric(metric).labels if metric else "class"),
@@ -238,11 +238,11 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     facts = accept_pixels(samples.facts, partial(takes_raw_pixels, read_graph(prepared)))
     samples = msgspec.structs.replace(samples, facts=facts)
     job.begin("float model", "run the float model")
-    # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
+    # The reference is the model before preparation, so that errors of the preparation are seen.
     golden = _run_float(source, samples, job, folder / "golden")
     check_class_labels(golden)
     if not all(spec.is_static for spec in prepared.inputs):
-        # Every dimension is open that the model leaves open, whatever sizes the samples have.
+        # A dimension that the model leaves open stays open, even if all samples have the same size.
         names = {name for name, _, _ in list_open(prepared.inputs)}
         golden = msgspec.structs.replace(
             golden,
@@ -269,14 +269,14 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         preprocess=data.preprocess,
         recorded=recorded,
         floats={},
-        buckets=None if sized is None else _run_unpadded(source, sized, samples, recorded, folder),
+        buckets=None if buckets is None else _run_unpadded(source, buckets, samples, recorded, folder),
     )
 
 
 def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
-    """Returns the inputs with a calibration, unless that is known or the model is in integers already.
+    """Returns the inputs with a calibration, unless they have one or the model is quantized already.
 
-    Once for all targets: ranges and statistics are of the float model, whatever is made of them.
+    All targets share it, because ranges and statistics are those of the float model.
 
     Raises:
         EdgekitError: the model cannot be calibrated with these samples.
@@ -285,53 +285,53 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
         return inputs
     job.watch.begin("calibrate")
     inputs = msgspec.structs.replace(inputs, calibration=_calibrate(inputs, job, inputs.folder / "calibration"))
-    if inputs.folder.name in job.kept.inputs:
-        job.kept.inputs[inputs.folder.name] = inputs
+    if inputs.folder.name in job.cache.inputs:
+        job.cache.inputs[inputs.folder.name] = inputs
     return inputs
 
 
 def _run_unpadded(
-    source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], folder: Path
+    source: Model, buckets: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], folder: Path
 ) -> BucketInputs:
     """Returns the golden samples before padding, with the float model's outputs at their own lengths.
 
     Raises:
-        DataError: a bucket has no golden sample that it takes.
+        DataError: no golden sample fits into the smallest bucket.
     """
-    lengths = tuple(sized.padding.measure(sample) for sample in samples.given)
-    if min(lengths) > sized.sizes[0]:
+    lengths = tuple(buckets.padding.measure(sample) for sample in samples.given)
+    if min(lengths) > buckets.sizes[0]:
         raise DataError(
-            f"no golden sample fits into {sized.padding.dim}={sized.sizes[0]}: the shortest has {min(lengths)}",
+            f"no golden sample fits into {buckets.padding.dim}={buckets.sizes[0]}: the shortest has {min(lengths)}",
             hint="give shorter samples too, or leave the bucket out",
         )
     golden = make_golden(source, samples.given, folder / "unpadded", ragged=True)
     for bundle in recorded.values():
         adopt_outputs(golden, bundle, bundle.folder / UNPADDED)
-    return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
+    return BucketInputs(models=buckets, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
 
 
-def _run_float(source: Model, samples: SampleSets, job: BuildJob, place: Path) -> Golden:
-    """Returns the golden samples; with a cache the float model runs once for all builds of it on this machine."""
-    # Operators of one's own may depend on more than their file.
-    if job.kept.folder is None or source.custom_ops:
-        return make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True)
-    # Other CPUs, and other numbers of cores, sum up in another order.
+def _run_float(source: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:
+    """Returns the golden samples; with a cache folder, outputs of the float model from earlier builds are used."""
+    # Custom operators may depend on more than their file.
+    if job.cache.folder is None or source.custom_ops:
+        return make_golden(source, samples.evaluation, folder, labels=samples.labels, ragged=True)
+    # Sums depend on the CPU and on the number of cores.
     facts = source.sha256, list_versions(), describe_machine()
     key = digest_bytes(msgspec.json.encode(facts, order="sorted"))
-    with open_cache(CacheSettings(folder=job.kept.folder, digests=()), key, job.progress, "golden") as cache:
-        found, outputs = cache.load(OUTPUTS, None, 2 * _MOST_KEPT_BYTES), dict[bytes, dict[str, Array]]()
-        if found is not None:
+    with open_cache(CacheSettings(folder=job.cache.folder, digests=()), key, job.progress, "golden") as cache:
+        stored, outputs = cache.load(OUTPUTS, None, 2 * _MAX_KEPT_BYTES), dict[bytes, dict[str, Array]]()
+        if stored is not None:
             try:
-                for label, value in found.arrays.items():
+                for label, value in stored.arrays.items():
                     number, name = label.split(" ", 1)
-                    outputs.setdefault(found.seen[int(number)], {})[name] = value
+                    outputs.setdefault(stored.seen[int(number)], {})[name] = value
             except (LookupError, ValueError):
                 outputs.clear()
-            if len(outputs) < len(found.seen) or len({frozenset(each) for each in outputs.values()}) != 1:
+            if len(outputs) < len(stored.seen) or len({frozenset(each) for each in outputs.values()}) != 1:
                 cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
                 outputs = {}
-        known = KnownOutputs(outputs={**outputs}, room_bytes=_MOST_KEPT_BYTES)
-        golden = make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True, known=known)
+        known = KnownOutputs(outputs={**outputs}, room_bytes=_MAX_KEPT_BYTES)
+        golden = make_golden(source, samples.evaluation, folder, labels=samples.labels, ragged=True, known=known)
         if not known.ran:
             job.progress(f"what the float model gives for {golden.samples} samples is read from the cache")
         elif known.outputs:
@@ -343,8 +343,8 @@ def _run_float(source: Model, samples: SampleSets, job: BuildJob, place: Path) -
 
 def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | ModelError:
     cache, samples = None, inputs.samples
-    if job.kept.folder is not None:
-        cache = CacheSettings(folder=job.kept.folder, digests=samples.facts.digests)
+    if job.cache.folder is not None:
+        cache = CacheSettings(folder=job.cache.folder, digests=samples.facts.digests)
     try:
         options = CalibrationOptions(
             work=work, cache=cache, outputs=inputs.outputs, progress=job.progress, keep=inputs.reference.keep
@@ -355,9 +355,9 @@ def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | 
 
 
 def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path, *, stays_float: bool) -> BuildInputs:
-    """Returns the inputs with the rewrites by which a target takes more, if there are any; `gain` tells of them.
+    """Returns the inputs with the rewrites with which a target takes more, if there are any; `gain` describes them.
 
-    What does not stay float is calibrated anew. The rewritten model goes into `folder`.
+    Unless it `stays_float`, the rewritten model is calibrated again. It is written into `folder`.
 
     Raises:
         EdgekitError: the rewritten model cannot be calibrated.
@@ -365,16 +365,16 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path,
     if inputs.is_quantized or not job.recipe.fix:
         return inputs
     known = {fix.id for fix in inputs.fixes}
-    found = gain_on_target(inputs.prepared, folder, target, stays_float=stays_float, known=known)
-    if found is None:
+    rewritten = gain_on_target(inputs.prepared, folder, target, stays_float=stays_float, known=known)
+    if rewritten is None:
         return inputs
-    better, gain = found
+    fixed, gain = rewritten
     samples, outputs = inputs.samples.calibration, inputs.outputs
     inputs = msgspec.structs.replace(
         inputs,
-        prepared=better.model,
-        fixes=(*inputs.fixes, *better.fixes),
-        reference=FloatReference(better.model, samples, outputs, state=inputs.state, work=folder),
+        prepared=fixed.model,
+        fixes=(*inputs.fixes, *fixed.fixes),
+        reference=FloatReference(fixed.model, samples, outputs, state=inputs.state, work=folder),
         gain=gain,
     )
     if stays_float:

@@ -1,4 +1,4 @@
-"""Checks a model as the user has it against targets, rewrites it for one, and prepares it."""
+"""Checks a model for targets, rewrites it for one of them, and prepares it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +44,7 @@ from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.serialize import to_builtins
 from edgekit.target import INTEGERS, Target, read_version
 
-# A bound, as two rewrites could undo each other for ever; it also ends as soon as a round changes nothing.
+# Two rewrites could undo each other forever. The rounds also end as soon as one changes nothing.
 _FIX_ROUNDS = 4
 
 
@@ -88,18 +88,15 @@ def check_targets(
 ) -> CheckSummary:
     """Prepares a model and returns what each target of the recipe would take of it.
 
-    With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
-    report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
+    With `observe` the real provider of each target runs as well, if it can run here; the evidence of such a report is
+    that of the device. With `compare_ort` ONNX Runtime's own checker checks the model as it is given.
 
-    Beside what a target takes of the prepared model the summary says what it takes of the file as it is: with the
-    inputs, the opset and the open dimensions that it has, and without the recipe's `freeze`.
+    The summary also says what a target takes of the unchanged file (`as_is`): with its opset and open dimensions, and
+    without the recipe's `freeze`. For a target whose verdict is not "yes" it also says what the target takes of the
+    model that `build` ships (`built`): with sizes for all dimensions, after the automatic rewrites.
 
-    Dimensions without a number stay open: a target whose rules demand sizes takes none of what they reach.
-
-    For a target whose verdict is not "yes" the summary also says what it would take of what `build` ships (`built`):
-    the model with numbers for all dimensions, after the automatic rewrites.
-
-    A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
+    Dimensions without a size stay open: a target whose rules demand sizes takes no node that depends on them. A model
+    that ONNX Runtime cannot load is checked without optimizations, and the summary has the `refusal`.
 
     Raises:
         EdgekitError: the model or the recipe is wrong.
@@ -114,20 +111,20 @@ def check_targets(
     built: dict[str, CheckReport] = {}
     with work_folder() as work:
         progress("prepare the model")
-        shown = None
-        # The graph that a session of the file as it is would show to a provider; there may be none.
+        unchanged = None
+        # The graph that a session of the unchanged file would show to a provider; there may be none.
         with suppress(ModelError, RuntimeRefusal):
-            shown = show_model(source, work / "shown.onnx")
+            unchanged = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
         assumed, sized = choose_sizes(skim_model(prepared.path).graph), None
-        # Once for all targets: what became of the nodes does not depend on them.
+        # The same for all targets.
         traced, graph = trace_model(source, prepared, recipe.dims), assume_sizes(read_graph(prepared))
         for target in targets:
             progress(f"check {target.name}")
             report = add_model_nodes(check_model(prepared, target), traced)
-            if shown is not None:
-                as_is[target.name] = check_model(shown, target).placed
+            if unchanged is not None:
+                as_is[target.name] = check_model(unchanged, target).placed
             if observe:
                 progress(f"observe {target.name}")
                 seen = observed[target.name] = observe_target(prepared, target)
@@ -153,21 +150,21 @@ def check_targets(
         assumed={} if sized is None or sized is prepared else assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
-        fixed_axes=find_neglected_axes(source, targets),
+        fixed_axes=find_fixed_axes(source, targets),
         forecast=forecast_goal(model, recipe, targets),
         minimum_ort={target.name: max(target.minimum_ort, reader, key=read_version) for target in targets},
     )
 
 
-def find_neglected_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]:
-    """Returns a line for each input whose batch or sequence the export fixed, where no target is of phones alone."""
+def find_fixed_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]:
+    """Returns a line for each input whose batch or sequence the export fixed; none if a target is for phones only."""
     if any(each.is_for_phones and each.provider != CPU_PROVIDER for each in targets):
         return ()
     return list_fixed_axes(source.inputs, read_proto(source, weights=False).producer_name)
 
 
 def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
-    """Returns the graph that a provider would be shown; or, if ONNX Runtime refuses the model, the model and why."""
+    """Returns the graph that a provider would see and None, or if ONNX Runtime refuses the model, the model and why."""
     out = work / f"{source.name}.onnx"
     # A real provider needs the weights; the rules do not.
     write = prepare_model if observe else sketch_model
@@ -183,19 +180,19 @@ def _assume_sizes(
     """Returns the model prepared with `assumed` sizes too; the `prepared` one if there are none or they do not fit."""
     if not assumed:
         return prepared
-    # Assumed sizes may fit no input of the model, such as one of an image with a side of 100.
+    # The assumed sizes may not fit the model.
     with suppress(ModelError, RuntimeRefusal, UsageError):
         return sketch_model(source, out, {**dims, **assumed})
     return prepared
 
 
 def _gains_by_rewrites(report: CheckReport) -> bool:
-    """Returns True if the target takes more after rewrites that are not for every provider."""
+    """Returns True if the check advises a rewrite that is applied only for targets that gain from it."""
     return not TARGET_REWRITES.keys().isdisjoint(advice.id for advice in report.advice)
 
 
 def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
-    """Returns the check of a model with numbers for all dimensions, after the rewrites that the target gains by."""
+    """Returns the check of a model with sizes for all dimensions, after the rewrites from which the target gains."""
     before = report if sized.sha256 == report.sha256 else check_model(sized, target)
     if not _gains_by_rewrites(before):
         return before
@@ -208,11 +205,9 @@ def fix_for_target(
 ) -> TargetModel:
     """Writes a prepared model to `out` with all rewrites that are useful for a target.
 
-    `before` is the check of the prepared model, if it is known.
-
-    These are the rewrites for every provider, those that the target asks for (some only if the model `stays_float`),
-    and those that the check of the model advises. After each round the model is checked again, since one rewrite can
-    make the next one possible.
+    These are the rewrites for every provider, those that the target requires (some only if the model `stays_float`),
+    and those that the check of the model advises. After each round the model is checked again, because one rewrite can
+    make the next one possible. `before` is the check of the prepared model, if it is known.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -220,11 +215,11 @@ def fix_for_target(
     """
     after = before = before or check_model(prepared, target)
     fixes: list[Fix] = []
-    asked = list_required(target, stays_float=stays_float)
+    required = list_required(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
-        # Patterns are joined in the first round alone: a rewrite for this target may have split them again since.
-        plain = FIXES.keys() - FUSIONS if turn else FIXES
-        fixed = fix_model(prepared, out, {*plain, *asked, *(advice.id for advice in after.advice)})
+        # Patterns are fused only in the first round: a rewrite for this target may split them again.
+        general = FIXES.keys() - FUSIONS if turn else FIXES
+        fixed = fix_model(prepared, out, {*general, *required, *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
         if not fixed.fixes:
@@ -235,27 +230,27 @@ def fix_for_target(
 def gain_on_target(
     prepared: Model, folder: Path, target: Target, *, stays_float: bool, known: Collection[str]
 ) -> tuple[FixedModel, str] | None:
-    """Returns a prepared model rewritten so that a target takes more of it, in `folder`, and a line that tells it.
+    """Writes a prepared model into `folder`, rewritten so that a target takes more of it; returns it with a note.
 
-    None where the rewrites that are not `known` gain nothing.
+    Returns None if the rewrites whose ids are not in `known` gain nothing.
 
     Raises:
         OutputError: `folder` cannot be written.
         TargetError: the target's rules are missing or malformed.
     """
-    # Asked before gigabytes are written: most models have nothing to gain.
-    asked = list_required(target, stays_float=stays_float)
-    finds = asked and apply_rewrites(skim_model(prepared.path), asked)
+    # First without weights: most models have nothing to gain.
+    required = list_required(target, stays_float=stays_float)
+    matches = required and apply_rewrites(skim_model(prepared.path), required)
     before = check_model(prepared, target)
-    if not finds and not _gains_by_rewrites(before):
+    if not matches and not _gains_by_rewrites(before):
         return None
-    better = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float, before=before)
-    gain, fixes = better.gain(), tuple(fix for fix in better.fixes if fix.id not in known)
-    if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
+    rewritten = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float, before=before)
+    gain, fixes = rewritten.gain(), tuple(fix for fix in rewritten.fixes if fix.id not in known)
+    if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*required}):
         return None
     rewrites = ", ".join(f"{fix.id} ({count_of(len(fix.nodes), 'node')})" for fix in fixes)
-    told = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
-    return FixedModel(model=better.model, fixes=fixes), told
+    note = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
+    return FixedModel(model=rewritten.model, fixes=fixes), note
 
 
 def describe_share(share: TargetShare | CheckReport) -> str:
@@ -264,7 +259,7 @@ def describe_share(share: TargetShare | CheckReport) -> str:
 
 
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:
-    """Returns a check as its JSON document: what was observed stands in the target's own object."""
+    """Returns the JSON document of a check, in which the facts about a target are in the target's object."""
     targets = to_builtins(summary.targets)
     for name, version in summary.minimum_ort.items():
         targets[name]["minimum_ort"] = version
@@ -293,8 +288,8 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to prepare a model; see `prepare_model`, `change_interface` and `fix_model`.
 
-    With `dequantize` the source is dynamically quantized, and made float first. `external` puts the weights beside the
-    model or into it; None decides by size. With a `target` the rewrites by which it takes more are applied too.
+    With `dequantize` a dynamically quantized source is made float first. `external` says whether weights are in a file
+    beside the model; None decides by size. With a `target` the rewrites with which it takes more are applied too.
     """
 
     dims: dict[str, int] = {}
@@ -310,9 +305,10 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image.
+    """A prepared model and the rewrites that were applied.
 
-    `gain` is what a target takes of it before and after the rewrites, where one was named.
+    `is_refaced` says whether inputs or outputs changed. `preprocess` is the preprocessing that remains for the app,
+    None if none was embedded. `gain` is what a target takes before and after the rewrites, if one was named.
     """
 
     model: Model
@@ -332,7 +328,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
     if options.external is False:
         refuse_inline(source)
     progress("prepare the model")
-    # Beside the result, so that moving it there is a rename within one file system.
+    # In the same file system as the result, so that moving it is a rename.
     with work_folder(out.parent) as work:
         staged = work / out.name
         if options.dequantize:
@@ -350,21 +346,21 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
         fixes: tuple[Fix, ...] = ()
         gain: TargetGain | None = None
         if options.fix and options.target is not None:
-            better = fix_for_target(prepared, staged, options.target)
-            prepared, fixes, gain = better.model, better.fixes, better.gain()
+            rewritten = fix_for_target(prepared, staged, options.target)
+            prepared, fixes, gain = rewritten.model, rewritten.fixes, rewritten.gain()
         elif options.fix:
             fixed = fix_model(prepared, staged)
             prepared, fixes = fixed.model, fixed.fixes
         if options.external is not None:
             prepared = place_weights(prepared, external=options.external)
-        # Weights first: at no moment is the model there without them.
+        # Weights are moved first, so that the model is never there without them.
         for name in (*prepared.external_files, out.name):
             move_file(work / name, out.with_name(name))
     prepared = msgspec.structs.replace(prepared, path=out)
-    left = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
-    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left, gain=gain)
+    remaining = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
+    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=remaining, gain=gain)
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of edgekit and of what it stands on."""
+    """Returns the versions of edgekit, onnxruntime and onnx."""
     return {"edgekit": metadata.version("edgekit-onnx"), "onnxruntime": VERSION, "onnx": metadata.version("onnx")}

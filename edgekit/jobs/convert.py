@@ -1,7 +1,6 @@
-"""One conversion, from a model as the user has it; optimization levels and quantization formats side by side.
+"""Converts a model to the files that a target loads; compares optimization levels and quantization formats.
 
-A model is prepared, changed where that is wanted, and converted. What each level or format costs in accuracy, and what
-it brings in time and size, stands in one table.
+A comparison is a table of accuracy, time and size.
 """
 
 import time
@@ -50,25 +49,25 @@ from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.target import Form, Target, load_target, read_version
 from edgekit.verify.metrics.compare import compare_outputs
 
-# What weights of a form have at least of the size of float ones; what is written is judged when it is.
-_LEAST_SHARES: dict[WeightForm, float] = {"fp16": 1 / 2, "dynamic-int8": 1 / 4, "int8": 1 / 4, "int4": 1 / 8}
+# A lower bound of the size of weights in a form, as a share of that of float weights.
+_MIN_SIZE_SHARES: dict[WeightForm, float] = {"fp16": 1 / 2, "dynamic-int8": 1 / 4, "int8": 1 / 4, "int4": 1 / 8}
 
 
 class CoreMlOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Core ML provider is asked to write of the ONNX form: the packages of its partitions, and its cache."""
+    """What the Core ML provider writes for the ONNX form: the .mlpackage of each partition, and its cache."""
 
     packages: bool = False
     cache: bool = False
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX form too `with_onnx`.
+    """How to convert a model.
 
-    For each of the `levels` the model that ONNX Runtime makes at it is written, in ONNX.
-    Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
-    `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
-    `data` holds the inputs on which each file runs against its source, which it does not unless `checked`. `runtime` is
-    the oldest ONNX Runtime that is to load the files, "" for any that can.
+    Without a target, files in ORT format of these `styles` are written with the options `ort`, and with `with_onnx` an
+    ONNX file. For each of the `levels`, the model that ONNX Runtime optimizes at this level is written as ONNX. `fuse`
+    fuses transformer patterns first, then `weights` compresses weights; with `qoperator` a QDQ model gets integer
+    operators in place of Q and DQ nodes. If `checked`, each file is compared with its source on the inputs of `data`
+    (default: random). `runtime` is the oldest ONNX Runtime that must load the files, "" for no requirement.
     """
 
     ort: OrtOptions = OrtOptions(style="full", cpu="arm", level=Level.ALL)
@@ -87,15 +86,15 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fusion(FusedOps, frozen=True, kw_only=True):
-    """What fusing made of the model, and how near its results stayed."""
+    """The fused operators, and the comparison of the fused model with its source."""
 
     equality: Equality
 
 
 class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes have weights of another form now, which were to keep theirs, and the sizes of the ONNX model.
+    """The nodes whose weights were compressed (`changed`) or kept by option, and the sizes of the ONNX model in bytes.
 
-    `notes` name blocks that look wrong: of zeros alone, or clipped.
+    `notes` name blocks that look wrong: of zeros only, or clipped.
     """
 
     form: WeightForm
@@ -109,10 +108,10 @@ class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
 class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     """The files written from a model into a folder.
 
-    `quantized` is how the model was quantized before, empty for a float one: its integers pass through as they are.
-    `levels` has the model at each level that was asked for, behind the one without optimization.
-    `coreml` is what the Core ML provider wrote, where it was asked to. `minimum_ort` is the oldest ONNX Runtime that
-    reads the files, "" where the oldest that was tried does.
+    `quantized` says how the model was quantized before, empty for a float one: its integers are not changed. `levels`
+    has the model without optimization, then that of each requested level. `coreml` is what the Core ML provider wrote,
+    None if that was not requested. `minimum_ort` is the oldest ONNX Runtime that reads the files, "" if the oldest
+    tested one does.
     """
 
     model: str
@@ -128,7 +127,7 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
 def convert_for(
     model: Path, out: Path, recipe: Recipe, options: ConvertOptions, progress: Progress = say_nothing
 ) -> ConvertReport:
-    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
+    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the requested styles.
 
     Raises:
         EdgekitError: the model or the recipe is wrong, ONNX Runtime refuses the model, or a file gives other results
@@ -150,13 +149,13 @@ def convert_for(
         if options.data is not None:
             data = options.data
             samples = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
-        floating, fusion = prepared, None
+        float_model, fusion = prepared, None
         if options.fuse is not None:
-            # For GPUs all fusions that there are.
+            # Other providers than the CPU's get all fusions.
             fuse = msgspec.structs.replace(options.fuse, for_cpu=all(target.name == "cpu" for target in targets))
             fused = fuse_transformer(source, fuse, work / "fused.onnx", prepare)
-            floating, equality = fused.model, compare_onnx(prepared, fused.model, samples)
-            # Fusions go by pattern: whether the model still computes the same is measured.
+            float_model, equality = fused.model, compare_onnx(prepared, fused.model, samples)
+            # Fusions match patterns of nodes: whether the model still computes the same must be measured.
             if not equality.passed:
                 most = f"at most {equality.tolerance:g} is allowed"
                 raise ModelError(
@@ -164,18 +163,18 @@ def convert_for(
                     hint="name another --model-type, or leave --fuse out",
                 )
             fusion = Fusion(equality=equality, **{name: getattr(fused, name) for name in FusedOps.__struct_fields__})
-        small = None
+        compressed = None
         if options.weights is not None:
-            small = compress_weights(floating, options.weights, work / "light.onnx", samples)
-        current = floating if small is None else small.model
+            compressed = compress_weights(float_model, options.weights, work / "light.onnx", samples)
+        current = float_model if compressed is None else compressed.model
         if options.qoperator:
             current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
         progress("convert and compare")
         if targets:
-            # As in a build: files in ORT format are made of the float model.
-            halved = floating if small is not None and small.form == "fp16" else None
+            # As in a build, files in ORT format are made from the float model if the weights are fp16.
+            ort_source = float_model if compressed is not None and compressed.form == "fp16" else None
             converted = convert_model(
-                current, targets[0], staging, ort_source=halved, origin=source, samples=samples,
+                current, targets[0], staging, ort_source=ort_source, origin=source, samples=samples,
                 checked=options.checked, context=options.context,
             )  # fmt: skip
         else:
@@ -183,26 +182,30 @@ def convert_for(
             kinds: dict[Form, OrtOptions] = {
                 style: msgspec.structs.replace(options.ort, style=style) for style in ORT_FILES
             }
-            made_of = Source(model=current, origin=source, samples=samples, checked=options.checked)
-            converted = convert_forms(current, made_of, forms, kinds, staging)
-        coreml, wanted = None, options.coreml
-        if wanted.packages or wanted.cache:
+            conversion_source = Source(model=current, origin=source, samples=samples, checked=options.checked)
+            converted = convert_forms(current, conversion_source, forms, kinds, staging)
+        coreml, coreml_options = None, options.coreml
+        if coreml_options.packages or coreml_options.cache:
             progress("ask the Core ML provider")
             onnx = load_model(staging / converted.files["onnx"][0])
-            coreml = write_coreml(onnx, targets[0], staging, packages=wanted.packages, cache=wanted.cache)
+            coreml = write_coreml(
+                onnx, targets[0], staging, packages=coreml_options.packages, cache=coreml_options.cache
+            )
         levels: tuple[LevelModel, ...] = ()
         if options.levels:
             progress("optimize and time each level")
-            # As an app would give it to a session: what preparing does is part of what the levels do.
-            given = source if current is prepared else current
+            # The model as an app would load it: preparing it does a part of what the levels do.
+            session_model = source if current is prepared else current
             if current is prepared and recipe.dims:
                 proto = read_proto(source)
                 fix_dims(proto.graph, recipe.dims, may_stay_open=True)
-                given = msgspec.structs.replace(save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops)
+                session_model = msgspec.structs.replace(
+                    save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops
+                )
             levels = optimize_levels(
-                given, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
+                session_model, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
             )
-        # The row of no optimization stands beside those that were asked for, without a file of its own.
+        # The model without optimization has a file only if it was requested.
         written = [row.file for row in levels if (staging / row.file).exists()]
         files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
@@ -213,7 +216,7 @@ def convert_for(
         quantized=form,
         levels=levels,
         fusion=fusion,
-        weights=None if small is None else msgspec.convert(small, SmallWeights, from_attributes=True),
+        weights=None if compressed is None else msgspec.convert(compressed, SmallWeights, from_attributes=True),
         coreml=coreml,
         minimum_ort=minimum_ort,
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
@@ -221,7 +224,7 @@ def convert_for(
 
 
 def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Sequence[Target], runtime: str) -> str:
-    """Returns the oldest ONNX Runtime that reads the files, and of which the target's provider is known.
+    """Returns the oldest ONNX Runtime that reads the files and has the targets' providers.
 
     Raises:
         UsageError: it is newer than `runtime`.
@@ -231,21 +234,25 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     }
     needs = {form: find_needed_ort(paths) for form, paths in models.items()}
     needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
-    most = max(needs, key=lambda name: read_version(needs[name]))
-    if runtime and read_version(needs[most] or ORT_FORMATS[0].since) > read_version(runtime):
+    newest = max(needs, key=lambda name: read_version(needs[name]))
+    if runtime and read_version(needs[newest] or ORT_FORMATS[0].since) > read_version(runtime):
         raise UsageError(
-            f"{most} needs ONNX Runtime {needs[most] or ORT_FORMATS[0].since}, and --ort says {runtime}",
+            f"{newest} needs ONNX Runtime {needs[newest] or ORT_FORMATS[0].since}, and --ort says {runtime}",
             hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime",
         )
-    return needs[most]
+    return needs[newest]
 
 
 def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
-    """Refuses at once, before gigabytes are read, what the ORT format cannot hold, however small the weights become."""
+    """Checks, before gigabytes are read, that the weights fit into the ORT format, if that is to be written.
+
+    Raises:
+        ModelError: they are too large.
+    """
     forms = targets[0].conversion.forms if targets else options.styles
     form = None if options.weights is None else options.weights.form
-    # Files in ORT format that are for a target are made of the float model where weights are halved.
-    share = 1.0 if form is None or (targets and form == "fp16") else _LEAST_SHARES[form]
+    # For a target with fp16 weights, files in ORT format are made from the float model.
+    share = 1.0 if form is None or (targets and form == "fp16") else _MIN_SIZE_SHARES[form]
     if set(forms) & set(ORT_FILES):
         having = "has" if share == 1 else f"with {form} weights has at least"
         refuse_size(model, int(share * measure_files(model)), having)
@@ -253,14 +260,14 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
 
 # Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds.
 _ROUNDS = 8
-# A round of a session is that long, and has a run at least.
+# The length of a round; it has at least one run.
 _ROUND_S = 0.02
-MOST_TIMED_BYTES = 300_000_000
-"""All files are held at once, to be timed in turns."""
+MAX_TIMED_BYTES = 300_000_000
+"""Larger models are not timed, because the sessions of all files are in memory at once."""
 
 
 class TimedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading a file and a run of it take in ms, and the time of a run over that of the first file, with 95 %."""
+    """The times of a file in ms, and the ratio of its run time to that of the first file, with the 95 % interval."""
 
     load_ms: float
     median_ms: float
@@ -271,41 +278,41 @@ class TimedFile(msgspec.Struct, frozen=True, kw_only=True):
 def optimize_levels(
     model: Model, levels: Sequence[Level], cpu: Cpu, out: Path, work: Path, samples: Samples | None, *, checked: bool
 ) -> tuple[LevelModel, ...]:
-    """Returns a model at the levels asked for, written to `out`, behind the one without optimization.
+    """Writes a model at the requested levels to `out`; returns the model without optimization first, then these.
 
     Raises:
         ModelError: the model is too large, or a file gives other results than the model.
         RuntimeRefusal: ONNX Runtime refuses the model.
     """
-    # The file without optimization is what the others are compared with.
-    wanted = tuple(dict.fromkeys((Level.DISABLED, *levels)))
-    folders = {level: out if level in levels else work for level in wanted}
-    rows = [write_level(model, level, cpu, folders[level], samples, checked=checked) for level in wanted]
-    chosen = choose_samples(model, samples)
-    if chosen is None or model.size_bytes > MOST_TIMED_BYTES:
+    # The other files are compared with the one without optimization.
+    all_levels = tuple(dict.fromkeys((Level.DISABLED, *levels)))
+    folders = {level: out if level in levels else work for level in all_levels}
+    rows = [write_level(model, level, cpu, folders[level], samples, checked=checked) for level in all_levels]
+    inputs = choose_samples(model, samples)
+    if inputs is None or model.size_bytes > MAX_TIMED_BYTES:
         return tuple(rows)
-    # The files are what they are: a session must not optimize them further.
+    # A session must not optimize the files further.
     settings = SessionSettings(level=Level.DISABLED, threads=1, libraries=model.custom_ops)
     paths = {row.level.value: folders[row.level] / row.file for row in rows}
     try:
-        times = time_in_turns(paths, settings, next(iter(chosen)))
+        times = time_in_turns(paths, settings, next(iter(inputs)))
     except RuntimeRefusal:
-        # A model may refuse inputs that were drawn at random.
+        # A model may refuse random inputs.
         return tuple(rows)
     return tuple(msgspec.structs.replace(row, **msgspec.structs.asdict(times[row.level.value])) for row in rows)
 
 
 def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: Tensors) -> dict[str, TimedFile]:
-    """Returns load and run times of each file, in rounds of alternating order, so that disturbances hit all alike.
+    """Returns load and run times of each file, measured in rounds of alternating order.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not load or run a file.
     """
     sessions, load_ms, counts = dict[str, CpuSession](), dict[str, float](), dict[str, int]()
     for name, path in paths.items():
-        began = time.perf_counter()
+        start = time.perf_counter()
         sessions[name] = CpuSession(path, settings)
-        load_ms[name] = 1e3 * (time.perf_counter() - began)
+        load_ms[name] = 1e3 * (time.perf_counter() - start)
         sessions[name].run(sample)
         counts[name] = max(1, int(_ROUND_S / max(1e-6, _time_runs(sessions[name], sample, 1))))
     rounds: list[dict[str, float]] = []
@@ -326,26 +333,26 @@ def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: 
 
 
 def _time_runs(session: CpuSession, sample: Tensors, count: int) -> float:
-    """Returns the seconds that a run takes, the median of so many."""
+    """Returns the median time of `count` runs, in seconds."""
     times: list[float] = []
     for _ in range(count):
-        began = time.perf_counter()
+        start = time.perf_counter()
         session.run(sample)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return median(times)
 
 
-# From so many samples on those that judge are others than those that calibrate.
-_FEW = 8
+# From this many samples on, different samples are used to calibrate and to judge.
+_MIN_TO_SPLIT = 8
 _FLOAT = "float"
 
 
 class FormatRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A format: its size, what it loses beside the float model, and what a run takes on this machine with one thread.
+    """A format: its size, its agreement with the float model, and its run time on this machine with one thread.
 
-    `sqnr_db` is that of the output that lies farthest, `agreement` the least share of samples on which the largest
-    entry of an output stays where it was, None where no output lists classes. `ratio` is the time over the float
-    model's, with 95 % confidence. `note` says why there is no such format of the model, "" where there is.
+    `sqnr_db` is the lowest SQNR of an output, `agreement` the lowest top-1 agreement, None if no output lists classes.
+    `ratio` is the time divided by that of the float model, with its 95 % interval. `note` says why there is no such
+    format of the model, "" if there is.
     """
 
     name: str
@@ -360,9 +367,9 @@ class FormatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FormatReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The formats of a model, the float one first; `judged` samples say what is lost, `calibrated` set the ranges.
+    """The formats of a model, the float one first; `calibrated` samples set the ranges, `judged` measure the loss.
 
-    They are `apart` where there are enough: what judges has set no range.
+    With enough samples they are `apart`: no sample is used for both.
     """
 
     model: str
@@ -376,8 +383,7 @@ class FormatReport(msgspec.Struct, frozen=True, kw_only=True):
 def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress: Progress) -> FormatReport:
     """Quantizes a float model in each format and compares the results.
 
-    The formats are QDQ and QOperator, static and dynamic, per tensor and per channel. All use min-max ranges, so that
-    they differ in nothing else.
+    The formats are QDQ and QOperator, static and dynamic, per tensor and per channel, all with min-max ranges.
 
     Raises:
         EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.
@@ -386,18 +392,18 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         source = freeze_model(load_model(model), work / "frozen", recipe.freeze)
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims, may_stay_open=True)
         given = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
-        every = limit_samples(given, recipe.samples)
-        # Where there are enough, each second one judges, and the others calibrate.
-        apart = every.count >= _FEW
-        calibrating = select_samples(every, range(0, every.count, 2)) if apart else every
-        judging = select_samples(every, range(1, every.count, 2)) if apart else every
+        all_samples = limit_samples(given, recipe.samples)
+        # With enough samples, every second one judges, and the others calibrate.
+        is_split = all_samples.count >= _MIN_TO_SPLIT
+        calibrating = select_samples(all_samples, range(0, all_samples.count, 2)) if is_split else all_samples
+        judging = select_samples(all_samples, range(1, all_samples.count, 2)) if is_split else all_samples
         progress("calibrate")
         calibration = calibrate_model(prepared, calibrating, work=work / "calibration", methods=("minmax",))
         plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, load_target("cpu"), "int8")
         files, notes = {_FLOAT: prepared.path}, dict[str, str]()
 
         def attempt(name: str, write: Callable[[Path], object]) -> Path:
-            """Writes a format; one that this model cannot have is a note."""
+            """Writes a format and returns its path; an error becomes a note."""
             progress(f"write {name}")
             path = work / f"{name.replace(', ', '-').replace(' ', '-')}.onnx"
             try:
@@ -418,7 +424,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         cpu=cpu,
         calibrated=calibrating.count,
         judged=judging.count,
-        apart=apart,
+        apart=is_split,
         rows=(*rows, *(FormatRow(name=name, note=note) for name, note in notes.items())),
     )
 
@@ -439,20 +445,20 @@ def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> None:
 
 
 def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[FormatRow]:
-    # As an app would run them: Q and DQ nodes become integer kernels.
+    # Optimized, as in an app: Q and DQ nodes become integer kernels.
     settings = SessionSettings(threads=1, libraries=model.custom_ops)
     rows: list[FormatRow] = []
-    wanted: Samples | None = None
+    reference: Samples | None = None
     for name, path in files.items():
         outputs = list(map(CpuSession(path, settings).run, samples))
-        got = Samples(source=path.name, count=len(outputs), read=partial(iter, outputs))
-        wanted = wanted or got
-        reports = compare_outputs(wanted, got)
+        outputs_of_format = Samples(source=path.name, count=len(outputs), read=partial(iter, outputs))
+        reference = reference or outputs_of_format
+        reports = compare_outputs(reference, outputs_of_format)
         ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
         shares = [report.top1_agreement for report in reports if report.top1_agreement is not None]
         sqnr_db, agreement = min(ratios, default=None), min(shares, default=None)
         rows.append(FormatRow(name=name, size_bytes=path.stat().st_size, sqnr_db=sqnr_db, agreement=agreement))
-    if model.size_bytes > MOST_TIMED_BYTES:
+    if model.size_bytes > MAX_TIMED_BYTES:
         return rows
     times = time_in_turns(files, settings, next(iter(samples)))
     return [msgspec.structs.replace(row, **msgspec.structs.asdict(times[row.name])) for row in rows]

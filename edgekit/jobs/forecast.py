@@ -1,6 +1,6 @@
-"""Forecasting a model or a bundle as the user has it, for phones that nobody needs to own; QNN's compiler may help.
+"""Forecasts the run time of a model or a bundle on phones; nothing runs.
 
-A forecast starts from times: of this network on phones, typed or recorded, and of others on a CPU at hand.
+Known times improve a forecast: of this network on a phone, or of another model on a CPU. So does QNN's compiler.
 """
 
 import math
@@ -50,13 +50,13 @@ from edgekit.verify.history import list_runs
 from edgekit.verify.run_report import RunReport
 
 BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
-"""What the table calls a precision of a bundle."""
+"""The table's names for the precisions of bundles."""
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 _CPUS = {"CPUExecutionProvider": "cpu", "XnnpackExecutionProvider": "xnnpack"}
 
 
 class CpuTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What another model took on the CPU of a machine: `machine` is what to call that."""
+    """The time of another model on the CPU of a machine; `machine` is the name to show."""
 
     model: Path
     machine: str
@@ -64,37 +64,41 @@ class CpuTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
-    """Returns what `DEVICE[:PRECISION]=TIME` says, such as `Galaxy S25:w8a8=1.9ms`; without a precision it is float's.
+    """Parses `DEVICE[:PRECISION]=TIME`, such as `Galaxy S25:w8a8=1.9ms`.
+
+    Without a precision it is that of `precisions` if there is only one, else float.
 
     Raises:
         UsageError: it is malformed, the device is unknown, or the time is no time.
     """
     name, _, given = text.rpartition("=")
-    device, _, word = name.partition(":")
+    device, _, precision_name = name.partition(":")
     ms = _read_ms(given)
     if not device or ms is None:
         raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
-    alone = precisions[0] if len(precisions) == 1 else "float"
+    default_precision = precisions[0] if len(precisions) == 1 else "float"
     return KnownTime(
-        device=find_phone(device, load_phones()).name, precision=read_precisions(word)[0] if word else alone, ms=ms
+        device=find_phone(device, load_phones()).name,
+        precision=read_precisions(precision_name)[0] if precision_name else default_precision,
+        ms=ms,
     )
 
 
 def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
-    """Returns what bench and verify recorded of a model or bundle on the NPUs of phones, the last time of each.
+    """Returns the last time that bench or verify recorded of a model or bundle on the NPU of each phone.
 
-    A model runs there in float, a bundle in its own precision.
+    That of a model is taken as float, that of a bundle as its own precision.
 
     Raises:
         BundleError: the bundle is incomplete or altered.
         DataError: there is no such file, or it is no history.
-        UsageError: it holds no such time, or of a chip that has no name.
+        UsageError: it holds no such time, or one of an unknown chip.
     """
     name = subject.resolve().name
     precision = BITS_OF.get(open_bundle(subject).manifest.precision, "float") if subject.is_dir() else "float"
     numbers = {soc.casefold(): int(number) for number, soc in load_target("qnn").socs.items()}
     found: dict[str, KnownTime] = {}
-    # What an emulator took says nothing of a phone.
+    # The time of an emulator says nothing about a phone.
     for run, ms, source in _list_recorded(path, name):
         if run.provider == "QNNExecutionProvider" and run.evidence is Evidence.DEVICE:
             soc = run.versions.get("soc", "")
@@ -116,7 +120,7 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
 
 
 def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
-    """Returns what `MODEL=TIME` or `MODEL=HISTORY` says of another model on the CPUs of machines at hand.
+    """Parses `MODEL=TIME` or `MODEL=HISTORY`: the times of another model on the CPUs of machines.
 
     Raises:
         UsageError: it is malformed, or the history has no time of the model on a CPU.
@@ -142,14 +146,14 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
 
 
 def _list_recorded(path: Path, subject: str) -> Iterator[tuple[BenchRun | RunReport, float, str]]:
-    """Yields the runs of one sample at a time that a history holds of a subject, with milliseconds and source.
+    """Yields the recorded runs of a subject with one sample at a time, with milliseconds and source, oldest first.
 
-    The oldest come first; batches, queues and runs side by side are left out.
+    Batches, queues and concurrent runs are left out.
     """
     for bench in list_benches(path, subject=subject):
         for timed in bench.report.runs:
-            is_alone = timed.batch == timed.concurrency == 1 and not timed.queue
-            if timed.failure is None and timed.median_ms > 0 and is_alone:
+            is_single = timed.batch == timed.concurrency == 1 and not timed.queue
+            if timed.failure is None and timed.median_ms > 0 and is_single:
                 yield timed, timed.median_ms, f"bench {bench.id} of {path.name}"
     for past in list_runs(path, bundle=subject):
         for run in past.report.runs:
@@ -159,22 +163,22 @@ def _list_recorded(path: Path, subject: str) -> Iterator[tuple[BenchRun | RunRep
 
 
 def _read_ms(text: str) -> float | None:
-    """Returns the milliseconds of a time with its unit, None for what is none."""
+    """Returns the milliseconds of a time with unit (us, ms, s), None if the text is no such time above 0."""
     found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(us|ms|s)\s*", text)
     ms = float(found[1]) * _UNITS[found[2]] if found else math.nan
     return ms if ms > 0 else None
 
 
-# Makers of which no free measurements were found, by words in the names of what has their chips, and the target whose
-# rules say at least what the NPU would be given.
-_NO_GROUND: tuple[tuple[str, str, str], ...] = (
+# Makers of NPUs without free measurements: the name, the target whose rules say which nodes the NPU would get, and a
+# pattern of device names.
+_UNMEASURED_MAKERS: tuple[tuple[str, str, str], ...] = (
     ("Apple's Neural Engine", "coreml", r"apple|iphone|ipad|\bmac|\b[am]1\d?\b|neural engine"),
     ("Google's Tensor", "nnapi", r"tensor|pixel ([6-9]|1\d)"),
     ("MediaTek's APU", "nnapi", r"mediatek|dimensity|helio|\bmt\d{4}"),
     ("Samsung's Exynos", "nnapi", r"exynos"),
 )  # fmt: skip
 COMPILE_SECONDS = 180.0
-"""How long QNN's compiler may take for a forecast."""
+"""The time limit of QNN's compiler for a forecast."""
 _QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul"})
 
 
@@ -192,16 +196,17 @@ def forecast(
     """Returns how long a model, or a bundle's, is forecast to take on devices with a Hexagon NPU; nothing runs.
 
     Args:
-        subject: a model file, or the folder of a bundle, whose precision then counts.
-        devices: their names, or a part that one chip has; without any, one device of each chip that was measured.
+        subject: a model file, or the folder of a bundle, which is forecast in its own precision.
+        devices: names of devices, or parts of names that belong to one chip; without any, one device of each measured
+            chip.
         precisions: of "float", "w8a8" and "w8a16"; without any, all three, or that of the bundle.
-        measured: times of this very network that are known, which move the forecast for every device; and of other
-            float models on the CPUs of machines at hand, which say what this one takes there.
-        dims: a number for each dynamic dimension of the inputs.
-        every: all devices that are known by name.
-        max_ms: a limit that the report holds the devices against.
-        compiles: let QNN's compiler make a plan of the float model, which says how many bytes it moves: a nearer
-            forecast in float and w8a16, after seconds or minutes. Where that fails, a remark says so.
+        measured: known times of this network, which correct the forecast for every device; and times of other float
+            models on CPUs, from which the time of this one there is scaled.
+        dims: a size for each dynamic dimension of the inputs.
+        every: True for all devices that are known by name.
+        max_ms: the limit for the verdict of the report.
+        compiles: True to compile the float model with QNN, whose plan says how many bytes it moves. That takes seconds
+            or minutes, and makes the forecast in float and w8a16 more accurate. If it fails, a remark says so.
 
     Raises:
         UsageError: a device, precision or dimension that does not exist, a time that cannot be of this network, or a
@@ -213,23 +218,23 @@ def forecast(
     subject = Path(subject)
     path, bits = _open(subject)
     chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else BITS))
-    # Of several makers that fit a name the first counts.
-    others = {
+    # If several makers match a name, the first one counts.
+    unmeasured = {
         name: (maker, target)
         for name in devices
-        for maker, target, words in reversed(_NO_GROUND)
+        for maker, target, words in reversed(_UNMEASURED_MAKERS)
         if re.search(words, name.casefold())
     }
-    found = dict.fromkeys(find_phone(name, load_phones()) for name in devices if name not in others)
+    found = dict.fromkeys(find_phone(name, load_phones()) for name in devices if name not in unmeasured)
     phones = load_phones() if every else tuple(found) if devices else choose_phones()
     source = load_model(path)
     graph, counted = _count_work(source, dims or {})
-    # One with an HTP that QNN's rules do not know is as the next older.
+    # An HTP version that QNN's rules do not know is treated as the next older one.
     arches = sorted(map(int, load_target("qnn").parameters["htp_arch"].choices))
     arch_of = {phone.name: max((arch for arch in arches if arch <= phone.htp), default=arches[0]) for phone in phones}
     placed = {arch: _place(graph, "qnn", {"htp_arch": str(arch)}) for arch in sorted(set(arch_of.values()))}
     placings = {name: placed[arch] for name, arch in arch_of.items()}
-    traffic, said = compile_model(source, graph, dims or {}) if compiles else (None, "")
+    traffic, compile_remark = compile_model(source, graph, dims or {}) if compiles else (None, "")
     known = [time for time in measured if isinstance(time, KnownTime)]
     on_cpu = [time for time in measured if isinstance(time, CpuTime)]
     rows, distances = forecast_work(counted, phones, chosen, known, placings, traffic)
@@ -237,9 +242,9 @@ def forecast(
     rows += tuple(
         DeviceForecast(
             device=name, chipset=maker, soc_model=None, htp=None, precision=bit, placing=_place(graph, target, {}),
-            basis="none", note=f"no free measurements of {maker} were found: only what {target} takes is told",
+            basis="none", note=f"there are no free measurements of {maker}: only what {target} takes is known",
         )
-        for name, (maker, target) in others.items()
+        for name, (maker, target) in unmeasured.items()
         for bit in chosen
     )  # fmt: skip
     fitted = load_fitted()[0].precisions
@@ -247,17 +252,17 @@ def forecast(
     remarks: list[str] = []
     if unlike:
         remarks.append(
-            f"no measured network is like this one in {', '.join(unlike)}: it lies further off than any that the"
-            " forecast was tried on, so that even the wide interval promises nothing"
+            f"no measured network is like this one in {', '.join(unlike)}: it is further from them than any on which"
+            " the forecast was tested, so that even the wide interval is not reliable"
         )
     if counted.recurrent:
-        remarks.append(f"{counted.recurrent} recurrent layers run step by step on an NPU, which was not learned from")
+        remarks.append(f"{counted.recurrent} recurrent layers run step by step on an NPU; the fit has no such networks")
     if on_cpu:
         remarks.append(
-            "times on a CPU are scaled by the work from another model's; the interval is that of a PC, in float on one"
-            " thread"
+            "times on a CPU are scaled from another model's by the work; the interval is that of float networks on a PC"
+            " with one thread"
         )
-    moved = "moved the forecast of every device"
+    moved = "corrects the forecast of every device"
     remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in known]
     table = load_table()
     return ForecastReport(
@@ -273,14 +278,14 @@ def forecast(
         faster={bit: fitted[bit].faster for bit in chosen},
         unlike=unlike,
         traffic=traffic,
-        remarks=(*remarks, *filter(None, [said])),
+        remarks=(*remarks, *filter(None, [compile_remark])),
         ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
         max_ms=max_ms,
     )
 
 
 def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> ForecastReport | None:
-    """Returns the forecast that a recipe asks for, in the precision that QNN is built in; None where it asks for none.
+    """Returns the forecast that a recipe asks for, in the precision of the target qnn; None if it asks for none.
 
     Raises:
         EdgekitError: as `forecast` does.
@@ -296,7 +301,7 @@ def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> For
 
 
 def _open(subject: Path) -> tuple[Path, Bits | None]:
-    """Returns the model file of a subject, and the precision that a bundle has."""
+    """Returns the model file of a subject, and the precision of a bundle, None for a model."""
     if not subject.is_dir():
         return subject, None
     bundle = open_bundle(subject)
@@ -310,7 +315,11 @@ def _open(subject: Path) -> tuple[Path, Bits | None]:
 
 
 def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
-    """Returns the graph of a model as a provider is given it, and its work."""
+    """Returns the graph of a model as a provider sees it, and its work.
+
+    Raises:
+        UsageError: sizes are unknown, so that the work cannot be counted.
+    """
     with work_folder() as work:
         sketch = sketch_model(source, work / "sketch.onnx", dims)
         proto = infer_model(skim_model(sketch.path))
@@ -327,7 +336,7 @@ def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
 
 
 def _count_timed(path: Path, dims: Mapping[str, int]) -> Work:
-    """Returns the work of a model in the sizes in which `bench` times it: those that are not given are 1."""
+    """Returns the work of a model at the sizes of `dims`, and 1 for others, as `bench` times it."""
     model = load_model(path)
     return _count_work(model, {name: dims.get(name, 1) for name in find_unset(model.inputs, {})})[1]
 
@@ -348,10 +357,10 @@ def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
 
 
 def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple[Traffic | None, str]:
-    """Returns what the compiler plans, None where it fails, and a remark on it; `graph` is that of the model.
+    """Returns the traffic that the compiler plans, None if it fails, and a remark on it; `graph` is that of the model.
 
     Raises:
-        UsageError: the model is quantized, of which no plans were learned from.
+        UsageError: the model is quantized: the forecast was fitted to plans of float models.
         MissingExtraError: onnxruntime-qnn is not installed.
     """
     if any(node.op_type in _QUANTIZED for node in graph.nodes):
@@ -360,14 +369,14 @@ def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple
             hint="give the float model, or leave --compile out",
         )
     require_compiler()
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         with work_folder() as work:
             prepared = prepare_model(source, work / "prepared.onnx", dims)
-            found = compile_traffic(prepared.path.name, work, timeout_s=COMPILE_SECONDS)
+            traffic = compile_traffic(prepared.path.name, work, timeout_s=COMPILE_SECONDS)
     except (DeviceError, RuntimeRefusal) as error:
         return None, f"forecast from the graph alone, without a plan: {error}"
-    return found, (
-        f"QNN's compiler plans {found.operations:,} operations in float for SoC {SOC}, and moves"
-        f" {format_bytes(found.dram)} from and to DRAM (compiled in {time.monotonic() - began:.0f} s)"
+    return traffic, (
+        f"QNN's compiler plans {traffic.operations:,} operations in float for SoC {SOC}, and moves"
+        f" {format_bytes(traffic.dram)} from and to DRAM (compiled in {time.monotonic() - start:.0f} s)"
     )

@@ -1,7 +1,7 @@
-"""A model in the forms that its target loads: halved, converted, and for each of several sizes.
+"""Makes the forms of a model that its target loads: in half precision, converted, and in each of several sizes.
 
-In a bundle with buckets, the model of each size is made in the same way as that of the largest. Which nodes stay float
-in half precision is found out once, for the largest.
+In a bundle with buckets, the model of each size is made in the same way as the largest one. Only the plan is shared:
+the nodes that stay in float32 in half precision are found for each size.
 """
 
 import contextlib
@@ -36,54 +36,54 @@ from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import choose_layer_samples
 from edgekit.verify.layers.overflows import HALF_MAX, find_half_loss, find_lossy, find_overflows
 
-# Enough samples to see the largest values; each one costs a run of the float model without optimizations.
+# Enough samples to see the largest values; each one takes a run of the float model without optimizations.
 _SAMPLES = 8
 
 
-def halve_model(
+def convert_to_half(
     prepared: Model, check: CheckReport, target: Target, golden: Golden, out: Path, notes: list[str]
 ) -> Model:
     """Returns the model in fp16; nodes that run on the CPU, overflow or lose too much precision stay in float32.
 
-    `notes` says which nodes stay in float32 because of their values.
+    Notes about nodes that stay in float32 because of their values are added to `notes`.
 
     Raises:
         ModelError: the model cannot be converted.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
-    left = [node.name for node in check.node_list if not node.taken]
-    beyond: dict[str, float] = {}
-    # Where a run is refused the layers cannot be compared either, and what they say of it goes into the bundle.
+    cpu_nodes = [node.name for node in check.node_list if not node.taken]
+    overflowing: dict[str, float] = {}
+    # If the run is refused, the comparison of layers fails too, and the bundle says so.
     with contextlib.suppress(RuntimeRefusal):
-        reaches = find_overflows(prepared, choose_layer_samples(golden))
-        beyond = {name: reach for name, reach in reaches.items() if name not in left}
-    if beyond:
-        worst = max(beyond, key=beyond.__getitem__)
+        largest_values = find_overflows(prepared, choose_layer_samples(golden))
+        overflowing = {name: reach for name, reach in largest_values.items() if name not in cpu_nodes}
+    if overflowing:
+        worst = max(overflowing, key=overflowing.__getitem__)
         notes.append(
-            f"{len(beyond)} nodes stay in float32, because values there come near to 65504, where half precision ends,"
-            f" or lie beyond it: {', '.join(list(beyond)[:5])}; the largest is {beyond[worst]:.3g} at '{worst}';"
-            " --precision fp32 keeps all of them"
+            f"{len(overflowing)} nodes stay in float32, because values there come close to 65504, the largest of half"
+            f" precision, or exceed it: {', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at"
+            f" '{worst}'; --precision fp32 keeps all of them"
         )
-    halved = [node.name for node in check.node_list if node.taken and node.name not in beyond]
+    half_nodes = [node.name for node in check.node_list if node.taken and node.name not in overflowing]
     lossy, least_db = None, target.thresholds.min_sqnr_db
     with contextlib.suppress(RuntimeRefusal):
-        lossy = find_lossy(prepared, halved, choose_layer_samples(golden, _SAMPLES), least_db)
+        lossy = find_lossy(prepared, half_nodes, choose_layer_samples(golden, _SAMPLES), least_db)
     if lossy is not None:
         notes.append(
             f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32: in half"
             f" precision the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so"
             f" {lossy.kept_db:.1f} dB are expected; --precision fp32 keeps all of them"
         )
-    converted = convert_to_fp16(prepared, [*left, *beyond, *(lossy.nodes if lossy else ())], out)
+    converted = convert_to_fp16(prepared, [*cpu_nodes, *overflowing, *(lossy.nodes if lossy else ())], out)
     if converted.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
     return converted.model
 
 
-def warn_of_halves(prepared: Model, floats: Collection[str], target: Target, samples: Samples) -> str:
-    """Returns a warning if a target computes floats in half precision that the values of some nodes need more than.
+def warn_of_fp16_loss(prepared: Model, floats: Collection[str], target: Target, samples: Samples) -> str:
+    """Returns a warning if a target computes floats in half precision, and values of float nodes do not fit into it.
 
-    `floats` are the nodes that stay float in a quantized model. The result is "" if nothing is lost.
+    `floats` are the nodes that stay float in a quantized model. The warning is "" if nothing is lost.
     """
     if target.float_bits != 16 or not floats:
         return ""
@@ -93,37 +93,40 @@ def warn_of_halves(prepared: Model, floats: Collection[str], target: Target, sam
         found = find_half_loss(prepared, floats, few, GOOD_DB)
     if found is None:
         return ""
-    what = f"'{found.name}' stays float, which {target.name} computes in fp16 (from 6e-8 to 65504): "
+    problem = f"'{found.name}' stays float, which {target.name} computes in fp16 (from 6e-8 to 65504): "
     if found.share:
         ends = f"down to {found.low:.1e}" if found.high <= HALF_MAX else f"up to {found.high:.3g}"
-        what += f"{found.share:.1%} of its values, {ends}, do not fit"
+        problem += f"{found.share:.1%} of its values, {ends}, do not fit"
     else:
-        what += "its values need more digits"
-    todo = "scale it, raise what is added before a logarithm or root, or let the app compute it before the model"
+        problem += "its values need more digits"
+    remedy = "scale it, raise what is added before a logarithm or root, or let the app compute it before the model"
     start = ",".join(_find_start(read_graph(prepared), found.name, floats))
     command = f": edgekit prepare --inputs {shlex.quote(start)}" if start else ""
-    return f"{what}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {todo}{command}"
+    return f"{problem}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {remedy}{command}"
 
 
 def _find_start(graph: Graph, name: str, floats: Collection[str]) -> list[str]:
-    """Returns the inputs of the model without the float nodes that a value reaches, and without all before them."""
-    reached, front = {name}, set[str]()
+    """Returns the inputs of the model that remains if the app computes the float nodes after a value.
+
+    All nodes before these are removed from the model too.
+    """
+    reached, removed = {name}, set[str]()
     for node in graph.nodes:
         if node.name in floats and not reached.isdisjoint({*node.input, *node.output}):
             reached.update(node.output)
-            front.add(node.name)
+            removed.add(node.name)
     needed = set(reached)
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.output):
-            front.add(node.name)
+            removed.add(node.name)
             needed.update(iterate_reads(node.proto))
-    behind = {read for node in graph.nodes if node.name not in front for read in iterate_reads(node.proto)}
-    made = [each for node in graph.nodes if node.name in front for each in node.output]
-    return [each for each in (*graph.inputs, *made) if each in behind]
+    read_by_rest = {read for node in graph.nodes if node.name not in removed for read in iterate_reads(node.proto)}
+    outputs = [each for node in graph.nodes if node.name in removed for each in node.output]
+    return [each for each in (*graph.inputs, *outputs) if each in read_by_rest]
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for a target, and how it was made: rewritten for the target or not, quantized by a plan or not."""
+class ModelForTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A model made for a target: whether it was rewritten for it, and the plan with which it was quantized, if any."""
 
     model: Model
     target: Target
@@ -134,35 +137,35 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     quantized: QuantizedModel | None = None
 
 
-class Deployed(Made, frozen=True, kw_only=True):
-    """A model in the forms that its target loads; target and check are as they became on the way."""
+class Deployed(ModelForTarget, frozen=True, kw_only=True):
+    """A model in the forms that its target loads; target and check may have changed since."""
 
     converted: ConvertedModel
 
 
-def deploy_model(made: Made, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]) -> Deployed:
-    """Halves a model where its precision is fp16, and converts it to the forms that the target loads.
+def deploy_model(made: ModelForTarget, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]) -> Deployed:
+    """Converts a model to the forms that its target loads, and before that to half precision if it is an fp16 model.
 
-    `notes` says what was done on the way.
+    Notes about changes are added to `notes`.
 
     Raises:
-        EdgekitError: the model cannot be halved or converted.
+        EdgekitError: the model cannot be converted.
     """
     model, target, check = made.model, made.target, made.check
     ort_source: Model | None = None
     if made.precision == "fp16":
-        # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
-        ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
+        # Files in ORT format are made from the float model: for an fp16 one ONNX Runtime adds casts around each node.
+        ort_source, model = model, convert_to_half(model, check, target, inputs.golden, work / "half.onnx", notes)
         check = check_model(model, target)
-    target, told = disable_harmful(target, read_proto(model, weights=False).graph)
-    notes += told
+    target, harmful_notes = disable_harmful(target, read_proto(model, weights=False).graph)
+    notes += harmful_notes
     job.watch.begin("convert", target.name)
     golden, out = read_inputs(inputs.golden), work / "converted"
     convert = partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
     try:
         converted = convert(target=target)
     except MissingExtraError as error:
-        # A context needs the vendor's compiler; without it the other forms of the bundle are still good.
+        # A context needs the vendor's compiler; the other forms do not.
         forms = tuple(form for form in target.conversion.forms if form != "context")
         if not forms:
             raise
@@ -175,33 +178,33 @@ def deploy_model(made: Made, inputs: BuildInputs, job: BuildJob, work: Path, not
 def make_sizes(
     deployed: Deployed, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]
 ) -> tuple[tuple[Path, ...], Buckets] | None:
-    """Returns the model files of all buckets, and what a manifest says of them; None where there are no buckets.
+    """Returns the model files of all buckets, and their description for the manifest; None if there are no buckets.
 
-    `deployed` is the largest model, whose files come first. Scales, ranges and rounding of all are its own: they were
-    found on samples that reach into all sizes.
+    `deployed` is the largest model, whose files come first. All sizes have its scales, ranges and roundings, which were
+    found on samples of all lengths.
 
     Raises:
         EdgekitError: a model cannot be made at a smaller size.
     """
-    sized = inputs.buckets
-    if sized is None:
+    buckets = inputs.buckets
+    if buckets is None:
         return None
-    models = {sized.models.largest: _load(deployed, inputs)}
-    for size, prepared in sized.models.smaller.items():
+    models = {buckets.models.largest: _load(deployed, inputs)}
+    for size, prepared in buckets.models.smaller.items():
         folder = work / f"size-{size}"
-        told = list[str]()
-        # Some of the golden samples that fit into a size, filled up to it.
-        fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
-        rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
-        samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
+        size_notes = list[str]()
+        # Some of the golden samples that fit into this size, padded to it.
+        fitting_rows = [row for row, length in enumerate(buckets.lengths) if length <= size]
+        rows = [fitting_rows[place] for place in spread_indices(len(fitting_rows), _SAMPLES)]
+        samples = pad_samples(buckets.models.padding, select_samples(buckets.given, rows), size)
         golden = make_golden(inputs.source, samples, folder / "golden")
-        mine = msgspec.structs.replace(inputs, prepared=prepared, golden=golden)
-        model = _remake(mine, deployed, folder)
-        same = msgspec.structs.replace(deployed, model=model, check=check_model(model, deployed.target))
-        made = deploy_model(same, mine, job, folder, told)
-        notes += [f"{sized.models.padding.dim}={size}: {line}" for line in told if line not in notes]
-        models[size] = _load(made, inputs)
-    return _share(models, sized, inputs.source.name, work / "shared", notes)
+        size_inputs = msgspec.structs.replace(inputs, prepared=prepared, golden=golden)
+        model = _remake(size_inputs, deployed, folder)
+        at_size = msgspec.structs.replace(deployed, model=model, check=check_model(model, deployed.target))
+        deployed_size = deploy_model(at_size, size_inputs, job, folder, size_notes)
+        notes += [f"{buckets.models.padding.dim}={size}: {line}" for line in size_notes if line not in notes]
+        models[size] = _load(deployed_size, inputs)
+    return _share(models, buckets, inputs.source.name, work / "shared", notes)
 
 
 def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
@@ -209,8 +212,8 @@ def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
     return load_model(converted.folder / converted.files["onnx"][0], custom_ops=inputs.prepared.custom_ops)
 
 
-def _remake(inputs: BuildInputs, made: Made, work: Path) -> Model:
-    """Returns a prepared model of another size as the largest was made."""
+def _remake(inputs: BuildInputs, made: ModelForTarget, work: Path) -> Model:
+    """Returns a prepared model of another size, rewritten and quantized like the largest."""
     model, target = inputs.prepared, made.target
     if made.is_rewritten:
         model = fix_for_target(model, work / "rewritten" / model.path.name, target, stays_float=made.plan is None).model
@@ -231,30 +234,29 @@ def _share(
     folder.mkdir(parents=True, exist_ok=True)
 
     def gather(path: Path, file: str) -> Path:
-        """Puts a file into the folder, once: a file that was made in `work` is moved, any other is copied."""
+        """Puts a file into the folder unless it is there: a file in `work` is moved, any other is copied."""
         place = folder / file
         if not place.exists():
             (move_file if path.is_relative_to(work) else copy_file)(path, place)
         return place
 
-    # In one folder, as in the bundle: a model loads where its weights lie beside it. Each has a name of its own, also
-    # where it shares no weight.
-    of_each: dict[int, tuple[Path, ...]] = {}
+    # One folder, as in the bundle, because a model loads weights from its own folder. Each file has a name of its own.
+    files_by_size: dict[int, tuple[Path, ...]] = {}
     for size, model in models.items():
-        alone = (model.path, *(model.path.parent / file for file in model.external_files))
-        first, *others = shared.get(names[size], alone)
-        of_each[size] = gather(first, f"{names[size]}.onnx"), *(gather(path, path.name) for path in others)
-    files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))
-    whole = sum(path.stat().st_size for path in files)
-    apart = sum(path.stat().st_size for paths in of_each.values() for path in paths)
+        own_files = (model.path, *(model.path.parent / file for file in model.external_files))
+        first, *others = shared.get(names[size], own_files)
+        files_by_size[size] = gather(first, f"{names[size]}.onnx"), *(gather(path, path.name) for path in others)
+    files = tuple(dict.fromkeys(path for paths in files_by_size.values() for path in paths))
+    shared_bytes = sum(path.stat().st_size for path in files)
+    separate_bytes = sum(path.stat().st_size for paths in files_by_size.values() for path in paths)
     sizes = ", ".join(str(size) for size in sized.models.sizes)
     notes.append(
-        f"a model for each {sized.models.padding.dim} of {sizes}: {whole} bytes together, {apart} without the weights"
-        f" that they share; in ONNX form alone, since files in ORT format and contexts have weights of their own"
+        f"a model for each {sized.models.padding.dim} of {sizes}: {shared_bytes} bytes together, {separate_bytes} if"
+        " they shared no weights; only in ONNX form, because files in ORT format and contexts cannot share any"
     )
     buckets = Buckets(
         padding=sized.models.padding,
-        sizes=tuple(Bucket(size=size, file=of_each[size][0].name) for size in sized.models.sizes),
+        sizes=tuple(Bucket(size=size, file=files_by_size[size][0].name) for size in sized.models.sizes),
         lengths=sized.lengths,
     )
     return files, buckets

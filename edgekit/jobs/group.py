@@ -1,7 +1,7 @@
-"""From the models of a group to a verified folder for each target.
+"""Builds a verified folder for each target from the models of a group.
 
-A `group.toml` says which models belong together and what feeds what. The float models run end to end once: that gives
-the golden samples, and what each member is calibrated with.
+A `group.toml` says which models belong together, and which output feeds which input. The float models run end to end
+once: that gives the golden samples of the group, and the calibration samples of each member.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, write_labels, write_rows, writing_rows
 from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
 from edgekit.bundle.group.wiring import (
-    MOST_MEMBERS,
+    MAX_MEMBERS,
     Crop,
     Interface,
     Stage,
@@ -57,11 +57,11 @@ from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.task_metrics import decode_text, find_metric
 
 DEFAULT_METRIC = TaskLimit(name="exact-match", decoder="strings", max_drop=5.0, gate="estimate")
-"""How many results are exactly those of the float models, where a group states no metric."""
+"""The metric of a group that states none: the share of results that equal those of the float models exactly."""
 
 
 class MemberFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of the group, seen from the file; `dims` gives its dynamic dimensions their sizes."""
+    """`[members.NAME]`: a model, relative to the file, the sizes of its dynamic dimensions, and its precision."""
 
     model: str
     dims: dict[str, int] = {}
@@ -69,17 +69,17 @@ class MemberFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a `group.toml` says; what `stages` leave out is found by names."""
+    """The content of a `group.toml`; inputs that `stages` do not connect are connected by name."""
 
-    members: Annotated[dict[str, MemberFile], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
-    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    members: Annotated[dict[str, MemberFile], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     tokens: Tokens | None = None
     metric: TaskLimit = DEFAULT_METRIC
     name: str = ""
 
 
 _TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
-# The key that may be meant, of any table, or those of the file.
+# The hint about an unknown key: the most similar key of any table, or the list of the file's keys.
 _KEYS = partial(
     suggest_key,
     valid={key for table in _TABLES for key in table.__struct_fields__},
@@ -88,10 +88,10 @@ _KEYS = partial(
 
 
 def read_group_file(path: Path) -> GroupFile:
-    """Reads a `group.toml`; the name of a group without one is that of the file.
+    """Reads a `group.toml`; a group without a name gets that of the file.
 
     Raises:
-        UsageError: the file cannot be read, is malformed, has an unknown key, or a name that is no file's.
+        UsageError: the file cannot be read, is malformed, has an unknown key, or its name cannot name a folder.
     """
     found = read_toml(path, GroupFile, hint="a group is a .toml file", keys=_KEYS)
     found = msgspec.structs.replace(found, name=found.name or path.stem)
@@ -102,12 +102,12 @@ def read_group_file(path: Path) -> GroupFile:
 
 
 _CALIBRATION, _EVALUATION = 256, 64
-# Of the first sample, before it is known how often a loop goes round.
-_AT_FIRST = 8
+# How many inputs are kept of the first sample, when the number of iterations of loops is not known yet.
+_FIRST_SAMPLE_RUNS = 8
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The members of a group as they were given, and how they are put together."""
+    """The models of a group as they were given, with their interfaces and their wiring."""
 
     file: GroupFile
     wiring: Wiring
@@ -116,22 +116,22 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
-    """Runs every sample through the group, and returns the golden samples of the whole.
+    """Runs every sample through the group, and returns the golden samples of the whole group.
 
-    What each member is given, spread over samples and runs, is kept in NAME/calibration.npz and NAME/evaluation.npz.
-    Without labels, those of the golden samples are what the float models make of them.
+    Inputs of each member, spread over samples and runs, are kept in NAME/calibration.npz and NAME/evaluation.npz.
+    Without labels, the decoded results of the float models are the labels of the golden samples.
 
     Raises:
         UsageError: the metric needs labels, and there are none.
         DataError: a sample cannot run, or a member is never run.
-        ModelError: a model has a newer opset than this ONNX Runtime, and no form in an older one.
+        ModelError: a model has a newer opset than this ONNX Runtime supports, and cannot be lowered.
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
     metric, sessions = group.file.metric, dict[str, CpuSession]()
     for name, given in group.models.items():
-        # A member with a newer IR version or opset is lowered here in the same way as in its own build.
+        # A model with a newer IR version or opset is lowered, as in its own build.
         model = lower_model(given, folder / "lowered" / name)
-        # Without optimization, as the reference of a bundle is made.
+        # Without optimization, as for the reference of a bundle.
         sessions[name] = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
     def run(samples: Samples, part: str, limit: int) -> Iterator[dict[str, Array]]:
@@ -144,16 +144,16 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
 
             def run_member(name: str, given: Sequence[Tensors]) -> list[Tensors]:
                 for sample in given:
-                    # About `limit` inputs, spread over all samples and over the runs in each.
-                    is_full = rows[name].count >= (2 * limit if place else _AT_FIRST)
-                    if not is_full and (calls[name] + place) % strides[name] == 0:
+                    # About `limit` inputs are kept, spread over all samples and over the runs of each.
+                    is_full = rows[name].count >= (2 * limit if sample_index else _FIRST_SAMPLE_RUNS)
+                    if not is_full and (calls[name] + sample_index) % strides[name] == 0:
                         rows[name].append(sample)
                     calls[name] += 1
                 return [sessions[name].run(sample) for sample in given]
 
-            for place, sample in enumerate(samples):
-                if place == 1:
-                    # As many runs as the first sample had, the others may have too.
+            for sample_index, sample in enumerate(samples):
+                if sample_index == 1:
+                    # The other samples are assumed to have as many runs as the first one.
                     strides = {name: max(1, math.ceil(count * samples.count / limit)) for name, count in calls.items()}
                 calls = dict.fromkeys(sessions, 0)
                 yield from run_pipeline(group.wiring, group.interfaces, [sample], run_member)
@@ -161,7 +161,7 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
     for _ in run(sets.calibration, "calibration", _CALIBRATION):
         pass
     labels = None if sets.labels is None else list(sets.labels)
-    made: list[Label] = []
+    decoded_labels: list[Label] = []
     golden = folder / "golden"
     with writing_rows(golden / OUTPUTS, ragged=True) as outputs:
         for result in run(sets.evaluation, "evaluation", _EVALUATION):
@@ -169,14 +169,14 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
             if labels is None:
                 if find_metric(metric).labels != "text":
                     raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
-                made.append(decode_text(result[metric.output or next(iter(result))], metric))
+                decoded_labels.append(decode_text(result[metric.output or next(iter(result))], metric))
     inputs, count = write_rows(golden / INPUTS, sets.evaluation, ragged=True)
-    write_labels(golden, labels or made)
+    write_labels(golden, labels or decoded_labels)
     return Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True)
 
 
-# A file in ORT format has its weights inside, where no other can use them.
-_SHARING: tuple[Form, ...] = ("context", "onnx")
+# A file in ORT format contains its weights, so that members cannot share them.
+_SHARING_FORMS: tuple[Form, ...] = ("context", "onnx")
 
 
 def build_group(
@@ -190,11 +190,11 @@ def build_group(
 ) -> GroupBuild:
     """Makes the folder of a group for each target, verifies it end to end, and writes both and a report into `out`.
 
-    `path` is a `group.toml`. `data` holds the group's own inputs: what each member is calibrated with comes of running
-    the float models. A target that cannot be built or does not pass is a finding.
+    `path` is a `group.toml`. `data` holds the inputs of the group; the calibration samples of its members come from
+    running the float models. A target that cannot be built or does not pass is a finding.
 
     Raises:
-        EdgekitError: the file, a model, the data or the recipe is wrong; then `out` is as it was.
+        EdgekitError: the file, a model, the data or the recipe is wrong; then `out` is unchanged.
     """
     start, recipe = time.monotonic(), recipe or Recipe()
     file, targets = read_group_file(path), load_targets(choose_here(recipe))
@@ -210,25 +210,29 @@ def build_group(
             most=recipe.samples,
         )
         golden = _run_float(group, sets, work / "samples")
-        shares = find_equal_weights(tuple(group.models.values())) > 0
+        shares_weights = find_equal_weights(tuple(group.models.values())) > 0
         built: dict[str, BuildReport] = {}
         for name, model in group.models.items():
-            member, given = file.members[name], work / "samples" / name
-            own = msgspec.structs.replace(
+            member, member_samples = file.members[name], work / "samples" / name
+            member_recipe = msgspec.structs.replace(
                 recipe,
                 dims=member.dims,
                 precision=member.precision or recipe.precision,
                 samples=None,
-                forms=_SHARING if shares and not recipe.forms else recipe.forms,
+                forms=_SHARING_FORMS if shares_weights and not recipe.forms else recipe.forms,
             )
-            its_data = Data(source=str(given / "calibration.npz"), evaluation=str(given / "evaluation.npz"))
-            say = name_steps(progress, name)
-            built[name] = build(model.path, its_data, work / "built" / name, own, verify=False, progress=say)
-        cut = tuple(_describe_truncation(group, sets))
+            member_data = Data(
+                source=str(member_samples / "calibration.npz"), evaluation=str(member_samples / "evaluation.npz")
+            )
+            report_step = name_steps(progress, name)
+            built[name] = build(
+                model.path, member_data, work / "built" / name, member_recipe, verify=False, progress=report_step
+            )
+        truncation_notes = tuple(_describe_truncation(group, sets))
 
         def finish(target: Target) -> GroupTarget:
             """Writes the group of one target, and verifies it."""
-            bundles, notes, place = dict[str, Bundle](), list(cut), f"{file.name}-{target.name}"
+            bundles, notes, place = dict[str, Bundle](), list(truncation_notes), f"{file.name}-{target.name}"
             for name, report in built.items():
                 summary = next(bundle for bundle in report.bundles if bundle.target == target.name)
                 if summary.path is None:
@@ -248,12 +252,12 @@ def build_group(
                 path=out / place,
                 notes=tuple(notes),
                 size_bytes=written.size_bytes,
-                # A compiled context has weights of its own.
+                # Compiled contexts do not share weights.
                 shared_bytes=shared_bytes if all(each.form == "onnx" for each in written.manifests.values()) else 0,
                 verify=found,
             )
 
-        made = GroupBuild(
+        group_report = GroupBuild(
             group=file.name,
             members={name: model.sha256 for name, model in group.models.items()},
             calibration_samples=sets.calibration.count,
@@ -261,12 +265,12 @@ def build_group(
             targets=tuple(map(finish, targets)),
             seconds=round(time.monotonic() - start, 2),
         )
-        write_file(staging / "report.json", to_json(made).encode())
-    return made
+        write_file(staging / "report.json", to_json(group_report).encode())
+    return group_report
 
 
 def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> _Group:
-    """Returns the models of a group, and its wiring written out; dimensions without a size stay open where they may.
+    """Returns the models of a group with its complete wiring; if `is_free`, dimensions without a size stay open.
 
     Raises:
         UsageError: the wiring does not fit the models.
@@ -279,7 +283,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
             ready = ready_model(model, work / "ready" / name, file.members[name].dims, may_stay_open=is_free).model
         except UsageError as error:
             hint = error.hint
-            # There is no such option here.
+            # A group has no option --dim.
             if "--dim" in (hint or ""):
                 names = error.names if isinstance(error, OpenDimsError) else ()
                 sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(names))
@@ -300,13 +304,14 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
 
 
 def _describe_truncation(group: _Group, sets: SampleSets) -> Iterator[str]:
-    """Yields a note where samples start with more tokens than the first stage that reads text accepts."""
+    """Yields a note if samples start with more tokens than the first stage that reads text accepts."""
     tokens = group.wiring.tokens
     run, text = next(((stage.run, stage.text) for stage in group.wiring.stages if stage.text), ("", None))
     if tokens is None or text is None or not isinstance(tokens.start, str):
         return
     length, name = (group.interfaces[run].inputs[text.input].shape or (None,))[-1], split_source(tokens.start)[1]
-    given = (sample[name].size for samples in (sets.calibration, sets.evaluation) for sample in samples)
-    cut = sum(size > length for size in given) if isinstance(length, int) else 0
-    if cut:
-        yield f"{cut} samples begin with more tokens than the {length} that '{run}' takes: what is more is left out"
+    token_counts = (sample[name].size for samples in (sets.calibration, sets.evaluation) for sample in samples)
+    truncated = sum(size > length for size in token_counts) if isinstance(length, int) else 0
+    if truncated:
+        words = f"more tokens than the {length} that '{run}' takes: further tokens are cut off"
+        yield f"{truncated} samples begin with {words}"

@@ -1,4 +1,4 @@
-"""Quantizing a model for one target: with a plan of a method, or with the first plan that is good enough."""
+"""Quantizes a model for one target: with a plan of a range method, or with the best plan of a search."""
 
 import math
 import time
@@ -21,7 +21,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels
 from edgekit.jobs.check import describe_share, gain_on_target
-from edgekit.jobs.forms import warn_of_halves
+from edgekit.jobs.forms import warn_of_fp16_loss
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import check_outputs
@@ -52,15 +52,15 @@ from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop
 
-# Methods that choose a range method by what they measure.
-_OPEN_METHODS = frozenset({"auto", "best"})
+# Methods that choose a range method by measurements.
+_CHOOSING_METHODS = frozenset({"auto", "best"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to quantize: by a method of `plan_quantization`, or by the plan in a file.
 
-    `state` is the file that a search goes on from, `cache` the folder where calibrations are kept. With `layers`
-    each activation is also quantized alone. From `time_budget_s` seconds after the start on, no other plan is tried.
+    `state` is the file from which a search continues, `cache` the folder that keeps calibrations. With `layers` each
+    activation is also quantized alone. After `time_budget_s` seconds no further plan is tried.
     """
 
     method: str = "auto"
@@ -72,7 +72,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared and calibrated for one target: the `search` has all that a plan is made from.
+    """A model prepared and calibrated for one target; `search` has everything from which a plan is made.
 
     `given` is a plan that was read from a file, `state` that of an earlier search.
     """
@@ -97,21 +97,22 @@ def quantize_for(
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
-    With `max_drop` plans are searched for until one meets it. `data.labels` tell the true drop, by a metric or top-1.
+    With `max_drop` in the recipe, plans are tried until one meets it. With `data.labels` the drop is measured, by a
+    metric or top-1; without, it is estimated.
 
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
-    start, how = time.monotonic(), options or QuantizeOptions()
+    start, options_given = time.monotonic(), options or QuantizeOptions()
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, how, work, progress, out)
+        job = _open_job(model, data, recipe, options_given, work, progress, out)
         search = job.search
-        plan, searched = _choose_plan(job, how.method)
+        plan, searched = _choose_plan(job, options_given.method)
         quantized, predicted, check = _write_model(search, plan, searched, out)
-        warning = warn_of_halves(search.model, [node.name for node in plan.float_nodes], search.target, job.samples)
+        warning = warn_of_fp16_loss(search.model, [node.name for node in plan.float_nodes], search.target, job.samples)
         layers: tuple[ActivationReport, ...] = ()
-        if how.layers:
+        if options_given.layers:
             progress("quantize each activation alone")
             seen = plan_calibration(search.model, plan, search.calibration).ranges["minmax"]
             layers = tuple(describe_layers(plan, seen, rank_plan(search.model, plan, search.calibration)))
@@ -152,7 +153,7 @@ def quantize_for(
 def plan_for(
     model: Path, data: Data, recipe: Recipe, options: QuantizeOptions | None = None, progress: Progress = say_nothing
 ) -> QuantPlan:
-    """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
+    """Returns the plan for the one target of the recipe, without writing a model.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
@@ -184,8 +185,8 @@ def _open_job(
     with proposing_sizes(source.inputs, data.source, data.preprocess):
         fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if recipe.fix:
-        known = {fix.id for fix in fixed.fixes}
-        rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=known)
+        fixed_ids = {fix.id for fix in fixed.fixes}
+        rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=fixed_ids)
         if gained := budget.attempt(f"rewrites for {target.name}", rewrite):
             fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
             progress(gained[1])
@@ -193,23 +194,23 @@ def _open_job(
     if reason := explain_no_gain(graph, target, precision, partial(check_model, fixed.model, target)):
         progress(reason)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
-    every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess, idle=recipe.freeze)
-    samples, labels = limit_samples(every, recipe.samples, sequences.state.steps), None
+    all_samples = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess, idle=recipe.freeze)
+    samples, labels = limit_samples(all_samples, recipe.samples, sequences.state.steps), None
     limit = recipe.metric or TOP1
     if data.labels is not None:
-        # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
-        if samples.count < every.count:
+        # Labels belong to samples by position, so no sample may be left out.
+        if samples.count < all_samples.count:
             raise UsageError("--labels with --samples", hint="give as many samples as labels, or leave one out")
-        # Before the calibration, which takes the most time.
-        labels = read_task_labels(data.labels, find_metric(limit).labels, every)
+        # Wrong labels are reported before the calibration, which takes the most time.
+        labels = read_task_labels(data.labels, find_metric(limit).labels, all_samples)
     samples = sequences.unroll(samples, "calibration")
     facts = accept_pixels(check_samples(samples, computed=sequences.computed), partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
     state = None if how.state is None else _open_state(how.state, fixed.model, facts, target, precision, data, recipe)
-    most = None if labels is None else MOST_LABELLED
-    reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=most, work=work)
-    began = time.monotonic()
+    max_labelled = None if labels is None else MOST_LABELLED
+    reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
+    start = time.monotonic()
     methods, fitting = _choose_statistics(how, plan)
     options = CalibrationOptions(
         work=work / "calibration",
@@ -228,13 +229,13 @@ def _open_job(
         measure=reference.predict_drop,
         compare=reference.compare,
         work=work,
-        # What was planned is written and measured: running a plan over a sample takes about as long as calibrating it.
-        memo=Memo(budget=budget.keep_back((time.monotonic() - began) * len(reference.indices) / samples.count)),
+        # The final model is measured after planning, which takes about as long per sample as the calibration.
+        memo=Memo(budget=budget.keep_back((time.monotonic() - start) * len(reference.indices) / samples.count)),
         progress=progress,
         may_widen=recipe.precision == "auto",
         feeds=find_fed_back(sequences.state),
     )
-    # What labels say of a part of the samples is not known.
+    # With labels, plans are not judged by a part of the samples first.
     if labels is None:
         search = msgspec.structs.replace(search, look=reference.look)
     else:
@@ -245,7 +246,11 @@ def _open_job(
 
 
 def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> Precision:
-    """Returns the integer precision to quantize with: that of a plan that is given, which the recipe may repeat."""
+    """Returns the integer precision to quantize with: that of the `plan`, if there is one, else of the recipe.
+
+    Raises:
+        UsageError: the target takes no integers, or the recipe contradicts the plan.
+    """
     if not any(precision in INTEGERS for precision in target.precisions):
         raise UsageError(
             f"target '{target.name}' takes no quantized model: {target.precision_reason}",
@@ -262,7 +267,7 @@ def _open_state(
     path: Path, model: Model, facts: SampleFacts, target: Target, precision: Precision, data: Data, recipe: Recipe
 ) -> State:
     files = [] if data.labels is None else [data.labels, *sorted(data.labels.rglob("*"))]
-    # With other labels the measured drops would be others, so what a state remembers would be wrong.
+    # The measured drops of a state are valid for the same labels only.
     digests = "".join(digest_file(file) for file in files if file.is_file())
     measured = f"{recipe.metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
     outputs = msgspec.json.encode(check_outputs(recipe.outputs, model), order="sorted").decode()
@@ -270,16 +275,16 @@ def _open_state(
 
 
 def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tuple[str, ...], bool]:
-    """Returns the range methods that calibrating measures, and whether it also measures what weights are fitted to."""
+    """Returns the range methods to calibrate for, and whether to collect the statistics for fitting weights too."""
     if plan is not None:
-        # A plan holds its ranges: only what fits weights to statistics has to measure more.
+        # A plan has its ranges: more statistics are needed only to fit weights.
         return METHODS_WITHOUT_HISTOGRAM, how.layers or plan.rounding != "nearest" or bool(plan.factors)
-    is_open = how.method in _OPEN_METHODS
+    is_open = how.method in _CHOOSING_METHODS
     return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
 
 
 def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
+    """Returns the plan (given, searched for, or that of a range method), and the search, None if there was none."""
     search, narrow = job.search, job.recipe.float_constants == "auto"
     model, calibration = search.model, search.calibration
     if job.given is not None:
@@ -297,11 +302,11 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
 def _write_model(
     search: Search, plan: QuantPlan, searched: Searched | None, out: Path
 ) -> tuple[QuantizedModel, Prediction, CheckReport]:
-    """Returns the model, written to `out` once it is whole, what it is expected to cost, and what is taken of it."""
+    """Writes the model to `out`; returns it with its expected loss, and the check of what the target takes of it."""
     with replacing_file(out) as temporary:
         search.progress("quantize")
         quantized = write_chosen(search, plan, searched, temporary)
-        # What graphs left behind would lie beside the sessions that measure.
+        # The memory of graphs is freed before the sessions that measure are made.
         release_memory()
         if searched is not None and plan == searched.chosen.plan:
             predicted = searched.chosen.prediction
@@ -309,6 +314,6 @@ def _write_model(
             search.progress("measure")
             predicted = search.measure(quantized.model)
         check = check_model(quantized.model, search.target)
-        # Weights beyond 2 GB lie beside the model, under the name that stands in it.
+        # Weights beyond 2 GB are in a file beside the model, with the name that the model states.
         move_data(temporary, out)
     return quantized, predicted, check

@@ -1,4 +1,4 @@
-"""Signing, joining and packing bundles that passed their verification, or that the user allows all the same."""
+"""Signs, joins and packs bundles that passed their verification, or that the user allows although they did not."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ _Report = TypeVar("_Report", VerifyReport, GroupReport)
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that is released although it did not pass a verification, and why it did not.
+    """A bundle that did not pass a verification, and the reason, which follows its name in a message.
 
-    `verdict` is "not proven" where nothing speaks against the bundle, else "fail".
+    `verdict` is "not proven" if nothing speaks against the bundle, else "fail".
     """
 
     bundle: str
@@ -46,14 +46,14 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOTHING = Allowed()
-"""Only what passed is released."""
+"""Only bundles that passed are released."""
 
 
 def sign_verified(folder: Path, key: Path, *, allowed: Allowed = NOTHING) -> tuple[SignedBundle, tuple[Doubt, ...]]:
-    """Signs a folder of one target, of several or of a group, and returns also what `allowed` let through.
+    """Signs a folder of one target, of several or of a group; also returns the doubts that `allowed` accepts.
 
     Raises:
-        BundleError: a bundle in it did not pass a verification, and that was not allowed; or as `sign_bundle`.
+        BundleError: a bundle in it did not pass a verification, and is not allowed; or as `sign_bundle`.
         UsageError: the key cannot be read, or is no Ed25519 private key.
         OutputError: the folder cannot be written.
     """
@@ -61,17 +61,17 @@ def sign_verified(folder: Path, key: Path, *, allowed: Allowed = NOTHING) -> tup
         found = _list_group(open_group(folder))
         doubts = _refuse(found[:1], allowed)
     else:
-        # Signing refuses an archive with words of its own.
+        # `sign_bundle` refuses an archive with its own message.
         found = [] if folder.is_file() else _list_bundles(open_any(folder))
         doubts = _refuse(found, allowed)
     return sign_bundle(folder, key, _attest(found)), doubts
 
 
 def join_verified(paths: Sequence[Path], out: Path, *, allowed: Allowed) -> tuple[MultiBundle, tuple[Doubt, ...]]:
-    """Joins bundles, or all of a build's folder, as `join_bundles`; returns also what `allowed` let through.
+    """Joins bundles, or all of a build's folder, as `join_bundles`; also returns the doubts that `allowed` accepts.
 
     Raises:
-        BundleError: one is damaged, or did not pass a verification, and that was not allowed.
+        BundleError: one is damaged, or did not pass a verification and is not allowed.
         UsageError: two are for one target, or they are of different models.
         OutputError: `out` cannot be written.
     """
@@ -90,18 +90,17 @@ def package_verified(
     names: Identity = UNNAMED,
     extras: tuple[Extra, ...] = (),
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
-    """Packs a group, or bundles, or all that fit of a build's folder, as `package_bundles`, which explains the options.
+    """Packs a group, bundles, or all that fit of a build's folder; also returns the doubts that `allowed` accepts.
 
-    An AAR is made for the archive of ONNX Runtime that the device `android` runs. Returns also what `allowed` let
-    through.
+    See `package_bundles` for the options. An AAR is made for the ONNX Runtime that the device `android` runs.
 
     Raises:
-        BundleError: one is damaged, or did not pass a verification, and that was not allowed.
+        BundleError: one is damaged, or did not pass a verification and is not allowed.
         EdgekitError: as `package_bundles`.
     """
     doubts: list[Doubt] = []
     if any(is_group(path) for path in paths):
-        # A group is an archive of its folder: its loader is in it already.
+        # The package of a group is an archive of its folder, which contains its loader.
         if len(paths) > 1:
             raise UsageError("a group is packed by itself", hint="one folder, for one target")
         if names != UNNAMED or extras:
@@ -121,9 +120,10 @@ def package_verified(
 
 
 class _Released(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle or a group that is to go: its name in reports, its manifest, and what its last verification found.
+    """A bundle or a group to release: its name in reports, its manifest, and the results of its last verification.
 
-    `doubt` says why it may not go as it is; of each device that ran it, `runs` has what is signed, and the verdict.
+    `doubt` says why it did not pass, None if it did. `runs` has, for each device that ran it, the facts to sign and the
+    verdict.
     """
 
     name: str
@@ -134,15 +134,15 @@ class _Released(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
-    """Returns each bundle of a folder: those of a joined one keep the digests that they had."""
+    """Returns the bundle of a folder, or each one of a joined folder."""
     if isinstance(found, Bundle):
         return [_read_bundle(found)]
-    made: list[_Released] = []
+    released: list[_Released] = []
     for variant in found.index.variants:
         folder, name = found.folder / variant.folder, f"{found.index.name}-{variant.target}"
         manifest, report = f"{variant.folder}/{MANIFEST}", _read_report(folder, VerifyReport)
-        made.append(_describe(folder, name, manifest, variant.manifest.sha256, report))
-    return made
+        released.append(_describe(folder, name, manifest, variant.manifest.sha256, report))
+    return released
 
 
 def _read_bundle(bundle: Bundle) -> _Released:
@@ -151,9 +151,9 @@ def _read_bundle(bundle: Bundle) -> _Released:
 
 
 def _list_group(group: Group) -> list[_Released]:
-    """Returns a group as a whole, which also has the doubts of its members, and then each member."""
+    """Returns the whole group, which has the doubts of its members too, and then each member."""
     name, report = f"{group.manifest.name}-{group.manifest.target}", _read_report(group.folder, GroupReport)
-    # Only what was verified of exactly this group counts.
+    # A verification of another version of the group does not count.
     report = report if report is not None and report.sha256 == group.sha256 else None
     members = [
         _describe(
@@ -166,16 +166,16 @@ def _list_group(group: Group) -> list[_Released]:
         for each in group.manifests
     ]
     doubt, runs = None, () if report is None else report.runs
-    weak = next((member for member in members if member.doubt is not None), None)
+    doubtful = next((member for member in members if member.doubt is not None), None)
     if report is None:
         doubt = Doubt(bundle=str(group.folder), reason="was not verified as it is now")
-    elif weak is not None and weak.doubt is not None:
-        reason = f"({weak.name}) {weak.doubt.reason}"
-        doubt = msgspec.structs.replace(weak.doubt, bundle=str(group.folder), reason=reason)
+    elif doubtful is not None and doubtful.doubt is not None:
+        reason = f"({doubtful.name}) {doubtful.doubt.reason}"
+        doubt = msgspec.structs.replace(doubtful.doubt, bundle=str(group.folder), reason=reason)
     elif report.verdict != "pass":
         lines = [line for run in runs for line in (*run.judgement.failures, *run.judgement.unproven)]
         words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
-        reason = f"{words}: {lines[0] if lines else 'no device ran the whole'}"
+        reason = f"{words}: {lines[0] if lines else 'no device ran the group_release'}"
         doubt = Doubt(bundle=str(group.folder), reason=reason, verdict=report.verdict)
     provider = next(iter(group.manifests.values())).provider
     attested = tuple(
@@ -186,18 +186,18 @@ def _list_group(group: Group) -> list[_Released]:
         )
         for run in runs
     )  # fmt: skip
-    whole = _Released(
+    group_release = _Released(
         name=name,
         manifest=GROUP,
         sha256=group.sha256,
         doubt=doubt,
         runs=tuple(zip(attested, [run.verdict for run in runs], strict=True)),
     )
-    return [whole, *members]
+    return [group_release, *members]
 
 
 def _read_report(folder: Path, kind: type[_Report]) -> _Report | None:
-    """Returns the last verification of a bundle or a group, None where there is none that can be read."""
+    """Returns the last verification of a bundle or a group, None if there is none that can be read."""
     try:
         return read_facts(folder / VERIFY, kind)
     except DataError:
@@ -205,13 +205,13 @@ def _read_report(folder: Path, kind: type[_Report]) -> _Report | None:
 
 
 def _describe(folder: Path, name: str, manifest: str, sha256: str, report: VerifyReport | None) -> _Released:
-    # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
+    # The manifest has no digest of `verify.json`, so that file counts only for the manifest whose digest it names.
     is_current = report is not None and report.bundle_sha256 == sha256
     reason, verdict = "", "fail" if report is None or not is_current else report.verdict
     if report is None:
         reason = "was not verified"
     elif not is_current:
-        reason = "was verified before it became what it is now"
+        reason = "was changed after its verification"
     elif verdict == "fail":
         reason = "did not pass its verification"
     elif verdict != "pass":
@@ -248,7 +248,11 @@ def _name_score(task: TaskReport | None) -> dict[str, float]:
 
 
 def _refuse(found: Iterable[_Released], allowed: Allowed) -> tuple[Doubt, ...]:
-    """Returns the doubts that are allowed."""
+    """Returns the doubts, if all are allowed.
+
+    Raises:
+        BundleError: one is not.
+    """
     doubts = tuple(one.doubt for one in found if one.doubt is not None)
     for doubt in doubts:
         if not allowed.takes(doubt):
@@ -261,7 +265,7 @@ def _refuse(found: Iterable[_Released], allowed: Allowed) -> tuple[Doubt, ...]:
     return doubts
 
 
-# The words of the predicate: one that warns has found no fault, and does not vouch either.
+# The results of in-toto's test-result predicate: WARNED means neither passed nor failed.
 _RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
     "pass": "PASSED",
     "not proven": "WARNED",
@@ -270,7 +274,7 @@ _RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
 
 
 def _attest(found: Sequence[_Released]) -> TestResult:
-    """Returns what is signed of bundles: the results of their reports, and which go although they did not pass."""
+    """Returns the facts to sign: the results of all verifications, and the bundles released without a pass."""
     tests: dict[str, Verdict] = {}
     for one in found:
         tests[one.name] = "pass" if one.doubt is None else one.doubt.verdict

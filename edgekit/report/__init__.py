@@ -1,1 +1,1 @@
-"""Reports as text and HTML: facts and verdicts are computed elsewhere and only rendered here."""
+"""Renders reports as text, HTML, Markdown and JUnit; facts and verdicts are computed elsewhere."""

@@ -1,4 +1,4 @@
-"""Charts of a page: the waterfall of the loss, the layers, and images of samples. Only positions, no judgement."""
+"""Charts of a page: the waterfall of the loss, the layers, and images of samples."""
 
 import base64
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
-# More points could not be told apart.
-_MOST_LAYERS, _MOST_LOCATED, _MOST_WORST = 150, 100, 40
-_MOST_DB = 80.0
+# More points could not be distinguished in the chart.
+_MAX_LAYERS, _MAX_LOCATED, _WORST_SHOWN = 150, 100, 40
+_MAX_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
-_THUMB = 112
-_MOST_PICTURES = 6
+_THUMBNAIL_PX = 112
+_MAX_PICTURES = 6
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,10 +33,9 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep, Mark], ...]:
-    """Returns each step with its bar, in percent of the chart: each begins where the previous one ended.
+    """Returns each step with its bar of a waterfall chart, in percent of the chart's width.
 
-    A bar's label is the part of all added error that came from the step, or that it took back; the parts that were
-    added sum to 100 %.
+    A bar's label is the share of all added error that the step adds, or takes back; the added shares sum to 100 %.
     """
     ends, level = [0.0], 0.0
     for step in steps:
@@ -48,49 +47,48 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep,
     bars: list[tuple[AttributionStep, Mark]] = []
     shares = share_out([step.noise_share for step in steps])
     for step, share, start, end in zip(steps, shares, ends, ends[1:], strict=False):
-        gains = end < start
+        is_gain = end < start
         bar = Mark(
             x=(min(start, end) - low) * scale,
             # A step that changes nothing still needs a visible bar.
             width=max(abs(end - start) * scale, 0.4),
-            kind="gain" if gains else "loss",
-            label="-" if share is None else f"takes {share}% back" if gains else f"{share}%",
+            kind="gain" if is_gain else "loss",
+            label="-" if share is None else f"takes {share}% back" if is_gain else f"{share}%",
         )
         bars.append((step, bar))
     return tuple(bars)
 
 
 def share_out(parts: Sequence[float | None]) -> list[int | None]:
-    """Returns parts as whole percentages of the sum of the positive ones; the rounded positive ones sum to 100."""
-    gained = sum(part for part in parts if part and part > 0)
-    if not gained:
+    """Returns parts as integer percentages of the sum of the positive ones; the positive ones sum to exactly 100."""
+    total_gain = sum(part for part in parts if part and part > 0)
+    if not total_gain:
         return [None if part is None else 0 for part in parts]
-    exact = [None if part is None else 100 * abs(part) / gained for part in parts]
-    whole = [None if value is None else int(value) for value in exact]
-    adds = [index for index, part in enumerate(parts) if part and part > 0]
+    exact = [None if part is None else 100 * abs(part) / total_gain for part in parts]
+    percents = [None if value is None else int(value) for value in exact]
+    positive = [index for index, part in enumerate(parts) if part and part > 0]
     # Largest remainders first (Hamilton's method), so that no share is off by more than one.
-    missing = 100 - sum(whole[index] or 0 for index in adds)
-    for index in sorted(adds, key=lambda index: (exact[index] or 0) % 1, reverse=True)[:missing]:
-        whole[index] = (whole[index] or 0) + 1
-    return whole
+    missing = 100 - sum(percents[index] or 0 for index in positive)
+    for index in sorted(positive, key=lambda index: (exact[index] or 0) % 1, reverse=True)[:missing]:
+        percents[index] = (percents[index] or 0) + 1
+    return percents
 
 
 def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:
-    """Returns layers as points from 0 to 80 dB upwards; a value that is not finite is drawn at the bottom.
+    """Returns a chart of layers by their SQNR, from 0 to 80 dB; a value that is not finite is drawn at the bottom.
 
-    Of many layers, those that add the most error by themselves are drawn, and others at even distances.
-
-    The bad layer is the one that `located` names, or else the first that stands out.
+    If there are too many layers, those with the lowest own SQNR are drawn, and others at even distances. The layer
+    marked as bad is the one that `located` names, or else the first that stands out.
     """
-    most = _MOST_LAYERS if located is None else _MOST_LOCATED
+    max_points = _MAX_LAYERS if located is None else _MAX_LOCATED
     ranked = sorted(range(len(layers)), key=lambda index: _height(layers[index].own_sqnr_db), reverse=True)
-    kept = {*ranked[:_MOST_WORST], *spread_indices(len(layers), most - _MOST_WORST)}
-    shown = [layers[index] for index in sorted(range(len(layers)) if len(layers) <= most else kept)]
+    kept = {*ranked[:_WORST_SHOWN], *spread_indices(len(layers), max_points - _WORST_SHOWN)}
+    shown = [layers[index] for index in sorted(range(len(layers)) if len(layers) <= max_points else kept)]
     named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
     bad = find_first_bad(layers) if located is None else named
     # A single layer is drawn at the left.
     step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
-    places = [round(_LEFT + index * step, 1) for index in range(len(shown))]
+    xs = [round(_LEFT + index * step, 1) for index in range(len(shown))]
     marks = tuple(
         Mark(
             x=x,
@@ -99,15 +97,15 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
             kind="bad" if layer is bad else "",
             title=f"{layer.name} ({layer.op}): {_decibels(layer.sqnr_db)} so far, {_decibels(layer.own_sqnr_db)} own",
         )
-        for x, layer in zip(places, shown, strict=True)
+        for x, layer in zip(xs, shown, strict=True)
     )
-    sofar = " ".join(f"{x},{_height(layer.sqnr_db)}" for x, layer in zip(places, shown, strict=True))
-    rows = tuple((_height(db), str(db)) for db in (0, 20, 40, 60, 80))
-    return Chart(marks=marks, lines={"sofar": sofar}, rows=rows, edges=(44, 995, 0, 240), height=240)
+    sofar = " ".join(f"{x},{_height(layer.sqnr_db)}" for x, layer in zip(xs, shown, strict=True))
+    grid = tuple((_height(db), str(db)) for db in (0, 20, 40, 60, 80))
+    return Chart(marks=marks, lines={"sofar": sofar}, rows=grid, edges=(44, 995, 0, 240), height=240)
 
 
 def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple[Picture, ...]:
-    """Returns the worst sample of each output as an image, for inputs that are images; `inputs` are those that ran."""
+    """Returns the worst sample of each output as an image, if it has one; `inputs` are the samples that ran."""
     if isinstance(report, ModelComparison):
         named = [(output.name, output) for output in report.outputs]
     else:
@@ -117,7 +115,7 @@ def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple
     for caption, output in named:
         if output.worst_sample is not None:
             captions.setdefault(output.worst_sample, []).append(caption)
-    chosen = sorted(list(captions)[:_MOST_PICTURES])
+    chosen = sorted(list(captions)[:_MAX_PICTURES])
     pictures: list[Picture] = []
     for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
         uri = next(filter(None, map(draw_image, tensors.values())), None)
@@ -128,44 +126,44 @@ def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple
 
 
 def draw_image(value: Array) -> str | None:
-    """Returns a tensor of one image as a PNG in a data URI, stretched to full contrast; None if it is no image."""
+    """Returns a tensor of one image as a data URI (PNG or JPEG, the smaller), None if it is no image."""
     if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
         return None
-    # Of either layout; smaller planes are features, not images.
+    # NCHW or NHWC; smaller planes are features, not images.
     layouts = (np.moveaxis(value[0], 0, 2), value[0])
     planes = next((each for each in layouts if each.shape[2] in {1, 3} and min(each.shape[:2]) >= 8), None)
     if planes is None:
         return None
     values = planes.astype(np.float64)
     low, high = float(values.min()), float(values.max())
-    # Stretched, because inputs are normalised as the model requires, and that is not known here.
+    # How the model's inputs are normalised is unknown, so the values are scaled to the full range.
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
-    image.thumbnail((_THUMB, _THUMB))
-    found: list[str] = []
-    for form in ("png", "jpeg"):
+    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    uris: list[str] = []
+    for image_format in ("png", "jpeg"):
         buffer = BytesIO()
-        image.save(buffer, form, optimize=True, quality=80)
-        # Embedded in the page: a report is one file and loads nothing.
-        found.append(f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return min(found, key=len)
+        image.save(buffer, image_format, optimize=True, quality=80)
+        # The image is embedded in the page, because a report is one file and loads nothing.
+        uris.append(f"data:image/{image_format};base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    return min(uris, key=len)
 
 
 def describe_answers(output: OutputReport) -> str:
-    """Returns the values of both sides in the worst sample, "" if there is no such number."""
+    """Returns the answers of both models in the worst sample, "" if they are not known."""
     answers = output.worst_answers
     if answers is None:
         return ""
-    ranks = output.top1_agreement is not None
-    said = (
-        f"class {side.place} ({side.value:.4g})" if ranks else f"{side.value:.4g}"
+    is_class = output.top1_agreement is not None
+    texts = (
+        f"class {side.place} ({side.value:.4g})" if is_class else f"{side.value:.4g}"
         for side in (answers.wanted, answers.got)
     )
-    return ": float {}, here {}".format(*said)
+    return ": float {}, here {}".format(*texts)
 
 
 def _height(db: float | None) -> float:
-    share = min(max((db or 0.0) / _MOST_DB, 0.0), 1.0)
+    share = min(max((db or 0.0) / _MAX_DB, 0.0), 1.0)
     return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
 
 

@@ -1,4 +1,4 @@
-"""The check of a model against several targets: its report, its text, and its page with the nodes as blocks."""
+"""The check of a model for several targets: its report, its text, and its page with the nodes as a graph."""
 
 import re
 import shlex
@@ -23,20 +23,20 @@ from edgekit.report.profiles import shorten
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
 
-_MOST_NAMES, _MOST_OPS = 3, 8
+_MAX_NAMES, _MAX_OPS = 3, 8
 _DYNAMIC = re.compile(r"dimension \d+ of (?:input|output) \d+ is dynamic")
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model checked against several targets, with the target to use.
+    """A model checked for several targets, with the target to use.
 
-    `targets` is by target the check of the prepared model; `as_is` is that of the unchanged file, for targets on which
-    a session of it can be made. `built` is that of what `build` ships, where that differs: the model after automatic
-    rewrites, with the `assumed` sizes of open dimensions. `observed` is what real providers did with it, `ort` what
-    ONNX Runtime's own checker says of it; both only if asked for. `refusal` is why ONNX Runtime cannot load it on any
-    target. `fixed_axes` lists the axes that the export fixed and how to open them, unless a target wants fixed sizes.
-    `minimum_ort` is by target the oldest ONNX Runtime on the device that reads the shipped model and has the provider,
-    where that is known. `forecast` is for the phones that the recipe names.
+    The tables are by target. `targets` is the check of the prepared model; `as_is` that of the unchanged file, if a
+    session of it can be made; `built` that of the model that `build` ships, if it differs: after automatic rewrites,
+    with the `assumed` sizes of open dimensions. `observed` is what real providers did with the model, `ort` the result
+    of ONNX Runtime's own checker; both only if asked for. `refusal` is why ONNX Runtime cannot load the model at all.
+    `fixed_axes` lists the axes that the export fixed and how to open them, unless a target wants fixed sizes.
+    `minimum_ort` is the oldest ONNX Runtime on the device that reads the shipped model and has the provider, if known.
+    `forecast` is for the phones that the recipe names.
     """
 
     model: str
@@ -55,17 +55,16 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shipped(self) -> dict[str, CheckReport]:
-        """By target the check of what `build` ships."""
+        """The check of the model that `build` ships, by target."""
         return self.targets | self.built
 
     @property
     def is_refused(self) -> bool:
-        """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session.
+        """True if a target's verdict is "no", or ONNX Runtime or a real provider could not create a session.
 
-        Where nothing is assumed of its dimensions, the verdict is that on what `build` ships.
+        The verdict is that on the model that `build` ships, or if sizes were assumed for it, on the prepared model.
         """
         judged = self.targets if self.assumed else self.shipped
-        # What the vendor's own code did outweighs the prediction of the rules.
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return self.refusal is not None or refused or any(report.verdict == "no" for report in judged.values())
 
@@ -73,9 +72,9 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 def describe_runtimes(minimum_ort: Mapping[str, str]) -> str:
     """Returns by target the oldest ONNX Runtime on the device that may load the model, in one line."""
     versions = sorted({*minimum_ort.values()}, key=read_version)
-    named = {version: [name for name, its in minimum_ort.items() if its == version] for version in versions}
-    said = "; ".join(f"{version} or newer for {', '.join(names)}" for version, names in named.items())
-    return f"ONNX Runtime on the device: {said}"
+    named = {version: [name for name, oldest in minimum_ort.items() if oldest == version] for version in versions}
+    text = "; ".join(f"{version} or newer for {', '.join(names)}" for version, names in named.items())
+    return f"ONNX Runtime on the device: {text}"
 
 
 def describe_check(report: CheckReport) -> str:
@@ -97,28 +96,28 @@ def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
         prepared.taken, prepared.nodes, prepared.partitions
     ):  # fmt: skip
         yield (
-            f"the file as it is: {describe_taken(placed)} in {count_of(placed.partitions, 'partition')}; what stands"
-            " here it has once edgekit prepare or build made it ready"
+            f"the file as it is: {describe_taken(placed)} in {count_of(placed.partitions, 'partition')}; the figures"
+            " above are those after edgekit prepare or build"
         )
 
 
 def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
-    """Yields what a provider takes of what `build` ships, if that differs from what it takes of the prepared model."""
+    """Yields what a provider takes of the model that `build` ships, if that differs from the prepared model."""
     if (report := summary.built.get(name)) is not None:
-        changes = f"the automatic changes below{_say_sizes(summary.assumed)}"
+        changes = f"the automatic changes below{_describe_sizes(summary.assumed)}"
         taken = f"{describe_taken(report.placed)} in {count_of(report.partitions, 'partition')}"
         yield f"as build makes it, by {changes}: {report.verdict}; {taken}"
 
 
-def _say_sizes(assumed: Mapping[str, int]) -> str:
+def _describe_sizes(assumed: Mapping[str, int]) -> str:
     sizes = "".join(f" --dim {shlex.quote(f'{dim}={size}')}" for dim, size in assumed.items())
     return f", for example with{sizes}" if sizes else ""
 
 
 def table_check(report: CheckReport) -> Table:
-    """Returns a check as a table: a row for each reason, with the nodes not taken for it, the most work first.
+    """Returns a table of the nodes that are not taken: a row for each reason, the most work first.
 
-    Nodes have the names of the user's model where these are known.
+    Nodes have their names in the user's model, if these are known.
     """
     # Nodes that the preparation added have no counterpart in the user's model.
     named = {name for node in report.model_nodes for name in node.became}
@@ -133,45 +132,45 @@ def table_check(report: CheckReport) -> Table:
         nodes, whys = [node for node, _ in group], {why for _, why in group}
         macs, names = sum(node.macs for node in nodes), [shorten(node.name) or "(no name)" for node in nodes]
         counts = Counter(node.op for node in nodes).most_common()
-        ops = _name_few([f"{op} {count}" if len(counts) > 1 else op for op, count in counts], _MOST_OPS, "")
+        ops = _name_few([f"{op} {count}" if len(counts) > 1 else op for op, count in counts], _MAX_OPS, "")
         why = whys.pop() if len(whys) == 1 else reason
         rows.append(
-            (macs, (ops, str(len(nodes)), format_count(macs), why, _name_few(names, _MOST_NAMES, ": --json has all")))
+            (macs, (ops, str(len(nodes)), format_count(macs), why, _name_few(names, _MAX_NAMES, ": --json has all")))
         )
     rows.sort(key=lambda row: -row[0])
     return make_table("op", "nodes", "MACs", "why not", "which", rows=[row for _, row in rows])
 
 
 def _generalize(reasons: str, op: str) -> str:
-    """Returns reasons without what differs from operator to operator, so that nodes of one fate share a row."""
+    """Returns reasons without the operator and the numbers of dimensions, so that similar nodes share a row."""
     lines = _DYNAMIC.sub("a dimension is dynamic", reasons).split("\n")
     return "\n".join(line.removesuffix(f" for {op}") for line in dict.fromkeys(lines))
 
 
-def _name_few(names: Sequence[str], most: int, hint: str) -> str:
-    more = f" and {len(names) - most} more{hint}" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _name_few(names: Sequence[str], limit: int, hint: str) -> str:
+    more = f" and {len(names) - limit} more{hint}" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def describe_fates(report: CheckReport) -> str:
-    """Returns what became of the nodes of the user's model, in one line; empty where all are still there."""
+    """Returns how many nodes of the user's model were removed or changed, by their fate; "" if all were kept."""
     counts = Counter(node.fate for node in report.model_nodes)
     changed = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()) if fate != "kept")
     return f"of the model's {counts.total()} nodes: {changed} before the provider sees them" if changed else ""
 
 
 def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
-    """Yields the remarks on a verdict, except the nodes not taken: first the worst, last what the real provider did."""
+    """Yields the remarks on a verdict except the nodes not taken, the worst first, what a real provider did last."""
     if report.counted_at is not msgspec.UNSET:
         sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
         options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
-        yield f"open dimensions: work is counted at {sizes}; {options} says what is taken once they have sizes of yours"
+        yield f"open dimensions: work is counted at {sizes}; to check the model at your sizes, give {options}"
         if report.unsized_nodes:
             one = report.unsized_nodes == 1
             what = "1 node that multiplies is" if one else f"{report.unsized_nodes} nodes that multiply is"
             yield (
-                f"the work of {what} not known even there: each size that is not counts as 1, and shares are no more"
-                " than that"
+                f"the work of {what} not known even so: each unknown size counts as 1, so that shares of the work are"
+                " rough"
             )
     for node in report.node_list:
         if node.fatal:
@@ -183,7 +182,7 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
 
 
 def list_remarks(report: CheckReport) -> Iterator[str]:
-    """Yields how taken nodes run that compute neither in integers nor in their own type: one line per operator."""
+    """Yields the remarks on how nodes are computed (such as in half precision): one line per operator and remark."""
     found = Counter((node.op, remark) for node in report.node_list for remark in node.remarks)
     yield from (f"{count} {op}: {remark}" for (op, remark), count in found.items())
 
@@ -191,21 +190,21 @@ def list_remarks(report: CheckReport) -> Iterator[str]:
 def list_advice(advice: Iterable[Advice]) -> Iterator[tuple[str, str]]:
     """Yields the id of each advice and, in one line, what to change and what that gains.
 
-    Advice whose messages differ only in their subject, such as a missing operator, is one line.
+    Advice whose messages differ only in their subject (the operator, for example) is merged into one line.
     """
-    alike: dict[tuple[str, str, str, str], list[Advice]] = {}
+    by_text: dict[tuple[str, str, str, str], list[Advice]] = {}
     for each in advice:
-        before, _, behind = each.message.partition(f" {each.subject}:")
-        alike.setdefault((each.id, each.fix, before, behind), []).append(each)
-    for (id_, fix, before, behind), group in alike.items():
+        head, _, tail = each.message.partition(f" {each.subject}:")
+        by_text.setdefault((each.id, each.fix, head, tail), []).append(each)
+    for (id_, fix, head, tail), group in by_text.items():
         subjects = ", ".join(dict.fromkeys(each.subject for each in group))
-        message = f"{before} {subjects}:{behind}" if behind else before
+        message = f"{head} {subjects}:{tail}" if tail else head
         nodes, macs = sum(each.gain_nodes for each in group), sum(each.gain_macs for each in group)
         yield id_, f"{message} ({fix}, {nodes:+d} nodes{f', {macs:+,} MACs' if macs else ''})"
 
 
 def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
-    """Yields what a real provider did with a model (counts, disagreements, notes), or why it was not asked."""
+    """Yields what a real provider did with a model (counts, disagreements, notes), or why it was not tried."""
     if isinstance(seen, NotObserved):
         yield f"not observed: {seen.reason}"
         return
@@ -243,7 +242,7 @@ def describe_recommendation(
         how += f", once it takes the other {left} too, since it runs whole models only"
         if any(node.op == "DynamicQuantizeLinear" for node in best.node_list):
             how += " (edgekit prepare --dequantize makes a float model of it, from which build makes integers for all)"
-    how += _say_sizes(assumed)
+    how += _describe_sizes(assumed)
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
     work = f"{describe_work(best)} in {count_of(best.partitions, 'partition')} with {crossings}"
@@ -251,7 +250,7 @@ def describe_recommendation(
 
 
 def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
-    """Yields what ONNX Runtime's own checker says, and why edgekit's check differs on the targets that it knows."""
+    """Yields the result of ONNX Runtime's own checker, and why edgekit's check differs on the targets that it knows."""
     if opinions.failure is not None:
         yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
     for opinion in opinions.opinions:
@@ -275,26 +274,26 @@ def describe_taken(placed: Placed | None) -> str:
     return "-" if placed is None else f"{placed.taken}/{placed.nodes} ({placed.taken_macs:.0%} of MACs)"
 
 
-def describe_surprises(placed: Placed | None) -> Iterator[str]:
-    """Yields one line on what a provider placed otherwise than predicted; nothing if all predictions held."""
+def describe_mispredictions(placed: Placed | None) -> Iterator[str]:
+    """Yields one line about the nodes whose observed placement differs from the prediction; nothing if none does."""
     if placed is None or not placed.disagreements:
         return
     found = placed.disagreements
-    before = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
+    predicted = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
     first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
     yield (
         f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')},"
-        f" {before} were predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+        f" {predicted} were predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
     )
 
 
-_MOST_STRETCHES = 200
+_MAX_SEGMENTS = 200
 
 Place = Literal["taken", "left", "fatal"]
 
 
 def draw_stages(stages: Sequence[StageTime]) -> tuple[Mark, ...]:
-    """Returns the stages of a build in order; the width of each is its share of the seconds."""
+    """Returns a bar for each stage of a build, in order; its width is the share of the time, in percent."""
     ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
     total = ends[-1] or 1.0
     return tuple(
@@ -309,43 +308,43 @@ def draw_stages(stages: Sequence[StageTime]) -> tuple[Mark, ...]:
 
 
 def draw_strip(report: CheckReport) -> tuple[Mark, ...]:
-    """Returns the stretches of a graph that go to one place, in percent of it; more than 200 are merged.
+    """Returns a bar for each run of consecutive nodes with the same placement, in percent of all nodes.
 
-    Adjacent partitions differ in their shade ("odd").
+    If there are more than 200, the bars are of equal length instead. Adjacent partitions differ in shade ("odd").
     """
     nodes = report.node_list
-    stretches = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
-    if len(stretches) > _MOST_STRETCHES:
-        size = -(-len(nodes) // _MOST_STRETCHES)
-        stretches = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    drawn: list[Mark] = []
+    segments = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
+    if len(segments) > _MAX_SEGMENTS:
+        size = -(-len(nodes) // _MAX_SEGMENTS)
+        segments = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    marks: list[Mark] = []
     start = 0
-    for part in stretches:
+    for part in segments:
         first = next((node for node in part if not node.taken), part[0])
         partition = first.partition
         where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
-        stretch = Mark(
+        mark = Mark(
             kind=_place(first) + (" odd" if (partition or 0) % 2 else ""),
             x=100 * start / len(nodes),
             width=100 * len(part) / len(nodes),
             title=f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}",
         )
-        drawn.append(stretch)
+        marks.append(mark)
         start += len(part)
-    return tuple(drawn)
+    return tuple(marks)
 
 
 CHIP_WIDTH = 150
 _PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
-# About a screen of nodes; longer blocks are closed until the user opens them.
+# About a screen of nodes; blocks of more are collapsed.
 _OPEN_NODES = 60
 # A browser lays out every node, visible or not.
 _MAX_NODES = 5000
-_MAX_SHOWN = 22
+_MAX_LABEL = 22
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive nodes that go to one place; `edges` is an SVG path between the boxes of the nodes."""
+    """Consecutive nodes with the same placement, as boxes (`chips`); `edges` is an SVG path between the boxes."""
 
     place: Place
     summary: str
@@ -368,20 +367,19 @@ def draw_blocks(report: CheckReport) -> Iterator[Block]:
 
 
 def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> Block:
-    # Column and row of each node: the row below all nodes that it reads, and the first free column there. Nodes in
-    # other blocks have no row here, so they do not push a node down.
-    spots: list[tuple[int, int]] = []
-    places: dict[str, int] = {}
+    # Column and row of each node: the row below all nodes of this block that it reads, and the first free column there.
+    positions: list[tuple[int, int]] = []
+    indices: dict[str, int] = {}
     used: Counter[int] = Counter()
     edges: list[str] = []
-    for at, node in enumerate(nodes):
-        before = [spots[places[name]] for name in node.reads if name in places]
+    for index, node in enumerate(nodes):
+        before = [positions[indices[name]] for name in node.reads if name in indices]
         row = max((y + 1 for _, y in before), default=0)
-        spots.append((used[row], row))
-        places[node.name] = at
+        positions.append((used[row], row))
+        indices[node.name] = index
         used[row] += 1
         for source in before:
-            (x1, y1), (x2, y2) = _centre(source, bottom=True), _centre(spots[at], bottom=False)
+            (x1, y1), (x2, y2) = _centre(source, bottom=True), _centre(positions[index], bottom=False)
             middle = (y1 + y2) // 2
             edges.append(f"M{x1} {y1}C{x1} {middle} {x2} {middle} {x2} {y2}")
     first = nodes[0]
@@ -399,21 +397,21 @@ def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> B
         height=len(used) * _PITCH_Y + 2 * _MARGIN,
         chips=tuple(
             Mark(
-                x=spots[at][0] * _PITCH_X + _MARGIN,
-                y=spots[at][1] * _PITCH_Y + _MARGIN,
+                x=positions[index][0] * _PITCH_X + _MARGIN,
+                y=positions[index][1] * _PITCH_Y + _MARGIN,
                 kind=_place(node),
-                label=node.op if len(node.op) <= _MAX_SHOWN else f"{node.op[: _MAX_SHOWN - 1]}…",
+                label=node.op if len(node.op) <= _MAX_LABEL else f"{node.op[: _MAX_LABEL - 1]}…",
                 title="\n".join(_describe(node)),
             )
-            for at, node in enumerate(nodes)
+            for index, node in enumerate(nodes)
         ),
         edges=" ".join(edges),
     )
 
 
-def _centre(spot: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
-    x = spot[0] * _PITCH_X + _MARGIN + CHIP_WIDTH // 2
-    return x, spot[1] * _PITCH_Y + _MARGIN + (_CHIP_HEIGHT if bottom else 0)
+def _centre(position: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
+    x = position[0] * _PITCH_X + _MARGIN + CHIP_WIDTH // 2
+    return x, position[1] * _PITCH_Y + _MARGIN + (_CHIP_HEIGHT if bottom else 0)
 
 
 def _place(node: CheckedNode) -> Place:

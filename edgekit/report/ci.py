@@ -1,4 +1,4 @@
-"""Verifications and benchmarks for CI: JUnit XML, which every CI system shows, and Markdown for a pull request."""
+"""Verifications and benchmarks for CI: JUnit XML, and Markdown for a pull request."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010f
 def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
     """Returns verifications as JUnit XML: a suite for each target, and in it a case for each output of each device.
 
-    Every other gate of a run is a case too: that the run finished, the metric, the placement, the costs. Cases fail
-    exactly if the report does not pass. Failures of the bundle as a whole therefore have a case of their own. So has
-    "no device ran", because CI systems count a suite of skipped cases as a success. "Not proven" is a failure of the
-    type "not proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`),
-    which GitLab, GitHub Actions and Azure read too.
+    Every other gate of a run is a case too: that the run finished, the metric, the placement, the costs. A last case
+    has the failures of the bundle as a whole, such as that no device ran: CI systems count a suite of skipped cases as
+    a success. Some case fails if and only if the report does not pass. "Not proven" is a failure of the type "not
+    proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`), which
+    GitLab, GitHub Actions and Azure read too.
     """
     root = _element("testsuites", name="edgekit verify")
     for report in reports:
@@ -86,7 +86,7 @@ def _describe_output(output: OutputReport) -> str:
 
 
 def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
-    """Writes into a case why it failed, or is not proven: as a failure too, or as skipped if that is accepted."""
+    """Adds the failures to a case, or that it is not proven: as a failure, or as skipped if it `accepts` that."""
     if unproven and not failures and accepts:
         case.append(_element("skipped", message=f"not proven: {unproven[0]}"))
     elif failures or unproven:
@@ -106,7 +106,7 @@ def _clean_xml(text: str) -> str:
 
 
 # GitHub accepts a summary of one MiB for each step; a person reads far less.
-_MOST_REMARKS = 30
+_MAX_REMARKS = 30
 _SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "❔"}
 
 
@@ -116,7 +116,7 @@ def render_markdown(reports: Sequence[VerifyReport]) -> str:
 
 
 def render_bench_markdown(report: BenchReport) -> str:
-    """Returns times as GitHub's Markdown: a table of devices and ways to run, then comparisons and warnings."""
+    """Returns times as GitHub's Markdown: a table of runs by device and settings, then comparisons and warnings."""
     against = "" if report.against is None else f" against {_escape(report.against)}"
     lines = [f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_escape(report.subject)}{against}", ""]
     if report.runs:
@@ -130,13 +130,13 @@ def render_bench_markdown(report: BenchReport) -> str:
 
 
 def _describe_times(run: BenchRun) -> str:
-    way = (_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency))
+    settings = (_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency))
     if run.failure is not None:
-        return f"| {' | '.join((*way, '**failed**', *('-' for _ in range(6))))} |"
+        return f"| {' | '.join((*settings, '**failed**', *('-' for _ in range(6))))} |"
     low, high = run.interval_ms
     times = (f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}")
-    rest = (f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB")
-    return f"| {' | '.join((*way, *times, *rest))} |"
+    costs = (f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB")
+    return f"| {' | '.join((*settings, *times, *costs))} |"
 
 
 def _describe(report: VerifyReport) -> Iterator[str]:
@@ -171,9 +171,9 @@ def _describe(report: VerifyReport) -> Iterator[str]:
 
 
 def _list_remarks(remarks: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
-    if len(remarks) > _MOST_REMARKS:
-        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    yield from (f"- {_escape(remark)}" for remark in remarks[:_MAX_REMARKS])
+    if len(remarks) > _MAX_REMARKS:
+        yield f"- and {len(remarks) - _MAX_REMARKS} more"
 
 
 def _escape(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A forecast as text and as an HTML page: devices with their intervals, what to choose, what the figures rest on."""
+"""A forecast as text and as an HTML page: times with intervals, the fastest precision, the source of the figures."""
 
 import math
 import sys
@@ -14,19 +14,19 @@ from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 # Forecasts that differ by less than this factor count as equal, as measured pairs do in the table's `faster`.
-_CLEAR = 1.1
+_EQUAL_FACTOR = 1.1
 
 
 def headline_forecast(report: ForecastReport) -> str:
     """Returns what was forecast and how good the forecast is, in one line."""
     return (
         f"{report.model}: {format_count(report.macs)} multiply-accumulates, {format_count(report.weights)} weights,"
-        f" {report.nodes} operators; {report.evidence}: drawn from other networks, nothing ran"
+        f" {report.nodes} operators; {report.evidence}: estimated from other networks, nothing ran"
     )
 
 
 def table_forecast(report: ForecastReport) -> Table:
-    """Returns the devices as a table: time with its 80 % interval, nodes left to the CPU, memory, similar networks."""
+    """Returns the devices as a table: time with 80 % interval, nodes left to the CPU, memory, similar networks."""
     table = make_table(
         "device", "SoC", "precision", "ms", "80 % between", "on the CPU", "memory MB", "most like it (ms)"
     )
@@ -44,7 +44,7 @@ def table_forecast(report: ForecastReport) -> Table:
 
 
 def describe_time(row: DeviceForecast) -> str:
-    """Returns the milliseconds, or why there is no forecast."""
+    """Returns the milliseconds with the basis of the figure, or why there is no forecast."""
     if row.ms is None:
         return row.note
     words = {"compiled": " (compiled)", "measured": " (given)", "recalibrated": " (moved)", "scaled": " (scaled)"}
@@ -71,17 +71,17 @@ def describe_cpu(row: DeviceForecast) -> str:
 def describe_forecast(report: ForecastReport) -> str:
     """Returns the forecast of each device in one line, and which devices miss the limit."""
     rows = (row for row in report.rows)
-    said = "; ".join(
+    text = "; ".join(
         f"{row.device} {row.note}" if row.ms is None else
         f"{row.device} {row.precision} {row.ms:.3g} ms ({describe_interval(row)})"
         for row in rows
     )  # fmt: skip
     limit = "" if report.max_ms is None else f"; at most {report.max_ms:g} ms: {report.verdict}"
-    return f"forecast, nothing ran there: {said}{limit}"
+    return f"forecast, nothing ran there: {text}{limit}"
 
 
 def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
-    """Yields what to choose, why nodes stay on the CPU, and what the figures rest on: a line for each."""
+    """Yields a line for each remark: the fastest precision, why nodes stay on the CPU, the source of the figures."""
     yield from list_choices(report)
     reasons = dict.fromkeys(reason for row in report.rows if row.placing for reason in row.placing.reasons)
     yield from (f"left to the CPU: {reason}" for reason in list(reasons)[:5])
@@ -98,22 +98,21 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
     """Yields which precision is forecast to be the fastest; devices with the same answer share a line."""
     found: dict[str, list[str]] = {}
     for device in dict.fromkeys(row.device for row in report.rows):
-        own = (row for row in report.rows if row.device == device and row.ms is not None)
-        rows: dict[Bits, DeviceForecast] = {row.precision: row for row in own}
+        forecast = (row for row in report.rows if row.device == device and row.ms is not None)
+        rows: dict[Bits, DeviceForecast] = {row.precision: row for row in forecast}
         if len(rows) > 1:
-            # Times measured on this network count more than those of others; forecasts of two precisions are less
-            # certain.
-            known = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
-            answer = _compare_times(rows) if known else _recall_pairs(list(rows), report.faster)
+            # Forecasts of two precisions are too uncertain to compare, unless they come from times of this network.
+            is_measured = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
+            answer = _compare_times(rows) if is_measured else _choose_by_measured_pairs(list(rows), report.faster)
             found.setdefault(answer, []).append(device)
     for answer, devices in found.items():
         yield f"{answer}: {', '.join(devices)}"
 
 
 def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
-    """Returns the fastest precision; of equal ones the first in the order of precisions."""
+    """Returns the fastest precision, with those that are slower by less than a tenth."""
     times = {bits: row.ms for bits, row in rows.items() if row.ms is not None}
-    same = [bits for bits in BITS if bits in times and times[bits] <= min(times.values()) * _CLEAR]
+    same = [bits for bits in BITS if bits in times and times[bits] <= min(times.values()) * _EQUAL_FACTOR]
     if same == ["float"]:
         return "float is forecast to be the fastest, so quantizing would cost time"
     if "float" in same:
@@ -121,8 +120,8 @@ def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
     return f"{' and '.join(same)} forecast to be the fastest"
 
 
-def _recall_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:
-    """Returns which precision was mostly the fastest, over the networks that were measured in several precisions."""
+def _choose_by_measured_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:
+    """Returns which precision was the fastest for most networks that were measured in several precisions."""
     best = max(precisions, key=lambda bits: min(faster[bits][other] for other in precisions if other != bits))
     shares = ", ".join(f"{faster[best][other]:.0%} against {other}" for other in precisions if other != best)
     return f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"
@@ -136,7 +135,7 @@ _STEPS = (1, 2, 5)
 def draw_devices(report: ForecastReport) -> Chart | None:
     """Returns the chart of a forecast, None if nothing was forecast; the time axis is logarithmic.
 
-    A device has its name, and for each precision a line over its interval and a dot.
+    Each device has, for each precision, a bar for the interval and a dot for the time.
     """
     shown = [row for row in report.rows if row.ms is not None and row.low_ms is not None and row.high_ms is not None]
     if not shown:

@@ -1,7 +1,4 @@
-"""Builds, verifications and quantizations as one HTML page each, and any report as the output of a notebook's cell.
-
-The layers of a quantized model are bars: a layer whose SQNR is lower when it alone is quantized has a higher bar.
-"""
+"""Builds, verifications and quantizations as one HTML page each, and any report as the output of a notebook's cell."""
 
 import html
 import importlib
@@ -50,7 +47,10 @@ def render_comparison(
 
 
 def render_quantization(report: QuantizeReport) -> str:
-    """Returns a quantization as an HTML page: its cost, what was tried, and a chart of its layers."""
+    """Returns a quantization as an HTML page: its cost, what was tried, and a bar for each layer.
+
+    The bar is higher if the SQNR is lower when this layer alone is quantized.
+    """
     bars: list[Mark] = []
     for layer in report.layers:
         if layer.sqnr_db is not None:
@@ -75,7 +75,7 @@ _TEXT = "text/plain"
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as a page; notebooks call `_repr_html_` of the last value of a cell."""
+    """A report as an HTML page, `height` pixels high in a notebook, which calls `_repr_html_`."""
 
     page: str
     height: int
@@ -86,7 +86,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 def frame_page(page: str, height: int) -> str:
     """Returns a page in a frame of this height in pixels."""
-    # A sandbox without rights: names of models come from strangers, and only the page's own script may run.
+    # The sandbox allows scripts only: names in the page come from untrusted models.
     return (
         f'<iframe sandbox="allow-scripts" style="width: 100%; height: {height}px; border: 0"'
         f' srcdoc="{html.escape(page)}"></iframe>'
@@ -104,13 +104,13 @@ def draw(report: _Report) -> str:
 
 
 def show_progress() -> Progress:
-    """Returns a function for `progress=` that shows in a notebook what is being done, in one line that it renews.
+    """Returns a function for `progress=` that shows the current step in a notebook, in one line.
 
     Outside a notebook the function shows nothing.
     """
     if find_module("IPython") is None or importlib.import_module("IPython").get_ipython() is None:
         return say_nothing
-    # As plain text: steps name tensors and files, and these names come from strangers.
+    # As plain text: names of tensors and files come from untrusted models.
     line = importlib.import_module("IPython.display").display({_TEXT: ""}, raw=True, display_id=True)
     return lambda step: line.update({_TEXT: escape_controls(step)}, raw=True)
 

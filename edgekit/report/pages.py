@@ -1,6 +1,6 @@
-"""Reports as one HTML page each: nothing is loaded from elsewhere, and no script runs but the page's own.
+"""Renders self-contained HTML pages, in which only the page's own script may run.
 
-The charts of all pages are made of the same marks, which `chart.html.j2` draws.
+The charts of all pages consist of marks (`Mark`), which `chart.html.j2` draws.
 """
 
 import base64
@@ -17,15 +17,14 @@ from edgekit.evidence import Evidence
 
 
 def make_page(name: str, *modules: ModuleType, script: str = "page.js", **values: object) -> str:
-    """Returns the named template filled with values, which are escaped; it may call any function of `modules` by name.
+    """Renders the template `name` with `values`, which are escaped; the functions of `modules` are its filters.
 
-    `script` is the template of the page's only script; `digest` is its digest, the only one that the page's security
-    policy allows.
+    `script` is the template of the page's only script, the only one that its Content Security Policy allows.
     """
     templates = _environment(modules)
     text = templates.get_template(script).render()
-    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no other
-    # text in the page can run as a script.
+    # The policy allows this script by its sha256 (Content Security Policy Level 3, script-src), so that no other text
+    # in the page can run as a script.
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     given = {"digest": digest, "script": script, "evidence_kinds": list(Evidence), **values}
     page = templates.get_template(f"{name}.html.j2").render(given)
@@ -35,11 +34,10 @@ def make_page(name: str, *modules: ModuleType, script: str = "page.js", **values
 
 @functools.lru_cache
 def _environment(modules: tuple[ModuleType, ...]) -> jinja2.Environment:
-    """Returns the templates, compiled once: for a small bundle compiling takes longer than to build and verify it."""
+    """Returns the templates. They are cached: compiling them can take longer than a small build."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
-        # Names of models, tensors and devices come from strangers: every value of a template is escaped unless it is
-        # marked as HTML.
+        # Names of models, tensors and devices are untrusted: every value is escaped unless it is marked as HTML.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -51,10 +49,9 @@ def _environment(modules: tuple[ModuleType, ...]) -> jinja2.Environment:
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """A circle (it has a radius), a box, a line (a box without width or height) or a label of a chart.
+    """A circle (if it has a radius), a box, a line (a box without width or height) or a label of a chart.
 
-    `x` and `y` are its centre, or its upper left corner. `kind` names its classes in the style sheet, `title` is shown
-    where one points at it.
+    `x` and `y` are the centre of a circle, or the upper left corner. `kind` holds CSS classes, `title` is the tooltip.
     """
 
     x: float
@@ -68,9 +65,9 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A chart 1000 units wide: its marks, polylines by their class, and the grid with the text at each of its lines.
+    """A chart 1000 units wide: marks, polylines (points by CSS class), and labelled grid lines.
 
-    The grid lies between the `edges` (left, right, top, bottom); columns are positions across, rows positions down.
+    The grid lies between the `edges` (left, right, top, bottom); `columns` are x positions, `rows` y positions.
     """
 
     marks: tuple[Mark, ...]
@@ -82,7 +79,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogAxis(msgspec.Struct, frozen=True):
-    """A logarithmic axis between two positions; `low` and `high` are the powers of ten at its ends."""
+    """A logarithmic axis from position `begin` to `end`, where the values are 10 ** `low` and 10 ** `high`."""
 
     low: float
     high: float
@@ -91,11 +88,11 @@ class LogAxis(msgspec.Struct, frozen=True):
 
     @classmethod
     def fit(cls, values: Iterable[float], begin: float, end: float) -> "LogAxis":
-        """Returns an axis for all values, with a margin: a single value has an axis too."""
+        """Returns an axis for all values, with a margin, so that a single value has an axis too."""
         powers = [math.log10(value) for value in values]
         return cls(min(powers) - 0.05, max(powers) + 0.05, begin, end)
 
     def place(self, value: float) -> float:
-        """Returns the position of a value; one beyond an end is placed there."""
+        """Returns the position of a value, clamped to the ends of the axis."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self.begin + min(max(share, 0.0), 1.0) * (self.end - self.begin), 1)

@@ -1,4 +1,4 @@
-"""Profiles as text and as an HTML page: time line, treemap and roofline of each, and why two of them differ."""
+"""Profiles as text and as an HTML page: timeline, treemap and roofline of each, and why two of them differ."""
 
 import math
 import sys
@@ -16,9 +16,9 @@ from edgekit.report import tables
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
 from edgekit.report.tables import format_bytes, format_count, make_table
 
-_MOST_TEXT = 60
+_MAX_NAME = 60
 # Smaller shares of a run are not mentioned.
-_TELLING = 0.005
+_MIN_SHARE = 0.005
 
 
 def headline_profile(profile: DeviceProfile) -> str:
@@ -32,15 +32,15 @@ def headline_profile(profile: DeviceProfile) -> str:
     return (
         f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}; {len(profile.nodes)} kernels"
         f" make {profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
-        + (f", the profiler between them {profile.recording:.1%}" if profile.recording >= _TELLING else "")
+        + (f", the profiler between them {profile.recording:.1%}" if profile.recording >= _MIN_SHARE else "")
     )
 
 
 def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
-    """Yields the operators and the kernels as tables, the most expensive first, and where they are known two more.
+    """Yields tables of at most `most` rows: the operators and the kernels, the most expensive first.
 
-    These are the memory of the process after each phase, with and without the arena, with that of the arena; and the
-    most expensive operations of the graph that was given to an NPU.
+    If they were measured, two more follow: the memory of the process after each phase, with and without the arena; and
+    the most expensive operations of the graph that an NPU ran.
     """
     rows = (
         (
@@ -77,11 +77,11 @@ def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
     columns = ("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
     yield make_table(*columns, rows=rows)
     if profile.memory:
-        bare_columns = ("held without arena", "peak without arena", "arena holds", "most in use there")
-        table = make_table("memory behind", "held", "peak", *bare_columns)
+        arena_columns = ("held without arena", "peak without arena", "arena holds", "most in use there")
+        table = make_table("memory behind", "held", "peak", *arena_columns)
         for phase in profile.memory:
-            bare = (phase.bare_bytes, phase.bare_peak_bytes, phase.arena_bytes, phase.arena_peak_bytes)
-            known = ("-" if size is None else format_bytes(size) for size in bare)
+            without_arena = (phase.bare_bytes, phase.bare_peak_bytes, phase.arena_bytes, phase.arena_peak_bytes)
+            known = ("-" if size is None else format_bytes(size) for size in without_arena)
             table.add_row(phase.phase, format_bytes(phase.resident_bytes), format_bytes(phase.peak_bytes), *known)
         yield table
     if profile.npu:
@@ -98,8 +98,7 @@ def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:
 
 
 def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
-    """Yields overheads, what the machine reaches, what would help, and how reliable the figures are."""
-    # The cost of conversions and copies, which are no part of the model's formulas: a line for each kind.
+    """Yields the cost of conversions and copies, the machine's peak rates, advice, and warnings about the figures."""
     copies = "copies between providers"
     if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
         yield f"{copies}: none (no Memcpy kernel ran)"
@@ -150,7 +149,7 @@ def table_pairs(found: ProfileComparison, most: int) -> Table:
 
 
 def list_report_remarks(report: ProfileReport) -> Iterator[str]:
-    """Yields what was assumed, and each device that is missing."""
+    """Yields the assumptions, and each device that was skipped."""
     yield from report.notes
     yield from map(str, report.skipped)
 
@@ -161,13 +160,13 @@ def describe_shapes(shapes: Sequence[str]) -> str:
 
 
 def short_provider(provider: str) -> str:
-    """Returns a provider's name without the common ending."""
+    """Returns a provider's name without `ExecutionProvider`."""
     return provider.removesuffix("ExecutionProvider")
 
 
 def shorten(name: str) -> str:
-    """Returns the end of a long name: exporters put the path first, and the part that tells nodes apart last."""
-    return name if len(name) <= _MOST_TEXT else f"...{name[-_MOST_TEXT:]}"
+    """Returns the end of a long name: exporters put the module path first, and the part that differs last."""
+    return name if len(name) <= _MAX_NAME else f"...{name[-_MAX_NAME:]}"
 
 
 def _rate(count: int, milliseconds: float) -> str:
@@ -175,8 +174,8 @@ def _rate(count: int, milliseconds: float) -> str:
 
 
 WIDTH, HEIGHT = 1000.0, 320.0
-MOST_SPANS = 100_000
-"""At most so many kernels are in the time line; more would make the page slow to load."""
+MAX_SPANS = 100_000
+"""The largest number of kernels in the timeline: with more the page would load slowly."""
 
 HUES = (
     "#2f6fde",
@@ -197,13 +196,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 
 
 def number_hues(profile: DeviceProfile) -> dict[str, int]:
-    """Returns the number of each operator's colour: the slowest operators have their own, the others share the last."""
+    """Returns by operator an index into `HUES`: the slowest operators have their own, the others share the last."""
     ops = dict.fromkeys(one.op for one in profile.operators)
     return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
 
 
 def draw_treemap(profile: DeviceProfile) -> Chart:
-    """Returns a box for each node, those of one operator together; areas are proportional to times."""
+    """Returns a chart with a box for each node, grouped by operator; areas are proportional to times."""
     hues = number_hues(profile)
     groups: dict[str, list[NodeTime]] = defaultdict(list)
     for node in rank_nodes(profile):
@@ -221,7 +220,7 @@ def draw_treemap(profile: DeviceProfile) -> Chart:
 
 
 def describe_node(node: NodeTime) -> str:
-    """Returns the label of a kernel in the charts."""
+    """Returns the tooltip of a kernel in the charts."""
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
     roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
     return (
@@ -235,27 +234,27 @@ _Area = tuple[float, float, float, float]
 
 
 def split_area(weights: Sequence[float], area: _Area) -> list[_Area]:
-    """Returns an area divided in proportion to the weights: halved recursively, across the longer side."""
-    whole = sum(weights)
-    if len(weights) <= 1 or whole <= 0:
+    """Divides an area into boxes in proportion to the weights: it is split recursively, across its longer side."""
+    total = sum(weights)
+    if len(weights) <= 1 or total <= 0:
         return [area] * len(weights)
-    half, at = 0.0, 0
-    while at < len(weights) - 1 and (at == 0 or half + weights[at] / 2 < whole / 2):
-        half += weights[at]
-        at += 1
+    first_weight, count = 0.0, 0
+    while count < len(weights) - 1 and (count == 0 or first_weight + weights[count] / 2 < total / 2):
+        first_weight += weights[count]
+        count += 1
     x, y, width, height = area
-    share = half / whole
+    share = first_weight / total
     if width >= height:
         first, second = (x, y, width * share, height), (x + width * share, y, width * (1 - share), height)
     else:
         first, second = (x, y, width, height * share), (x, y + height * share, width, height * (1 - share))
-    return [*split_area(weights[:at], first), *split_area(weights[at:], second)]
+    return [*split_area(weights[:count], first), *split_area(weights[count:], second)]
 
 
 def draw_roof(profile: DeviceProfile) -> Chart | None:
-    """Returns the roofline chart of the nodes that multiply, None if there is no probe or no such node.
+    """Returns the roofline chart of the nodes that multiply, None if there are no peak rates or no such nodes.
 
-    Multiply-accumulates per byte are across, the speed is up.
+    The x axis is the arithmetic intensity (multiply-accumulates per byte), the y axis the speed in GMAC/s.
     """
     roof = profile.roof
     nodes = [node for node in profile.nodes if node.macs and node.bytes and node.gmacs_per_s > 0]
@@ -301,10 +300,10 @@ def _span_decades(values: Sequence[float], begin: float, end: float) -> LogAxis:
 
 
 def list_spans(profiled: Profiled) -> dict[str, Any]:
-    """Returns the runs for the script of the time line: four numbers for each kernel, one after another.
+    """Returns the data of the timeline for the page's script.
 
-    They are the index in `names`, the start and the length in microseconds, and the row. Each thread has as many rows
-    as its kernels are nested deep.
+    `spans` has four numbers for each kernel: the index in `names`, start and length in microseconds, and the row. A
+    thread has a row for each level of nesting of its kernels.
     """
     hues = number_hues(profiled.profile)
     places: dict[tuple[str, str], int] = {}
@@ -312,11 +311,11 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
     spans: list[int] = []
     start, runs = 0, 0
     for run in profiled.executions:
-        if len(spans) // 4 + len(run.steps) > MOST_SPANS and runs:
+        if len(spans) // 4 + len(run.steps) > MAX_SPANS and runs:
             break
         # Each session has threads of its own: threads with the same position in their session share a row.
         threads: dict[int, int] = {}
-        for step in run.steps[:MOST_SPANS]:
+        for step in run.steps[:MAX_SPANS]:
             thread = threads.setdefault(step.thread, len(threads))
             row = rows.setdefault((thread, step.depth), len(rows))
             name = places.setdefault((step.op, step.name), len(places))

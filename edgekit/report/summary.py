@@ -1,4 +1,4 @@
-"""What a build made: the facts of each bundle, and the verdict computed from them."""
+"""The report of a build and of a quantization: the facts, and the verdict computed from them."""
 
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from edgekit.verify.report import VerifyReport
 
 
 class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One target of a build.
+    """The result of a build for one target.
 
-    `failure` says in one line why there is no bundle; `path` is then None. `notes` say what the bundle lacks or what
-    was decided for the user. `sha256` is the digest of the manifest, which holds the digests of `files`. Sizes are
-    those of the original float model and of the file that an app should load, external files included.
-    `quantized_nodes` and `float_nodes` count the nodes that became INT8 and those that stayed float.
+    `failure` says in one line why there is no bundle; `path` is then None. `notes` say what the bundle lacks and which
+    choices edgekit made. `sha256` is the digest of the manifest, which holds the digests of `files`. `size_before` and
+    `size_after` are those of the original float model and of the file that an app should load, external files included.
+    `quantized_nodes` and `float_nodes` count the nodes that were quantized and those that stayed float. `census` counts
+    operators by file.
     """
 
     target: str
@@ -46,7 +47,7 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> Placed | None:
-        """The placement of the nodes: as a device reported it, else as predicted; None if there is no bundle."""
+        """The placement of the nodes: as a device reported it, else as predicted; None if neither is known."""
         seen = None if self.verify is None else self.verify.placed
         return seen or (None if self.check is None else self.check.placed)
 
@@ -64,13 +65,12 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
-    """A whole build.
+    """The report of a build for all its targets.
 
-    `fixes` counts the nodes that each automatic rewrite changed, before anything else was done. `peak_rss_bytes` is the
-    peak of this process plus that of its largest child. `data_warnings` lists what looks wrong with the samples,
+    `fixes` counts the nodes that each automatic rewrite changed in the float model. `peak_rss_bytes` is the peak of
+    this process plus that of its largest child process. `data_warnings` lists what looks wrong with the samples,
     `fixed_axes` the axes that the export fixed although no target needs that. `verified` is True if verification was
-    asked for. `forecast` is for the phones that the recipe names. `stages` says where the `seconds` went, in the order
-    of the work.
+    asked for. `forecast` is for the phones that the recipe names. `stages` are the parts of `seconds`, in order.
     """
 
     model: str
@@ -104,10 +104,10 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan of a search: what left 8 bits, the drop to expect, and the share of work that the target takes.
+    """One plan of a search: its name (`step`), the expected drop, and the share of the work that the target takes.
 
-    `integer_macs` is the share of the work that is done in integers. `samples` is the number of samples that it was
-    measured on: fewer than all if these showed that it is clearly worse than another plan.
+    `integer_macs` is the share of the work that is done in integers. `samples` is the number of samples that the plan
+    was measured on: fewer than all if these showed that it is clearly worse than another plan.
     """
 
     step: str
@@ -142,13 +142,13 @@ class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranges come from: extremes over all `samples`, histograms and moments over the `measured` ones.
+    """The statistics behind ranges: extremes over all `samples`, histograms and moments over `measured` of them.
 
     A histogram holds at most `values` values of a tensor, or with `is_exact` every value of every sample. A range
-    method cuts off a share of the measured values at an end; `tail_errors` says how far that share may be from the
-    intended one, with 95 % certainty. Histograms hold only some of the samples: `sample_error` says how far a share
-    read from one may be from the share over all samples, with the same certainty, for the worst tensor. `known` samples
-    were not run, because a cache had their results. `notes` says what was wrong with a cache.
+    method clips a share of the values at each end; `tail_errors` is by method how far the share of the measured values
+    may be from the intended one, at 95 % confidence. `sample_error` is how far a share in a histogram may be from the
+    share over all samples, at the same confidence, for the worst tensor. `known` samples were not run, because a cache
+    had their results. `notes` says what was wrong with a cache.
     """
 
     samples: int
@@ -168,11 +168,11 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     constant that stays float, the largest first; `narrow` are those stored in 8 or 16 bits. `predicted` is the expected
     loss. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen
     trial reaches it, None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would
-    lose less, if more than 2 points are lost. `float_warning` names a tensor that stays float, and that half precision,
-    in which the target computes floats, does not hold. `taken` is how much of the file the target's rules take,
-    `taken_macs` the share of the work; `refused` says that no session of it is expected. `layers` are the quantized
-    activations in graph order, if they were asked for. `left_out` lists the steps for which the time budget was too
-    short; `failed` gives by step why other steps were left out.
+    lose less, if more than 2 points are lost. `float_warning` names a tensor that stays float although its values
+    overflow half precision, in which the target computes floats. `taken` is the part of the file that the target takes
+    by its rules, `taken_macs` its share of the work; `refused` says that no session is expected to start. `layers` are
+    the quantized activations in graph order, if they were asked for. `left_out` lists the steps for which the time
+    budget was too short; `failed` gives by step why other steps were left out.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Tables for a terminal (sizes, differences, packages and groups of models), and what every table shares."""
+"""Tables and lines for a terminal: sizes, differences, packages, groups of models, quantizations; and helpers."""
 
 import math
 from collections import Counter
@@ -62,13 +62,13 @@ def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
     return value, units[-1]
 
 
-_MOST_ROWS = 25
+_MAX_ROWS = 25
 
 
 def table_files(sizes: Mapping[str, int]) -> Table:
-    """Returns the files of a bundle, model or package as a table, largest first; the smallest of many as one row."""
+    """Returns the files of a bundle, model or package as a table, the 25 largest first; the others are one row."""
     ranked = sorted(sizes.items(), key=lambda pair: (-pair[1], pair[0]))
-    shown, rest, total = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:], sum(sizes.values())
+    shown, rest, total = ranked[:_MAX_ROWS], ranked[_MAX_ROWS:], sum(sizes.values())
     if rest:
         shown.append((f"{len(rest)} smaller files", sum(size_bytes for _, size_bytes in rest)))
     rows = [(name, f"{size_bytes:,}", _share(size_bytes, total)) for name, size_bytes in shown]
@@ -76,14 +76,14 @@ def table_files(sizes: Mapping[str, int]) -> Table:
 
 
 def table_layer_sizes(report: SizeReport) -> Table:
-    """Returns the largest layers of a model as a table, and the rest as one row."""
+    """Returns the 25 largest layers of a model as a table; the others are one row."""
     total = sum(layer.weight_bytes for layer in report.layers) + report.other_bytes
     table = Table(f"layer of {report.model}", "operator", "weight bytes", "share", "MACs", box=SIMPLE_HEAD)
     heavy = [layer for layer in report.layers if layer.weight_bytes]
-    for layer in heavy[:_MOST_ROWS]:
+    for layer in heavy[:_MAX_ROWS]:
         macs = format_or_dash(layer.macs, "{:,}")
         table.add_row(layer.name, layer.op, f"{layer.weight_bytes:,}", _share(layer.weight_bytes, total), macs)
-    rest = heavy[_MOST_ROWS:]
+    rest = heavy[_MAX_ROWS:]
     if rest:
         size_bytes = sum(layer.weight_bytes for layer in rest)
         table.add_row(f"{len(rest)} more (all with --json)", "", f"{size_bytes:,}", _share(size_bytes, total), "")
@@ -103,15 +103,15 @@ def list_changes(delta: Delta) -> Iterator[str]:
         for layer in delta.layers
     ]
     for lines in (nodes, layers):
-        yield from lines[:_MOST_ROWS]
-        if len(lines) > _MOST_ROWS:
-            yield f"... and {len(lines) - _MOST_ROWS} more (all with --json)"
+        yield from lines[:_MAX_ROWS]
+        if len(lines) > _MAX_ROWS:
+            yield f"... and {len(lines) - _MAX_ROWS} more (all with --json)"
     for figure in delta.accuracy:
         yield f"accuracy {figure.device}, {figure.output}, {figure.measure}: {_move(figure.old, figure.new)}"
     if delta.is_same:
         yield f"the same to the byte: {delta.new_bytes:,} bytes"
         return
-    update = f"{delta.update_bytes:,} bytes to fetch for who has the old one"
+    update = f"an update downloads {delta.update_bytes:,} bytes"
     yield f"size: {_move(delta.old_bytes, delta.new_bytes)} bytes ({delta.new_bytes - delta.old_bytes:+,}), {update}"
 
 
@@ -143,14 +143,14 @@ def _share(part: int, whole: int) -> str:
 
 
 def list_size_remarks(report: PackageReport) -> Iterator[str]:
-    """Yields what the package weighs, and a warning if most of that is not the model."""
+    """Yields the size of the package, and a warning if most of that is not the models."""
     rest = report.size_bytes - report.model_bytes
     yield f"models {format_bytes(report.model_bytes)}, all else {format_bytes(rest)}"
     if report.outweighs:
         largest = max(report.sizes, key=lambda name: report.sizes[name])
         yield (
-            f"warning: what is no model weighs {rest / max(1, report.model_bytes):.1f} times as much as the models;"
-            f" the largest file is '{largest}'"
+            f"warning: all else is {rest / max(1, report.model_bytes):.1f} times as large as the models; the largest"
+            f" file is '{largest}'"
         )
 
 
@@ -178,7 +178,7 @@ class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a group: the sha256 of its models, the samples it was made and judged with, each target."""
+    """The result of building a group for its targets; `members` has the sha256 of each model."""
 
     group: str
     members: dict[str, str]
@@ -212,10 +212,10 @@ def headline_group(target: GroupTarget) -> str:
         return f"It cannot be built: {target.failure}."
     if target.verify is None or not target.verify.runs:
         return "It ran nowhere."
-    bad = next((run for run in target.verify.runs if run.verdict != "pass"), target.verify.runs[0])
-    weak = next((name for name, member in target.verify.members.items() if member.verdict != "pass"), None)
-    member = "" if weak is None else f"; {weak} by itself: {target.verify.members[weak].verdict}"
-    return f"{bad.device}: {_describe_metric(bad)}: {bad.verdict}{member}."
+    shown = next((run for run in target.verify.runs if run.verdict != "pass"), target.verify.runs[0])
+    failing = next((name for name, member in target.verify.members.items() if member.verdict != "pass"), None)
+    member = "" if failing is None else f"; {failing} by itself: {target.verify.members[failing].verdict}"
+    return f"{shown.device}: {_describe_metric(shown)}: {shown.verdict}{member}."
 
 
 def describe_group(report: GroupReport) -> Iterator[str]:
@@ -239,11 +239,11 @@ def _describe_metric(run: GroupRun) -> str:
     return f"{run.task.name} {scores}, {describe_difference(run.task)} points, {run.samples} samples, runs: {calls}"
 
 
-# What quantizing did: the parts of its report, and its lines for a terminal.
+# Quantizations: the parts of the report, and its lines for a terminal.
 
 
 def describe_calibration(calibration: Calibration) -> CalibrationReport:
-    """Returns what the ranges come from."""
+    """Returns the facts of a calibration for a report."""
     values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
     errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
     return CalibrationReport(
@@ -281,13 +281,13 @@ def describe_layers(
     """Yields the quantized activations of a plan in graph order, with their observed ranges and the loss of each."""
     ranked = {error.name: error for error in errors}
     for name in (name for name in plan.ranges if name in ranked):
-        # A tensor that left 8 bits has its own range, for the 16-bit grid.
-        wide = plan.wide.get(name)
-        planned = wide or plan.ranges[name]
+        # A tensor with 16 bits has its own range.
+        wide_range = plan.wide.get(name)
+        planned = wide_range or plan.ranges[name]
         yield ActivationReport(
             tensor=name,
             op=ranked[name].op,
-            bits=16 if wide is not None or plan.activation == "uint16" else 8,
+            bits=16 if wide_range is not None or plan.activation == "uint16" else 8,
             low=planned.low,
             high=planned.high,
             seen_low=seen[name].low,
@@ -296,27 +296,27 @@ def describe_layers(
         )
 
 
-# Fewer bytes do not matter to anybody.
+# Fewer bytes of float constants are not mentioned.
 _NOTABLE_BYTES = 500
 _LARGE_BYTES = 10_000
-_MOST_LINES = 5
+_MAX_LINES = 5
 
 
 def describe_quantization(report: QuantizeReport) -> Iterator[str]:
-    """Yields what was made, what it costs, what was tried, and what looks wrong with the samples."""
+    """Yields the lines of a quantization: size, float nodes, expected loss, trials, and warnings about the samples."""
     size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
     size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
     yield f"{report.out}: {kept}; {size}"
     reasons = Counter(node.reason for node in report.float_nodes)
-    for reason, count in reasons.most_common(_MOST_LINES):
+    for reason, count in reasons.most_common(_MAX_LINES):
         yield f"- {count} in float: {reason}"
-    if len(reasons) > _MOST_LINES:
+    if len(reasons) > _MAX_LINES:
         yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
     large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in report.float_constants.items() if size >= _LARGE_BYTES]
     if large:
-        more = f" and {len(large) - _MOST_LINES} more" if len(large) > _MOST_LINES else ""
-        yield f"- large constants in float: {', '.join(large[:_MOST_LINES])}{more}"
+        more = f" and {len(large) - _MAX_LINES} more" if len(large) > _MAX_LINES else ""
+        yield f"- large constants in float: {', '.join(large[:_MAX_LINES])}{more}"
     if report.narrow.bits:
         yield f"- {describe_narrow(report.narrow)}"
     yield f"expected: {describe_prediction(report.predicted)}"
@@ -352,8 +352,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if seen.sample_error and seen.tail_errors:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
         yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
-    own = [report.float_warning] if report.float_warning else []
-    yield from (f"warning: {warning}" for warning in (*own, *report.data_warnings, *report.calibration.notes))
+    risks = [report.float_warning] if report.float_warning else []
+    yield from (f"warning: {warning}" for warning in (*risks, *report.data_warnings, *report.calibration.notes))
 
 
 def describe_narrow(narrow: NarrowConstants) -> str:
@@ -365,7 +365,7 @@ def describe_narrow(narrow: NarrowConstants) -> str:
 
 
 def name_unit(predicted: Prediction) -> str:
-    """Returns the unit of a drop: points of a figure between 0 and 1, else a share of the float model's own figure."""
+    """Returns the unit of a drop: points for a measure between 0 and 1, else % of the float model's value."""
     is_share = predicted.measure in {MEASURES["image"].name, MEASURES["values"].name} or (predicted.reference or 0) > 1
     return "%" if is_share else "points"
 
@@ -382,7 +382,7 @@ def describe_prediction(predicted: Prediction) -> str:
     same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of {what} the same"
     known = "" if predicted.got is None else f" from {predicted.reference:.4g} to {predicted.got:.4g},"
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
-    outputs = ", ".join(f"'{name}'" for name in predicted.outputs[:_MOST_LINES])
+    outputs = ", ".join(f"'{name}'" for name in predicted.outputs[:_MAX_LINES])
     if predicted.measure == MEASURES["values"].name:
         lost = f"{100 * predicted.drop_estimate:z.2f} % ({low:.2f} to {high:.2f})"
         what = f"{outputs} loses most and" if outputs else "the output"

@@ -12,7 +12,7 @@ from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.data.data_check import ALIKE
 from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
-from edgekit.report.checked import describe_surprises, describe_taken
+from edgekit.report.checked import describe_mispredictions, describe_taken
 from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
@@ -27,9 +27,9 @@ from edgekit.verify.two_models import ModelComparison, limit_ratio
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 # Further reasons of one run are only counted.
-_MOST_LINES = 6
-# Two lines of a terminal: the text of an exception may fill a screen.
-_MOST_REASON = 240
+_MAX_LINES = 6
+# Two lines of a terminal; the message of an exception may be much longer.
+_MAX_REASON = 240
 _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UNKNOWN}
 
 
@@ -57,7 +57,7 @@ def table_build(report: BuildReport) -> Table:
 
 
 def list_remarks(report: BuildReport) -> list[str]:
-    """Returns by target what failed, what was skipped and what was decided; then what is doubtful about the samples."""
+    """Returns the remarks on each target (failures, skipped devices, decisions), then those on the samples."""
     fixes = [f"rewritten before the check: {name} ({count_of(count, 'node')})" for name, count in report.fixes.items()]
     remarks = group_lines((bundle.target, remark) for bundle in report.bundles for remark in describe_remarks(bundle))
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
@@ -83,10 +83,10 @@ def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
 
 
 def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
-    """Yields failures, notes of runs, and skipped devices with the command that installs them: a line for each."""
+    """Yields a line for each failure, remark on a run, and skipped device with the command that installs it."""
     yield from report.failures
     yield from (line for line in report.unproven if line != report.chance)
-    yield from describe_surprises(report.placed)
+    yield from describe_mispredictions(report.placed)
     yield from group_lines((run.device, line) for run in report.runs for line in _list_run_remarks(run))
     yield from report.differences
     yield from explain_layers(report.layers)
@@ -105,20 +105,20 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
         sizes = ", ".join(
             f"{size.size} ({len(size.lengths)} samples{_describe_worst(size.outputs)})" for size in run.sizes.sizes
         )
-        yield f"each sample beside the float model at its own '{run.sizes.dim}': {sizes}"
+        yield f"each sample compared with the float model at its own '{run.sizes.dim}': {sizes}"
     for file in (file for file in run.files if file.failure is None):
         nodes = ", ".join(f"{count_of(count, 'node')} on {provider}" for provider, count in file.provider_nodes.items())
         yield f"'{file.file}' opens too: {nodes or 'nodes unknown'}{_describe_worst(file.outputs)}"
-    # A failure that no layer explains says so itself.
+    # If no layer explains the failure, the failure's own text says so.
     if run.located and (run.located.layer or not run.failures):
         yield from list_located(run.located)
 
 
 def _shorten(lines: Sequence[str]) -> Iterator[str]:
-    """Yields the first lines and the number of the others: a model may have dozens of outputs."""
-    yield from lines[:_MOST_LINES]
-    if len(lines) > _MOST_LINES:
-        yield f"and {len(lines) - _MOST_LINES} more reasons of this kind: --json lists them"
+    """Yields the first lines and the number of the others."""
+    yield from lines[:_MAX_LINES]
+    if len(lines) > _MAX_LINES:
+        yield f"and {len(lines) - _MAX_LINES} more reasons of this kind: --json lists them"
 
 
 def _describe_worst(outputs: Iterable[OutputReport]) -> str:
@@ -160,7 +160,7 @@ def list_task(task: TaskReport | None) -> Iterator[str]:
 
 
 def list_metric(run: RunReport) -> Iterator[str]:
-    """Yields the metric of a run, and that of a faster device over all labelled samples, if there is one."""
+    """Yields the metric of a run, and that of its faster stand-in over all labelled samples, if there is one."""
     yield from list_task(run.task)
     stand_in = run.stand_in
     if stand_in is not None:
@@ -232,7 +232,7 @@ def table_outputs(report: ModelComparison) -> Table:
 
 
 def judge_output(output: OutputReport, min_sqnr_db: float | None = None) -> Verdict:
-    """Returns whether an output of a model does as the other model's, judged as the command judges it."""
+    """Returns the verdict of `edgekit compare` on an output."""
     return weigh_output(output, limit_ratio(min_sqnr_db)).verdict
 
 
@@ -241,7 +241,7 @@ def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None =
     found = report.weigh(min_sqnr_db)
     yield from found.failures
     yield from (f"not proven: {line}" for line in found.unproven)
-    yield from (f"taken for '{mine}' by its place: '{theirs}'" for theirs, mine in report.renamed.items())
+    yield from (f"compared with '{mine}' by its position: '{theirs}'" for theirs, mine in report.renamed.items())
     yield from list_task(report.task)
     yield from explain_layers(report.layers)
 
@@ -276,19 +276,18 @@ def describe_size(bundle: BundleSummary) -> str:
 
 
 def describe_agreement(verify: VerifyReport | None) -> str:
-    """Returns how far the worst run agrees with the float model: detections, top-1 of classes, else the SQNR.
+    """Returns the lowest agreement with the float model over all runs: of detections, of top-1, and the SQNR in dB.
 
-    Runs over whole sequences count too, in which a model gets its own state; state itself does not.
+    Outputs of runs over whole sequences, in which a model gets its own state, count too; state itself does not.
     """
     runs = () if verify is None else verify.runs
     outputs = [output for run in runs for output in run.outputs if not output.is_state]
     outputs += [output for run in runs if run.state is not None for output in run.state.outputs]
-    lists = [each.share for output in outputs for each in output.agreements if each.of == "detections"]
-    by_rows = [output for output in outputs if not any(each.of == "detections" for each in output.agreements)]
-    top1 = [output.agreed for output in by_rows if output.agreed is not None]
-    sqnr = [output.sqnr_db for output in by_rows if output.sqnr_db is not None]
-    # The worst of all runs and outputs: a mean would hide the device that fails.
-    parts = [f"{min(lists):.1%} of detections"] if lists else []
+    detections = [each.share for output in outputs for each in output.agreements if each.of == "detections"]
+    other_outputs = [output for output in outputs if not any(each.of == "detections" for each in output.agreements)]
+    top1 = [output.agreed for output in other_outputs if output.agreed is not None]
+    sqnr = [output.sqnr_db for output in other_outputs if output.sqnr_db is not None]
+    parts = [f"{min(detections):.1%} of detections"] if detections else []
     parts += [f"{min(top1):.1%} agree"] if top1 else []
     parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
     return ", ".join(parts) or "-"
@@ -316,51 +315,51 @@ def headline_verify(report: VerifyReport) -> str:
     if report.passed:
         devices = ", ".join(run.device for run in report.runs)
         return f"It does what the float model does on {devices}: at worst {describe_agreement(report)}."
-    said = "It fails" if report.verdict == "fail" else "It is not proven"
-    return f"{said}: {_find_reason(report)}.{_find_next(report)}"
+    verdict = "It fails" if report.verdict == "fail" else "It is not proven"
+    return f"{verdict}: {_find_reason(report)}.{_find_next(report)}"
 
 
 def headline_build(report: BuildReport) -> str:
     """Returns how many targets have a bundle that passed, and why the first of the others did not."""
     count = len(report.bundles)
-    good = [bundle for bundle in report.bundles if bundle.path is not None and (bundle.passed or not report.verified)]
-    said = f"{len(good)} of {count} {'bundle' if count == 1 else 'bundles'}"
+    passed = [bundle for bundle in report.bundles if bundle.path is not None and (bundle.passed or not report.verified)]
+    headline = f"{len(passed)} of {count} {'bundle' if count == 1 else 'bundles'}"
     if not report.verified:
-        said += " made, none verified"
-    elif good:
-        said += " do what the float model does" if len(good) > 1 else " does what the float model does"
+        headline += " made, none verified"
+    elif passed:
+        headline += " do what the float model does" if len(passed) > 1 else " does what the float model does"
     else:
-        said = "The bundle does not pass" if count == 1 else f"None of {count} bundles passes"
-    bad = next((bundle for bundle in report.bundles if bundle not in good), None)
-    if bad is None:
-        return f"{said}."
-    is_open = bad.verdict == "not proven"
-    if is_open and count == 1:
-        said = "The bundle is not proven"
-    step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)
+        headline = "The bundle does not pass" if count == 1 else f"None of {count} bundles passes"
+    not_passed = next((bundle for bundle in report.bundles if bundle not in passed), None)
+    if not_passed is None:
+        return f"{headline}."
+    is_unproven = not_passed.verdict == "not proven"
+    if is_unproven and count == 1:
+        headline = "The bundle is not proven"
+    step = "" if not_passed.verify is None or not_passed.failure is not None else _find_next(not_passed.verify)
     # A higher precision does not help if calibration saw other inputs than the app's.
-    unlike = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
-    step = f" Next: {unlike}." if step and unlike and not is_open else step
-    if bad.failure is not None:
-        reason = _quote(bad.failure)
-    elif bad.verify is None or not bad.verify.runs:
-        reason = "not verified" if bad.verify is None else "nothing ran"
+    data_warning = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
+    step = f" Next: {data_warning}." if step and data_warning and not is_unproven else step
+    if not_passed.failure is not None:
+        reason = _quote(not_passed.failure)
+    elif not_passed.verify is None or not not_passed.verify.runs:
+        reason = "not verified" if not_passed.verify is None else "nothing ran"
     else:
-        reason = ("not proven: " if is_open and count > 1 else "") + _find_reason(bad.verify)
-    return f"{said}; {bad.target}: {reason}.{step}"
+        reason = ("not proven: " if is_unproven and count > 1 else "") + _find_reason(not_passed.verify)
+    return f"{headline}; {not_passed.target}: {reason}.{step}"
 
 
 def describe_verified(report: BuildReport) -> str:
     """Returns how many samples were held out, and how many of them ran on the devices."""
-    kept = report.golden_samples
+    held_out = report.golden_samples
     runs = [run for bundle in report.bundles if bundle.verify is not None for run in bundle.verify.runs]
     counts = [run.samples for run in runs]
     if not counts:
-        return f"{kept} kept back to verify"
-    if min(counts) == kept:
-        return f"{kept} others verified on each device"
-    some = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    return f"{kept} kept back, of which {some} ran on each device"
+        return f"{held_out} kept back to verify"
+    if min(counts) == held_out:
+        return f"{held_out} others verified on each device"
+    ran = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return f"{held_out} kept back, of which {ran} ran on each device"
 
 
 _NEXT: Mapping[str, str] = {
@@ -400,4 +399,4 @@ def _find_next(report: VerifyReport) -> str:
 def _quote(reason: str) -> str:
     """Returns a reason without ONNX Runtime's error codes, cut to the length that a headline may have."""
     cleaned = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "ONNX Runtime says: ", " ".join(reason.split()))
-    return (cleaned if len(cleaned) <= _MOST_REASON else f"{cleaned[:_MOST_REASON]}...").rstrip(".")
+    return (cleaned if len(cleaned) <= _MAX_REASON else f"{cleaned[:_MAX_REASON]}...").rstrip(".")

@@ -28,8 +28,8 @@ def list_series(report: BenchReport) -> tuple[SeriesPoint, ...]:
     """Returns a point for each figure of each run that did not fail."""
     points: list[SeriesPoint] = []
     for run in (run for run in report.runs if run.failure is None):
-        way = f"batch {run.batch}, {run.concurrency} at once" + (", IO binding" if run.io_binding else "")
-        way += f", queue {run.queue}" if run.queue else ""
+        settings = f"batch {run.batch}, {run.concurrency} at once" + (", IO binding" if run.io_binding else "")
+        settings += f", queue {run.queue}" if run.queue else ""
         low, high = run.interval_ms
         figures = (
             ("median", "ms", run.median_ms, f"± {(high - low) / 2:.3g}"),
@@ -39,7 +39,7 @@ def list_series(report: BenchReport) -> tuple[SeriesPoint, ...]:
         )
         extra = f"{run.iterations} runs, {run.evidence.value}, {run.provider}"
         for figure, unit, value, spread in figures:
-            name = f"{report.subject} on {run.device}, {way}: {figure}"
+            name = f"{report.subject} on {run.device}, {settings}: {figure}"
             points.append(SeriesPoint(name=name, unit=unit, value=value, range=spread, extra=extra))
     return tuple(points)
 
@@ -51,20 +51,20 @@ _HEADINGS = {"batch": "batch", "concurrency": "at once", "queue": "queue", "exec
 
 def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row for each device."""
-    # No mean: a single pause of the system changes it, but not the median.
-    ways = [column for column in _HEADINGS if any(getattr(run, column) not in {1, ""} for run in report.runs)]
+    # The mean is left out, because a single pause of the system changes it.
+    varying = [column for column in _HEADINGS if any(getattr(run, column) not in {1, ""} for run in report.runs)]
     columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
-    table = make_table("device", "evidence", "provider", *(_HEADINGS[way] for way in ways), *columns)
+    table = make_table("device", "evidence", "provider", *(_HEADINGS[settings] for settings in varying), *columns)
     for run in report.runs:
-        way = [str(getattr(run, column)) for column in ways]
+        settings = [str(getattr(run, column)) for column in varying]
         if run.failure is not None:
-            table.add_row(run.device, run.evidence.value, run.provider, *way, Text("failed", _BAD), *_NOTHING)
+            table.add_row(run.device, run.evidence.value, run.provider, *settings, Text("failed", _BAD), *_NOTHING)
             continue
         table.add_row(
             run.device,
             run.evidence.value,
             run.provider.removesuffix("ExecutionProvider"),
-            *way,
+            *settings,
             f"{run.median_ms:.3g} ms",
             f"{run.p95_ms:.3g} ms",
             f"{run.p99_ms:.3g} ms",
@@ -75,12 +75,12 @@ def table_bench(report: BenchReport) -> Table:
             f"{run.peak_rss_bytes / 1e6:.0f} MB",
         )
     for skip in report.skipped:
-        table.add_row(skip.device, "-", "-", *("-" for _ in ways), Text("skipped", _UNKNOWN), *_NOTHING)
+        table.add_row(skip.device, "-", "-", *("-" for _ in varying), Text("skipped", _UNKNOWN), *_NOTHING)
     return table
 
 
 def list_bench_remarks(report: BenchReport) -> Iterator[str]:
-    """Yields each comparison, each failure, how reliable the times are, and each device that is missing."""
+    """Yields each comparison, failure, warning and skipped device."""
     yield from map(describe_comparison, report.comparisons)
     yield from (f"slower: {line}" for line in report.regressions)
     yield from report.notes

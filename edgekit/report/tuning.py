@@ -24,12 +24,12 @@ _MEANINGS: Mapping[Goal, str] = {
     "load": "time to make the session and run it once",
 }
 _DEFAULT = SessionSetting()
-# A simulator of an accelerator runs on the CPU: options for the accelerator's clock change nothing there.
+# A simulator of an accelerator runs on the CPU: options for the accelerator's clock have no effect there.
 _CLOCKLESS = frozenset({Evidence.SIMULATOR})
 # If more than this share of the cores is busy, other programs slow down what is measured.
-_BUSY = 0.5
-# A budget counts as used up from this share on.
-_USED = 0.9
+_MAX_LOAD = 0.5
+# From this share on, the budget counts as used up.
+_BUDGET_USED = 0.9
 
 
 def headline_tuning(report: TuneReport) -> str:
@@ -47,7 +47,7 @@ def describe_ratio(ratio: Ratio) -> str:
 
 
 def list_tables(report: TuneReport) -> Iterator[Table]:
-    """Yields as tables what each optimization level makes of the graph, each race, and every setting that was measured.
+    """Yields three tables: the optimization levels, the races, and every setting that was measured.
 
     A race has its last challenger, the cost of that, and why it was taken or not. A star marks the Pareto front.
     """
@@ -89,12 +89,12 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
 
 
 def describe_fused(fused: Mapping[str, int]) -> str:
-    """Returns the operators of ONNX Runtime's own in the optimized graph, with their counts."""
+    """Returns the fused operators of the optimized graph, with their counts."""
     return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
 
 
 def describe_nearness(one: TriedSetting) -> str:
-    """Returns how close the outputs are to the reference."""
+    """Returns the SQNR of the outputs against the reference."""
     return "-" if one.sqnr_db is None else "equal" if one.sqnr_db >= 200 else f"{one.sqnr_db:.1f} dB"
 
 
@@ -126,21 +126,21 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
         yield f"these are not the target's times ({report.evidence.value}: {report.evidence.meaning})"
     if report.evidence in _CLOCKLESS and any(one.group == PROVIDER_OPTIONS for one in report.decisions):
         yield (
-            f"{report.device} takes the options of {report.provider} and has no clock of its own: that they make no"
-            " difference here says nothing of a device"
+            f"{report.device} takes the options of {report.provider} but has no clock of its own: a device may gain by"
+            " them"
         )
     yield from (f"{one.group}: {one.reason}" for one in report.decisions if "is out:" in one.reason)
     if report.busy is not None:
         before, after = report.busy
-        yield f"programs that wanted one of {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
-        if report.cores and before > _BUSY * report.cores:
+        yield f"load average on {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
+        if report.cores and before > _MAX_LOAD * report.cores:
             yield (
-                "others used this machine: ratios hold for it as it was, and more threads or spinning may pay on a"
-                " quiet one"
+                "other programs used this machine: the ratios hold under that load, and on an idle machine more threads"
+                " or spinning may be faster"
             )
-    rest = "" if report.seconds > _USED * report.budget_s else ": every race was decided before"
+    rest = "" if report.seconds > _BUDGET_USED * report.budget_s else ": every race was decided before"
     if rest and any("time was over" in one.reason for one in report.decisions):
-        rest = ": what is left is less than another round, with what the last comparison needs, would take"
+        rest = ": the remaining time is too short for another round and the final comparison"
     used = f"{report.seconds:.0f} of {report.budget_s:.0f} s"
     yield f"{report.measurements} sessions were measured in {used}{rest}"
     if report.applied:
@@ -153,14 +153,14 @@ _LOSSY_DB = 80.0
 
 
 def draw_front(report: TuneReport) -> Chart | None:
-    """Returns settings by latency (across) and memory (up), and the Pareto front; None if fewer than two ran."""
-    sound = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
-    if len(sound) < 2:
+    """Returns a chart of settings by latency (x) and memory (y), with the Pareto front; None if fewer than two ran."""
+    valid = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
+    if len(valid) < 2:
         return None
-    across = LogAxis.fit([one.median_ms for one in sound], _LEFT, _RIGHT)
-    up = LogAxis.fit([one.peak_rss_bytes for one in sound], _BOTTOM, _TOP)
+    across = LogAxis.fit([one.median_ms for one in valid], _LEFT, _RIGHT)
+    up = LogAxis.fit([one.peak_rss_bytes for one in valid], _BOTTOM, _TOP)
     marks: list[Mark] = []
-    for one in sound:
+    for one in valid:
         is_lossy, is_chosen = one.sqnr_db is not None and one.sqnr_db < _LOSSY_DB, one.entrant == report.chosen
         kinds = {"front": one.pareto, "lossy": is_lossy, "chosen": is_chosen}
         mark = Mark(

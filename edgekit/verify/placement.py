@@ -18,10 +18,10 @@ from edgekit.devices.observe import (
     FAMILIES,
     count_nodes,
     find_lost,
-    goes_unnamed,
+    is_unlisted,
+    map_providers,
     match_nodes,
-    read_places,
-    shows_places,
+    shows_placement,
 )
 from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
@@ -84,9 +84,9 @@ def find_placed(run: DeviceRun, job: Job) -> Placed | None:
 
 def _read_places(run: DeviceRun, job: Job) -> dict[str, str] | None:
     """Returns the provider of each node that a device reports, by its name in the model; None if none was observed."""
-    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not shows_places(run, job):
+    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not shows_placement(run, job):
         return None
-    return read_places(run, job.check)
+    return map_providers(run, job.check)
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:
@@ -119,7 +119,7 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
             f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
         )
     unseen = [
-        node for node in nodes if node.op in FAMILIES and node.name not in seen and not goes_unnamed(node, job.target)
+        node for node in nodes if node.op in FAMILIES and node.name not in seen and not is_unlisted(node, job.target)
     ]
     hidden: list[CheckedNode] = []
     for family, count in sorted((expected - reported).items()):

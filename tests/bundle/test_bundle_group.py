@@ -276,7 +276,7 @@ def test_weights_beside_a_model_are_shared_too_and_texts_that_do_not_fit_are_tol
         return path
 
     notes = build_into(tmp_path, make, data="talk.npz").targets[0].notes
-    assert "8 samples begin with more tokens than the 6 that 'prefill' takes: what is more is left out" in notes
+    assert "8 samples begin with more tokens than the 6 that 'prefill' takes: further tokens are cut off" in notes
     group = open_group(tmp_path / "out" / "talk-cpu")
     names = group.manifests["decode"].forms["onnx"]
     session = onnxruntime.InferenceSession(str(group.folder / group.manifest.members["decode"].model_file))

@@ -15,7 +15,7 @@ from tiny_models import parse_model
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import write_bundle
 from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schema
-from edgekit.bundle.snippets import LEVELS, quote_cpp, quote_kotlin, quote_swift, render_snippets
+from edgekit.bundle.snippets import EVIDENCE_LEVELS, quote_cpp, quote_kotlin, quote_swift, render_snippets
 from edgekit.data.images import Preprocess
 from edgekit.data.samples import list_samples
 from edgekit.devices.find import find_device
@@ -71,7 +71,7 @@ def test_the_schema_says_no(tmp_path: Path) -> None:
         pytest.param(lambda data: json.dumps(json.loads(data)).encode(), id="other tool"),
     ],
 )
-def test_another_spelling_of_the_same_manifest_is_refused(written: bytes, alter: Callable[[bytes], bytes]) -> None:
+def test_the_same_manifest_in_another_format_is_refused(written: bytes, alter: Callable[[bytes], bytes]) -> None:
     assert alter(written) != written
     with pytest.raises(BundleError, match="altered"):
         decode_manifest(alter(written), "other")
@@ -168,7 +168,7 @@ def test_the_readme_says_what_an_app_needs(tmp_path: Path, target: str) -> None:
 def test_the_readme_knows_how_good_the_evidence_of_a_device_is(name: str) -> None:
     target = load_target(name)
     for entry in target.verification:
-        level = Evidence.SAME_EP if name == "cpu" else LEVELS[entry.device]
+        level = Evidence.SAME_EP if name == "cpu" else EVIDENCE_LEVELS[entry.device]
         assert find_device(entry.device, target).evidence is level
 
 

@@ -121,14 +121,14 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     edit_json(folder / "signature.json", change)
 
 
-def _resign(folder: Path, change: Callable[[dict[str, Any]], object], key: Path, *, spelt: bool = True) -> None:
+def _resign(folder: Path, change: Callable[[dict[str, Any]], object], key: Path, *, canonical: bool = True) -> None:
     """Signs another statement with the right key, as a signer with other software might."""
     private = serialization.load_pem_private_key(key.read_bytes(), None)
     assert isinstance(private, ed25519.Ed25519PrivateKey)
     envelope = read_envelope(folder)
     statement = json.loads(base64.b64decode(envelope["payload"]))
     change(statement)
-    payload = encode_json(statement) if spelt else json.dumps(statement).encode()
+    payload = encode_json(statement) if canonical else json.dumps(statement).encode()
     pae = b"DSSEv1 28 application/vnd.in-toto+json " + f"{len(payload)} ".encode() + payload
     envelope["payload"] = base64.b64encode(payload).decode()
     envelope["signatures"][0]["sig"] = base64.b64encode(private.sign(pae)).decode()
@@ -153,14 +153,16 @@ DAMAGES = [
     pytest.param(set_signature(sig="A" * 88), "was altered", id="other signature"),
     pytest.param(set_signature(sig="é"), "was altered", id="no base64"),
     pytest.param(lambda b: _rewrite(b, lambda e: e.update(payload="")), "was altered", id="no payload"),
-    pytest.param(lambda b: _rewrite(b, lambda e: e.update(payload=e["payload"] + "\n")), "was altered", id="spelling"),
+    pytest.param(
+        lambda b: _rewrite(b, lambda e: e.update(payload=e["payload"] + "\n")), "was altered", id="line break in base64"
+    ),
     pytest.param(lambda b: _rewrite(b, lambda e: e.update(payloadType="none")), "malformed", id="no type"),
     pytest.param(lambda b: _rewrite(b, lambda e: e.update(signatures=[])), "malformed", id="no signature"),
     pytest.param(
         lambda b: _rewrite(b, lambda e: e.update(signatures=e["signatures"] * 2)), "malformed", id="two signatures"
     ),
     pytest.param(lambda b: _rewrite(b, lambda e: e.update(more="")), "malformed", id="unknown key"),
-    pytest.param(put_signature(EARLIER), "form of an earlier edgekit", id="earlier form"),
+    pytest.param(put_signature(EARLIER), "format of an earlier edgekit", id="earlier format"),
     pytest.param(put_signature(b"{" * (1 << 24) + b"{"), "larger than", id="large"),
     pytest.param(put_signature(b"[" * 9_000), "malformed", id="deep"),
     pytest.param(put_signature(b"\xff"), "malformed", id="no text"),
@@ -222,7 +224,7 @@ def test_an_archive_of_several_targets_is_held_to_the_key(
 
 
 @pytest.mark.parametrize(
-    ("change", "spelt", "message"),
+    ("change", "canonical", "message"),
     [
         pytest.param(lambda s: s["subject"].pop(), True, "is of another", id="a file is missing"),
         pytest.param(lambda s: s["subject"].append(s["subject"][0]), True, "is of another", id="a file twice"),
@@ -232,13 +234,13 @@ def test_an_archive_of_several_targets_is_held_to_the_key(
         pytest.param(lambda s: s.update(_type="https://in-toto.io/Statement/v0.1"), True, "malformed", id="older"),
         pytest.param(lambda s: s.update(predicateType="x"), True, "malformed", id="another predicate"),
         pytest.param(lambda s: s["predicate"].update(result="GOOD"), True, "malformed", id="another result"),
-        pytest.param(lambda _: None, False, "not spelt", id="another spelling"),
+        pytest.param(lambda _: None, False, "is not formatted as edgekit writes it", id="another format"),
     ],
 )
 def test_a_statement_of_another_bundle_is_refused_though_the_key_is_right(
-    signed: Path, public: Path, change: Callable[[dict[str, Any]], object], spelt: bool, message: str
+    signed: Path, public: Path, change: Callable[[dict[str, Any]], object], canonical: bool, message: str
 ) -> None:
-    _resign(signed, change, public.with_suffix(""), spelt=spelt)
+    _resign(signed, change, public.with_suffix(""), canonical=canonical)
     with pytest.raises(BundleError, match=message):
         open_bundle(signed, key=public)
 

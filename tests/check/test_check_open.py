@@ -40,7 +40,10 @@ def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told
     assert [node["macs"] for node in report["model_nodes"]] == PICTURE_MACS
     assert run_command(["check", model, "--target", "cpu", "--dim", "height=64"]) == 0
     said = capsys.readouterr().out
-    assert "- open dimensions: work is counted at batch=1, width=128; --dim batch=INT --dim width=INT says" in said
+    counted = (
+        "work is counted at batch=1, width=128; to check the model at your sizes, give --dim batch=INT --dim width="
+    )
+    assert f"- open dimensions: {counted}" in said
     fixed = check_json(capsys, model, "--target", "cpu", "--shape", "x=1,3,64,64")["cpu"]
     assert "counted_at" not in fixed
 
@@ -53,7 +56,7 @@ def test_a_provider_that_takes_nothing_without_sizes_is_asked_about_the_file_as_
     found = check_json(capsys, model, "--target", target, "--target", "cpu")
     assert [(found[name]["taken"], found[name]["as_is"]["taken"]) for name in (target, "cpu")] == [(0, 0), (2, 2)]
     assert run_command(["check", model, "--target", target]) == 1
-    assert "--dim batch=INT --dim height=INT --dim width=INT says" in capsys.readouterr().out
+    assert "give --dim batch=INT --dim height=INT --dim width=INT" in capsys.readouterr().out
     assert check_json(capsys, model, "--target", target, "--shape", "x=1,3,64,64")[target]["taken"] == 2
 
 
@@ -74,7 +77,7 @@ def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.unsized_nodes == 1
     assert [node.macs for node in report.node_list if node.op == "MatMul"] == [4 * 4]
     assert run_command(["check", str(model), "--target", "cpu"]) == 0
-    assert "- the work of 1 node that multiplies is not known even there" in capsys.readouterr().out
+    assert "- the work of 1 node that multiplies is not known even so" in capsys.readouterr().out
 
 
 def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_what_was_altered_since_is_not_released(build: Path, bundle: Path, tmp_p
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
     report = json.loads((bundle / "verify.json").read_bytes())
     (bundle / "verify.json").write_text(json.dumps({**report, "bundle_sha256": "0" * 64}))
-    assert "before it became what it is now" in refused(*release(bundle, tmp_path, build / "key")[0])
+    assert "was changed after its verification" in refused(*release(bundle, tmp_path, build / "key")[0])
 
 
 def test_a_pipe_in_place_of_a_report_is_no_report(build: Path, bundle: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: p
     assert run_command([*NAMED, "prepare", "m.onnx"]) == 0
     made, said = capsys.readouterr()
     assert (json.loads(made)["model"]["inputs"][0]["shape"], said.count("\n")) == ([3, 4], 1)
-    assert said.startswith("edgekit.toml gives prepare its out, dim, fix, json, where they are not typed\n")
+    assert said.startswith("edgekit.toml gives prepare its out, dim, fix, json, unless the command line does\n")
     assert run_command([*NAMED, "prepare", "m.onnx", "--dim", "N=5", "--out", "typed.onnx", "--quiet"]) == 0
     made, said = capsys.readouterr()
     assert (json.loads(made)["model"]["inputs"][0]["shape"], said) == ([5, 4], "")

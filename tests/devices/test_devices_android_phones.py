@@ -97,19 +97,19 @@ def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path)
     assert all(np.abs(a - b).max() <= 1 / 16 + 1e-6 for a, b in zip(*rows, strict=True))
 
 
-def vary(settings: dict[str, str], name: str = "android", target: str = "nnapi") -> list[str]:
+def with_settings(settings: dict[str, str], name: str = "android", target: str = "nnapi") -> list[str]:
     chosen = load_target(target)
-    return [device.name for device in find_device(name, chosen).vary(settings, chosen) or ()]
+    return [device.name for device in find_device(name, chosen).with_settings(settings, chosen) or ()]
 
 
 def test_settings_name_cores_and_phones() -> None:
-    assert vary({}) == ["android"]
-    assert vary({"cpu": "cortex-a53"}) == ["android:cortex-a53"]
-    assert vary({"cpu": "cortex-a76"}) == ["android"]
-    assert vary({"cpu": "cortex-a53, cortex-a55,cortex-a53"}) == ["android:cortex-a53", "android:cortex-a55"]
+    assert with_settings({}) == ["android"]
+    assert with_settings({"cpu": "cortex-a53"}) == ["android:cortex-a53"]
+    assert with_settings({"cpu": "cortex-a76"}) == ["android"]
+    assert with_settings({"cpu": "cortex-a53, cortex-a55,cortex-a53"}) == ["android:cortex-a53", "android:cortex-a55"]
     pixel = [f"android:pixel-6:{core}" for core in ("cortex-x1", "cortex-a76", "cortex-a55")]
-    assert vary({"phone": "pixel-6"}) == pixel
-    assert find_device("host", load_target("cpu")).vary({"cpu": "x"}, load_target("cpu")) is None
+    assert with_settings({"phone": "pixel-6"}) == pixel
+    assert find_device("host", load_target("cpu")).with_settings({"cpu": "x"}, load_target("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_settings_name_cores_and_phones() -> None:
 )
 def test_a_wrong_setting_is_named(settings: dict[str, str], name: str, target: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        vary(settings, name, target)
+        with_settings(settings, name, target)
     assert caught.value.hint
 
 

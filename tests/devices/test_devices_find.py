@@ -50,9 +50,9 @@ def test_a_misspelled_device_and_one_of_another_provider_are_errors_with_suggest
 
 
 @pytest.mark.parametrize("name", ["nnapi", "xnnpack"])
-def test_what_android_shows_better_is_not_emulated(name: str) -> None:
+def test_a_provider_that_android_runs_itself_is_not_emulated(name: str) -> None:
     target = load_target(name)
-    with pytest.raises(UsageError, match="that 'android' does not show"):
+    with pytest.raises(UsageError, match="'android' runs the provider itself"):
         find_device("emulated", target)
     assert "emulated" not in {status.name for status in list_devices(target)}
     assert find_device("emulated", load_target("coreml")).name == "emulated"

@@ -15,7 +15,7 @@ from devices_models import float_conv, hold_outputs, make_job, present, text_mod
 from onnx import helper, load, save
 
 from edgekit.devices.find import find_device, install_device
-from edgekit.devices.ios.ios import ABI, LOADER, IosSimulator, place_imports, unpack_framework
+from edgekit.devices.ios.ios import ABI, LOADER, IosSimulator, map_imports, unpack_framework
 from edgekit.devices.ios.mil.compute import read_package
 from edgekit.devices.local.host import COREML
 from edgekit.devices.observe import Observed, observe_placement, observe_target
@@ -132,8 +132,8 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
         "_open": "darwin_open", "_realpath$DARWIN_EXTSN": "darwin_realpath", "_strlen": "strlen",
         "__ZNSt3__15mutex4lockEv": "darwin__ZNSt3__15mutex4lockEv", "_OBJC_CLASS_$_NSData": "apple_object",
     }  # fmt: skip
-    assert place_imports(places) == places
-    assert place_imports(["_open"], without=["open"]) == {"_open": "open"}
+    assert map_imports(places) == places
+    assert map_imports(["_open"], without=["open"]) == {"_open": "open"}
 
 
 def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

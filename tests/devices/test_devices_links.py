@@ -42,9 +42,9 @@ _HANGING_RUN = """
 from pathlib import Path
 from edgekit._proc import stream_process
 from edgekit.devices.remote.remote import BASE, AdbDevice
-from edgekit.devices.remote.store import push_set, remove_folder, wrap_program, own_name
+from edgekit.devices.remote.store import push_set, remove_folder, wrap_program, make_folder_name
 phone = AdbDevice(serial={serial!r})
-folder, run = push_set(phone, BASE, {{"runner": Path({program!r})}}), own_name("run")
+folder, run = push_set(phone, BASE, {{"runner": Path({program!r})}}), make_folder_name("run")
 argv = phone.command(wrap_program(BASE, run, [folder + "/runner"]))
 try:
     stream_process(argv, timeout_s=60, feed=[b"x"], take=lambda stream: stream.read())

@@ -11,7 +11,7 @@ from devices_models import Stub
 
 from edgekit._proc import run_process
 from edgekit.devices.device import Device
-from edgekit.devices.parallel import count_slots, run_each, run_together, running_behind
+from edgekit.devices.parallel import count_slots, in_background, run_each, run_together
 from edgekit.errors import DeviceError
 
 
@@ -87,7 +87,7 @@ def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
         program = f"import time; time.sleep({seconds})"
         ended.append(run_process([sys.executable, "-c", program], timeout_s=60).ending)
 
-    with pytest.raises(DeviceError, match="unplugged"), running_behind(work, 2, 1) as begin:
+    with pytest.raises(DeviceError, match="unplugged"), in_background(work, 2, 1) as begin:
         begin(60.0)
         if who == "call":
             begin(0.0)
@@ -100,7 +100,7 @@ def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
 
 def test_the_block_goes_on_while_calls_are_made_behind_it() -> None:
     done = threading.Event()
-    with running_behind(done.wait, 1, 1) as begin:
+    with in_background(done.wait, 1, 1) as begin:
         found = begin(20.0)
         assert not found.done()
         done.set()
@@ -117,7 +117,7 @@ def test_more_calls_are_made_at_once_when_the_block_has_ended() -> None:
         both.wait(20.0)
         return item
 
-    with running_behind(work, 1, 1) as begin:
+    with in_background(work, 1, 1) as begin:
         found = [begin(item) for item in range(4)]
         time.sleep(0.1)
         assert begun == [0]

@@ -19,7 +19,7 @@ from tiny_models import parse_model
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
 from edgekit.jobs.build import build
-from edgekit.jobs.build_inputs import Kept
+from edgekit.jobs.build_inputs import BuildCache
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.quantize.calibration import passes
 from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
@@ -166,9 +166,9 @@ def test_builds_of_one_model_share_what_depends_on_no_target(folder: Path) -> No
     """The samples are read once, each bundle is that of a build by itself, and samples that changed are read again."""
     data, work = Data(source=str(folder / "d.npz")), folder / "work"
     work.mkdir()
-    kept, said = Kept(work=work), list[str]()
+    kept, said = BuildCache(work=work), list[str]()
 
-    def make(target: str, cache: Kept | None = None) -> str:
+    def make(target: str, cache: BuildCache | None = None) -> str:
         said.clear()
         out, recipe = folder / f"{target}-{cache is None}", Recipe(targets=(target,), samples=12)
         report = build(folder / "m.onnx", data, out, recipe, verify=False, cache=cache, progress=said.append)

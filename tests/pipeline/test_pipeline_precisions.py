@@ -50,7 +50,7 @@ def test_nodes_that_overflow_stay_in_float32(tmp_path: Path) -> None:
     (summary,) = build(path, data, tmp_path / "out", Recipe(targets=("coreml",))).bundles
     assert summary.failure is None
     (note,) = (note for note in summary.notes if "float32" in note)
-    assert note.startswith("2 nodes stay in float32, because values there come near to 65504")
+    assert note.startswith("2 nodes stay in float32, because values there come close to 65504")
     assert "scale, root; the largest is 1.3" in note
     assert note.endswith("at 'scale'; --precision fp32 keeps all of them")
     assert not any("clamped" in note for note in summary.notes)

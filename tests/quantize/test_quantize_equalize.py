@@ -14,7 +14,7 @@ from quantize_models import make_model, make_samples, random_samples, sqnr_db
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
-from edgekit.jobs.target_bundle import Way, change_plan
+from edgekit.jobs.target_bundle import Strategy, change_plan
 from edgekit.model.model import Model, save_proto
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
@@ -328,7 +328,7 @@ def test_a_plain_plan_knows_nothing_of_equalized_weights(tmp_path: Path) -> None
     best = plan_quantization(model, calibration, target, "int8", method="minmax")
     # As layers that share a weight leave it behind once they are equalized: each has one of its own.
     shared = msgspec.structs.replace(best, axes={"w_equalized.first": 0, "v": 0}, factors={"first": (2.0,) * 8})
-    plain = change_plan(shared, Way(precision="int8", plan="plain"), model, calibration, target)
+    plain = change_plan(shared, Strategy(precision="int8", plan="plain"), model, calibration, target)
     assert plain.axes.keys() == {"w", "v"}
     assert not plain.factors
     assert quantize_model(model, plain, calibration, tmp_path / "q.onnx").quantized_nodes > 0

@@ -36,7 +36,7 @@ from edgekit.report.charts import Picture, describe_answers, draw_image, draw_wo
 from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
 from edgekit.report.forecasts import render_forecast
 from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
-from edgekit.report.profiles import MOST_SPANS, render_profile
+from edgekit.report.profiles import MAX_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import find_group, load_target
 from edgekit.verify.attribute import share_loss
@@ -404,7 +404,7 @@ def executions(runs: int) -> tuple[Execution, ...]:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    ran = executions(MOST_SPANS // KERNELS)
+    ran = executions(MAX_SPANS // KERNELS)
     nodes = add_roof_shares(list_nodes(ran[:1], {}), Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
     profile = DeviceProfile(
         subject="net.onnx", device="host", evidence=Evidence.EMULATED, provider="CPUExecutionProvider", runs=len(ran),
@@ -423,7 +423,7 @@ def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(width: int,
         "const line = document.querySelector('.timeline');"
         "return [JSON.parse(line.querySelector('script').textContent).spans.length / 4, Number(line.dataset.drawn)];"
     )
-    assert counted == MOST_SPANS
+    assert counted == MAX_SPANS
     assert drawn_ms < 3000
 
 

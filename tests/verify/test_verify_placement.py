@@ -351,7 +351,7 @@ def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
         ({"integers": True}, {}, False),
     ],
 )
-def test_an_empty_list_is_one_without_the_cpu_where_each_node_goes_unnamed(
+def test_an_empty_list_is_one_without_the_cpu_where_the_session_lists_no_taken_node(
     change: dict[str, Any], more: dict[str, Any], seen: bool
 ) -> None:
     nodes = (checked("a", "MatMul", 10), replace(checked("b", "MatMul", 10), **change))

@@ -81,11 +81,11 @@ def test_a_file_that_lies_fails(bundle: Bundle, exported: Path, tmp_path: Path) 
         "is of another bundle": ({"bundle_sha256": "0" * 64}, None),
         "is of another model file": ({"model_sha256": "0" * 64}, None),
         "is of other samples": ({"inputs_sha256": "0" * 64}, None),
-        "holds other outputs than it says": ({}, bytes(swapped)),
+        "has outputs with another digest than it claims": ({}, bytes(swapped)),
         "holds 3 outputs of": ({"samples": 3}, None),
         "holds 10000 outputs of": ({"samples": 10_000}, None),
         "ends early": ({}, rest[:-1]),
-        "goes on after its last output": ({}, rest + b"x"),
+        "has data after its last output": ({}, rest + b"x"),
         "is the float model's to the bit": (
             {"outputs_sha256": digest_samples(replayed)}, b"".join(encode_tensors(sample) for sample in replayed)
         ),
@@ -169,7 +169,7 @@ def test_a_recorded_run_of_a_model_with_state_holds_its_steps(make_once: MakeOnc
 
     assert "15 of 16 steps" in judge_state(alter(path, tmp_path / "fewer.run", {"turns": 15}, cut_last(path)))
     spoiled = alter(path, tmp_path / "other.run", {"turns_sha256": "0" * 64})
-    assert "holds other turns than it says" in judge_state(spoiled)
+    assert "has turns with another digest than it claims" in judge_state(spoiled)
 
 
 def cut_last(path: Path) -> bytes:

@@ -1,8 +1,8 @@
 """Runs one sample through a group of models, from its inputs to its result, as `group.json` says.
 
-This file lies in the folder `app/` of each group too, and so imports numpy alone. Between stages, boxes are cut out of
-an image and resized, as an app does between detector and classifier, and tokens are written into the inputs of a stage.
-An input of fixed size is filled from the left or the right; an input of open size gets exactly the new tokens.
+This file is copied into the folder `app/` of each group, and so imports only numpy. Between stages, boxes are cut out
+of an image and resized, as an app does between detector and classifier, and tokens are written into the inputs of a
+stage. An input of fixed size is filled from the left or the right; an input of open size gets exactly the new tokens.
 """
 
 from collections.abc import Generator
@@ -18,11 +18,11 @@ CHOSEN = "chosen"
 Tensors = dict[str, Any]
 Table = dict[str, Any]
 Runs = Generator[tuple[str, list[Tensors]], Any, Tensors]
-"""Yields a member and the inputs of its next runs, is sent the outputs of each, and returns the result."""
+"""A generator that yields a member and the inputs of its next runs, is sent their outputs, and returns the result."""
 
 
 class PipelineError(ValueError):
-    """A sample or an output of a member from which a stage cannot go on; `hint` says what to do."""
+    """A sample, or an output of a member, that a stage cannot use; `hint` says what to do."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)

@@ -20,7 +20,7 @@ from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
+from edgekit.bundle.group.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, render_template
@@ -52,7 +52,7 @@ class GroupManifest(Strict, frozen=True, kw_only=True):
     name: str
     target: str
     wiring: Wiring
-    members: Annotated[dict[str, Member], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    members: Annotated[dict[str, Member], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     samples: Annotated[int, msgspec.Meta(ge=1)]
@@ -65,7 +65,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """An opened group in a folder; `sha256` is the digest of `group.json`, and so of everything that it covers.
 
     `manifests` are those of the members; `digests` hold the sha256 of every file that a signature covers, by its path.
-    `attested` is what the holder of a key states to have verified, None if the group was opened without a key.
+    `attested` is the signer's statement about the verification, None if the group was opened without a key.
     """
 
     folder: Path
@@ -91,7 +91,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         """The bytes of the model files that an app loads; a file that several members load counts once."""
         sizes: dict[str, int] = {}
         for name, manifest in self.manifests.items():
-            places = _places(name, manifest, self.manifest.shared)
+            places = _find_places(name, manifest, self.manifest.shared)
             sizes |= {places[file]: manifest.files[file].size_bytes for file in manifest.forms[manifest.form]}
         return sum(sizes.values())
 
@@ -115,7 +115,7 @@ def write_group(
     `wiring` is resolved and valid. `programs` are source files for the folder `app/`, which an app may use.
 
     Raises:
-        UsageError: the bundles are for several targets, or two models with weights beside them want one name.
+        UsageError: the bundles are for several targets, or two models with external weights have the same file name.
         OutputError: `out` cannot be written.
     """
     manifests = {member: bundle.manifest for member, bundle in bundles.items()}
@@ -130,7 +130,7 @@ def write_group(
     with staged_folder(out) as staging:
         for member, bundle in bundles.items():
             write_file(staging / _MEMBERS / member / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
-            for file, place in _places(member, bundle.manifest, shared).items():
+            for file, place in _find_places(member, bundle.manifest, shared).items():
                 copy_once(bundle.folder / file, staging / place)
         own = {f"{GOLDEN}/{path.name}": path for path in golden.files}
         own |= {f"{APP}/{path.name}": path for path in programs}
@@ -164,8 +164,8 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
 
     Raises:
         BundleError: `group.json` or a manifest is missing, malformed or altered; a file is missing, altered, unlisted,
-            a link, or bears an unsafe name; the wiring does not fit the members; the metric is code; with `key`, the
-            group is not signed with its private half.
+            a link, or has an unsafe name; the wiring does not fit the members; the metric is code; with `key`, the
+            group is not signed with its private key.
     """
     if not path.is_dir():
         raise BundleError(f"there is no group '{path}'", hint="give the folder that holds group.json")
@@ -203,7 +203,7 @@ def extract_member(group: Group, name: str, out: Path) -> Bundle:
         OutputError: `out` cannot be written.
     """
     folder, entry = f"{_MEMBERS}/{name}", group.manifest.members[name].manifest
-    find_places = partial(_places, name, shared=group.manifest.shared)
+    find_places = partial(_find_places, name, shared=group.manifest.shared)
     return folders.extract_nested(group.folder, folder, entry, find_places, out)
 
 
@@ -216,29 +216,38 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
 
 def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -> str:
     """Returns the file of a member that an app loads, relative to `group.json`."""
-    return _places(member, manifest, shared)[manifest.model_file]
+    return _find_places(member, manifest, shared)[manifest.model_file]
 
 
 def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
     """Returns every file that must exist, by its path."""
     files = dict(group.files)
     for name, manifest in manifests.items():
-        entry, places = group.members[name].manifest, _places(name, manifest, group.shared)
+        entry, places = group.members[name].manifest, _find_places(name, manifest, group.shared)
         files |= folders.list_nested(f"{_MEMBERS}/{name}", entry, manifest, places)
     return files
 
 
-def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
+def _find_places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
     """Returns the path of each file of a member, relative to `group.json`."""
-    bound = [names for names in manifest.forms.values() if len(names) > 1]
+    multi_file_forms = [names for names in manifest.forms.values() if len(names) > 1]
     # A model refers to its external weights by path, so models that share weights must be in one folder.
-    beside = {name for names in bound if any(manifest.files[each].sha256 in shared for each in names) for name in names}
-    apart = {name for names in bound for name in names}
+    with_shared_weights = {
+        name
+        for names in multi_file_forms
+        if any(manifest.files[each].sha256 in shared for each in names)
+        for name in names
+    }
+    with_own_weights = {name for names in multi_file_forms for name in names}
 
     def place(name: str, digest: str) -> str:
-        if name in beside:
+        if name in with_shared_weights:
             return f"{_MODELS}/{name}"
-        return f"{_SHARED}/{digest}" if digest in shared and name not in apart else f"{_MEMBERS}/{member}/{name}"
+        return (
+            f"{_SHARED}/{digest}"
+            if digest in shared and name not in with_own_weights
+            else f"{_MEMBERS}/{member}/{name}"
+        )
 
     return {name: place(name, entry.sha256) for name, entry in manifest.files.items()}
 
@@ -246,7 +255,7 @@ def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> di
 def _check_places(manifests: Mapping[str, Manifest], shared: Mapping[str, object]) -> None:
     taken: dict[str, str] = {}
     for member, manifest in manifests.items():
-        for name, place in _places(member, manifest, shared).items():
+        for name, place in _find_places(member, manifest, shared).items():
             digest = manifest.files[name].sha256
             if taken.setdefault(place, digest) != digest:
                 raise UsageError(f"two members have a file '{name}'", hint="give the models of a group different names")
@@ -259,7 +268,7 @@ def is_group(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
-    """Yields a group with every digest checked; with `key`, only one signed with its private half.
+    """Yields a group with every digest checked; with a public `key`, only one signed with its private key.
 
     An archive is unpacked into a folder that is deleted after the block: anything written into such a group is lost.
 
@@ -272,7 +281,7 @@ def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the bytes of a weight are: in the tensor itself, or at an offset of a file."""
+    """The place of a weight's bytes: in the tensor itself (`file` is None), or at an offset of a file."""
 
     tensor: onnx.TensorProto
     file: Path | None
@@ -290,7 +299,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_equal_weights(models: Sequence[Model]) -> int:
-    """Returns how many bytes of weights more than one of these models has, each weight counted once."""
+    """Returns the total bytes of the weights that occur in several of these models, each counted once."""
     found = [_digest_weights(model, read_proto(model, weights=False)) for model in models]
     return sum(places[0].size_bytes for places in folders.find_shared(found).values())
 
@@ -298,8 +307,8 @@ def find_equal_weights(models: Sequence[Model]) -> int:
 def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> tuple[dict[str, Bundle], int]:
     """Returns bundles whose ONNX models refer to one file, `weights-DIGEST.data`, for the weights that several have.
 
-    They are written into `folder`; bundles that share nothing are returned unchanged. Beside them the bytes of these
-    weights are returned. `templates` is the folder of the target.
+    They are written into `folder`; bundles that share nothing are returned unchanged. The second result is the bytes of
+    the shared weights. `templates` is the folder of the target.
 
     Raises:
         OutputError: `folder` cannot be written.
@@ -308,11 +317,11 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
         name: load_model(each.find_model("onnx")) for name, each in bundles.items() if "onnx" in each.manifest.forms
     }
     shared, size_bytes = share_models(models, folder)
-    made = {
+    replaced = {
         name: folders.replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
         for name, files in shared.items()
     }
-    return {**bundles, **made}, size_bytes
+    return {**bundles, **replaced}, size_bytes
 
 
 def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, tuple[Path, ...]], int]:
@@ -332,28 +341,28 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
     file = folder / f"weights-{digest_bytes(''.join(equal).encode())[:16]}.data"
     found = {digest: places[0] for each in reversed(weights.values()) for digest, places in each.items()}
     offsets = _write_weights(file, {digest: found[digest] for digest in equal})
-    made: dict[str, tuple[Path, ...]] = {}
+    written: dict[str, tuple[Path, ...]] = {}
     for name, proto in protos.items():
-        if not (mine := {digest: places for digest, places in weights[name].items() if digest in offsets}):
+        if not (own_shared := {digest: places for digest, places in weights[name].items() if digest in offsets}):
             continue
-        for digest, places in mine.items():
+        for digest, places in own_shared.items():
             for place in places:
                 point_to(place.tensor, DataPlace(file.name, offsets[digest], place.size_bytes))
         # Named after the member, because in a group the models are in one folder.
         path = folder / name / "model" / f"{name}.onnx"
         # External weights that are not shared go beside the model.
-        others = {
+        unshared = {
             tensor.name: _locate(tensor, models[name].path.parent)
             for tensor in proto.graph.initializer
             if tensor.data_location == onnx.TensorProto.EXTERNAL
             and read_external_entries(tensor).get("location") != file.name
         }
-        own = path.with_name(f"{path.name}.data")
-        for other, offset in (_write_weights(own, others) if others else {}).items():
-            point_to(others[other].tensor, DataPlace(own.name, offset, others[other].size_bytes))
+        own_file = path.with_name(f"{path.name}.data")
+        for other, offset in (_write_weights(own_file, unshared) if unshared else {}).items():
+            point_to(unshared[other].tensor, DataPlace(own_file.name, offset, unshared[other].size_bytes))
         write_new(path, [proto.SerializeToString(deterministic=True)])
-        made[name] = (path, file, own) if others else (path, file)
-    return made, sum(places[0].size_bytes for places in equal.values())
+        written[name] = (path, file, own_file) if unshared else (path, file)
+    return written, sum(places[0].size_bytes for places in equal.values())
 
 
 def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Place]]:
@@ -376,7 +385,7 @@ def _locate(tensor: onnx.TensorProto, folder: Path) -> _Place:
 
 
 def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:
-    """Writes weights one after another and returns the offset of each; each begins a page, so that it can be mapped."""
+    """Writes weights one after another, each at the start of a page for mmap, and returns their offsets."""
     offsets: dict[str, int] = {}
 
     def write() -> Iterator[bytes]:

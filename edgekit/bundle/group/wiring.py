@@ -1,6 +1,4 @@
-"""The wiring of a group: its stages in order, what feeds each input, and how samples run through it.
-
-A wiring may come from an untrusted source.
+"""The wiring of a group: its stages in order, the source of each input, and how samples run through it.
 
 A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, the output of an earlier stage. What a wiring does
 not state is found by name: an input is fed by the output of the same name, a state by the output that continues it.
@@ -18,7 +16,7 @@ from edgekit.errors import DataError, suggest_name
 from edgekit.model.state import MOST_FEEDS, fits, match_state
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 
-MOST_MEMBERS, MOST_TOKENS, MOST_CROPS = 16, 4096, 64
+MAX_MEMBERS, MAX_TOKENS, MAX_CROPS = 16, 4096, 64
 """Limits for a group that may come from an untrusted source."""
 
 MEMBER_NAME = r"[a-z][a-z0-9_]{0,31}"
@@ -26,7 +24,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Feeds = Annotated[dict[str, _Name], msgspec.Meta(max_length=MOST_FEEDS)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 # Types that can hold the index of any token.
-_WHOLE = ("int64", "int32")
+_TOKEN_TYPES = ("int64", "int32")
 Fault = tuple[str, str]
 """What is wrong, and a hint."""
 
@@ -64,7 +62,7 @@ class Crop(_Strict, frozen=True, kw_only=True):
     scores: _Name
     result: _Name
     units: Literal["pixels", "shares"] = "pixels"
-    most: Annotated[int, msgspec.Meta(ge=1, le=MOST_CROPS)] = 16
+    most: Annotated[int, msgspec.Meta(ge=1, le=MAX_CROPS)] = 16
     least: float = 0.5
 
 
@@ -89,16 +87,16 @@ class Tokens(_Strict, frozen=True, kw_only=True):
     `end` is the token that ends a text, None for none; at most `most` are generated. `pad` fills empty positions.
     """
 
-    start: Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)] | _Name
+    start: Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)] | _Name
     end: _Token | None = None
-    most: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] = 64
+    most: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 64
     pad: _Token = 0
 
 
 class Wiring(_Strict, frozen=True, kw_only=True):
     """The stages of a group in the order in which they run, each member once."""
 
-    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     tokens: Tokens | None = None
 
 
@@ -146,7 +144,7 @@ def list_data(wiring: Wiring, members: Mapping[str, Interface]) -> tuple[TensorS
 
 
 def find_fault(wiring: Wiring, members: Mapping[str, Interface]) -> Fault | None:
-    """Returns what is wrong with the wiring of these members, and a hint, or None."""
+    """Returns the first fault of the wiring, which may be untrusted, with a hint; None if there is none."""
     return next(_list_faults(wiring, members), None)
 
 
@@ -177,15 +175,15 @@ def _list_faults(wiring: Wiring, members: Mapping[str, Interface]) -> Iterator[F
 
 
 def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
-    mine = members[stage.run]
+    interface = members[stage.run]
     roles = _list_roles(stage)
     filled = Counter((*stage.feeds.keys() | stage.state.keys(), *roles))
     for name in filled:
-        if name not in mine.inputs:
-            yield f"fills '{name[:99]}', which is no input", suggest_name(name, mine.inputs)
+        if name not in interface.inputs:
+            yield f"fills '{name[:99]}', which is no input", suggest_name(name, interface.inputs)
         elif filled[name] > 1:
             yield f"fills '{name}' twice", "name one source"
-    for name in mine.inputs:
+    for name in interface.inputs:
         if name not in filled:
             yield f"leaves '{name}' empty", f'feeds = {{"{name}" = "{DATA}.NAME"}}, or MEMBER.OUTPUT'
     if stage.repeat and stage.text is None:
@@ -203,17 +201,17 @@ def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str
             yield f"is fed from '{owner}', which runs several times", "feed it from a stage that runs once"
         elif tensor not in members[owner].outputs:
             yield f"is fed from {source[:99]!r}, which is no output", suggest_name(tensor, members[owner].outputs)
-    yield from _judge_outputs(stage, mine)
-    for name in stage.feeds.keys() & mine.inputs.keys():
+    yield from _judge_outputs(stage, interface)
+    for name in stage.feeds.keys() & interface.inputs.keys():
         owner, tensor = split_source(stage.feeds[name])
-        spec, made = mine.inputs[name], members[owner].outputs.get(tensor) if owner in members else None
-        if made is None:
+        spec, output_spec = interface.inputs[name], members[owner].outputs.get(tensor) if owner in members else None
+        if output_spec is None:
             continue
-        sizes = zip(spec.shape or (), made.shape or (), strict=False)
+        sizes = zip(spec.shape or (), output_spec.shape or (), strict=False)
         differs = any(isinstance(size, int) and isinstance(own, int) and size != own for size, own in sizes)
         # An initial state is cut to the size of its input; any other source must have that size.
-        if not fits(spec, made) or (name not in stage.state and differs):
-            yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
+        if not fits(spec, output_spec) or (name not in stage.state and differs):
+            yield f"feeds [{spec}] from [{output_spec}]", "types and sizes must be the same"
 
 
 def _list_roles(stage: Stage) -> list[str]:
@@ -222,19 +220,22 @@ def _list_roles(stage: Stage) -> list[str]:
     return [*filter(None, text), *(() if stage.crop is None else (stage.crop.input,))]
 
 
-def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
+def _judge_outputs(stage: Stage, interface: Interface) -> Iterator[Fault]:
     for name, output in stage.state.items():
-        if output not in mine.outputs:
-            yield f"has state from '{output[:99]}', which is no output", suggest_name(output, mine.outputs)
-        elif name in mine.inputs and not fits(mine.inputs[name], mine.outputs[output]):
-            yield f"has state [{mine.inputs[name]}] from [{mine.outputs[output]}]", "all sizes but one must be the same"
+        if output not in interface.outputs:
+            yield f"has state from '{output[:99]}', which is no output", suggest_name(output, interface.outputs)
+        elif name in interface.inputs and not fits(interface.inputs[name], interface.outputs[output]):
+            yield (
+                f"has state [{interface.inputs[name]}] from [{interface.outputs[output]}]",
+                "all sizes but one must be the same",
+            )
     read = [*([stage.text.scores] if stage.text else []), *([stage.crop.result] if stage.crop else [])]
     for name in read:
-        if name not in mine.outputs:
-            yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, mine.outputs)
+        if name not in interface.outputs:
+            yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, interface.outputs)
     of_tokens = () if stage.text is None else (stage.text.input, stage.text.positions)
     for name in _list_roles(stage):
-        if (spec := mine.inputs.get(name)) is None:
+        if (spec := interface.inputs.get(name)) is None:
             continue
         # All sizes are known, except for the batch and, of text, the length: with a single axis, that is the length.
         known = list(spec.shape or (0,))
@@ -242,8 +243,8 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
         known = known[:-1] if stage.crop is None and not isinstance(known[-1], int) else known
         if not all(isinstance(dim, int) and dim > 0 for dim in known):
             yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
-        elif name in of_tokens and spec.dtype not in _WHOLE:
-            yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
+        elif name in of_tokens and spec.dtype not in _TOKEN_TYPES:
+            yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_TOKEN_TYPES)}"
         elif spec.dtype == "string":
             yield f"cannot fill [{spec}]", "it takes numbers"
 
@@ -257,16 +258,16 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     """
     stages: list[Stage] = []
     for stage in wiring.stages:
-        if (mine := members.get(stage.run)) is None:
+        if (interface := members.get(stage.run)) is None:
             stages.append(stage)
             continue
         state, roles, feeds = dict(stage.state), _list_roles(stage), dict(stage.feeds)
         if stage.repeat and not state:
-            state = match_state(list(mine.inputs.values()), list(mine.outputs.values()))
-        for name in mine.inputs:
+            state = match_state(list(interface.inputs.values()), list(interface.outputs.values()))
+        for name in interface.inputs:
             if name in feeds or name in roles:
                 continue
-            source = _find_source(name, mine, stages, members)
+            source = _find_source(name, interface, stages, members)
             # State without a source begins with zeros.
             if source is not None or name not in state:
                 feeds[name] = source or f"{DATA}.{name}"
@@ -278,14 +279,16 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     return msgspec.structs.replace(wiring, stages=tuple(stages))
 
 
-def _find_source(name: str, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> str | None:
+def _find_source(
+    name: str, interface: Interface, before: Sequence[Stage], members: Mapping[str, Interface]
+) -> str | None:
     for stage in reversed(before):
         other = members.get(stage.run)
         if other is None or stage.repeat or stage.crop is not None:
             continue
         if name in other.outputs:
             return f"{stage.run}.{name}"
-        found = match_state([mine.inputs[name]], list(other.outputs.values()))
+        found = match_state([interface.inputs[name]], list(other.outputs.values()))
         if name in found:
             return f"{stage.run}.{found[name]}"
     return None
@@ -307,24 +310,24 @@ def run_pipeline(
         DataError: a sample begins with no tokens, or a member's output is nothing that a stage can read.
     """
     order = [stage.run for stage in wiring.stages]
-    plain, specs = msgspec.to_builtins(wiring), msgspec.to_builtins(members)
+    wiring_table, specs = msgspec.to_builtins(wiring), msgspec.to_builtins(members)
     results: list[dict[str, Array]] = [{} for _ in samples]
-    asked: dict[int, tuple[str, Sequence[Tensors]]] = {}
+    requests: dict[int, tuple[str, Sequence[Tensors]]] = {}
     try:
-        pipelines = [run_sample(plain, specs, dict(sample)) for sample in samples]
+        pipelines = [run_sample(wiring_table, specs, dict(sample)) for sample in samples]
         outputs: dict[int, Sequence[Tensors] | None] = dict.fromkeys(range(len(samples)))
         while outputs:
-            for place, made in outputs.items():
+            for index, outputs_of_run in outputs.items():
                 try:
-                    asked[place] = pipelines[place].send(made)
+                    requests[index] = pipelines[index].send(outputs_of_run)
                 except StopIteration as end:
-                    results[place] = end.value
-            # The member of the earliest stage: whoever is done with that waits for the others.
-            member = min((name for name, _ in asked.values()), key=order.index, default="")
-            turn = {place: asked.pop(place)[1] for place in sorted(asked) if asked[place][0] == member}
-            given = [inputs for each in turn.values() for inputs in each]
-            left = iter(run(member, given) if given else ())
-            outputs = {place: [next(left) for _ in each] for place, each in turn.items()}
+                    results[index] = end.value
+            # The member of the earliest stage runs next: samples that have passed it wait for the others.
+            member = min((name for name, _ in requests.values()), key=order.index, default="")
+            due = {index: requests.pop(index)[1] for index in sorted(requests) if requests[index][0] == member}
+            member_inputs = [inputs for each in due.values() for inputs in each]
+            remaining = iter(run(member, member_inputs) if member_inputs else ())
+            outputs = {index: [next(remaining) for _ in each] for index, each in due.items()}
     except PipelineError as error:
         raise DataError(str(error), hint=error.hint) from error
     return results

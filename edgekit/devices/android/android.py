@@ -119,7 +119,7 @@ PROVIDERS = frozenset({NNAPI, XNNPACK, CPU_PROVIDER})
 X86_64 = "x86_64"
 
 _INSTALL = "edgekit devices install android"
-_COMPUTES = "edgekit.devices.android.nnapi.compute"
+_COMPUTE_MODULE = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
@@ -159,7 +159,7 @@ class Android(Device, frozen=True, kw_only=True):
         """Returns the device, which computes NNAPI's networks only for a target of NNAPI."""
         return msgspec.structs.replace(self, computes=target.provider == NNAPI)
 
-    def vary(self, settings: Mapping[str, str], target: Target) -> Sequence["Android"]:
+    def with_settings(self, settings: Mapping[str, str], target: Target) -> Sequence["Android"]:
         """Returns the device with settings applied, once for each kind of core that they name."""
         device = self
         for name in settings:
@@ -173,7 +173,7 @@ class Android(Device, frozen=True, kw_only=True):
         if "driver" in settings:
             if target.provider != NNAPI:
                 words = f"--set driver means nothing for {target.provider}"
-                raise UsageError(words, hint="drivers stand behind NNAPI only")
+                raise UsageError(words, hint="only NNAPI has drivers")
             device = msgspec.structs.replace(device, driver=network.read_driver(Path(settings["driver"])))
         if "phone" in settings:
             name, phones = settings["phone"], read_phones().phones
@@ -195,8 +195,8 @@ class Android(Device, frozen=True, kw_only=True):
             command = f"{LOADER.needs[self.abi]}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
         if self.computes and not compute.can_compute():
-            said = "ai-edge-litert, which computes NNAPI's networks, is not installed"
-            return Missing(reason=said, command=tflite.INSTALL_LITERT)
+            reason = "ai-edge-litert, which computes NNAPI's networks, is not installed"
+            return Missing(reason=reason, command=tflite.INSTALL_LITERT)
         if find_emulator(self.abi) is not None:
             return None
         if self.abi == X86_64:
@@ -211,21 +211,29 @@ class Android(Device, frozen=True, kw_only=True):
             return refuse_run(self, f"'{installed.archive if installed else ''}' was built without {provider}")
         run = self._run(job, work)
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
-        # A job that crashed runs in the library for the other ABI too: if both crash, the cause is the job. A job that
-        # asks step by step cannot be repeated: its steps were answered already.
+        # A job that crashed runs in the library for the other ABI too: if both crash, the cause is the job. A job with
+        # `on_outputs` cannot be repeated, because its samples depend on outputs that were already used.
         if not run.crashed or job.on_outputs is not None or other.find_missing() is not None:
             return run
         folder = work / "elsewhere"
         folder.mkdir()
-        second = other._run(job, folder)  # noqa: SLF001 - another of this class
-        said = "crashes too" if second.crashed else f"says: {second.failure}" if second.failure else "runs it"
-        return msgspec.structs.replace(run, failure=f"{run.failure}; '{other.name}' {said}", crashed=not second.crashed)
+        other_run = other._run(job, folder)  # noqa: SLF001 - another of this class
+        outcome = (
+            "crashes too" if other_run.crashed else f"says: {other_run.failure}" if other_run.failure else "runs it"
+        )
+        return msgspec.structs.replace(
+            run, failure=f"{run.failure}; '{other.name}' {outcome}", crashed=not other_run.crashed
+        )
 
     def _run(self, job: Job, work: Path) -> DeviceRun:
         request = self._describe_job(job)
         # Without samples, or without TFLite's kernels, networks are only built, not computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0 and compute.can_compute()
-        with serving(work / "nnapi", _COMPUTES, job.timeout_s) if is_computed else contextlib.nullcontext() as served:
+        with (
+            serving(work / "nnapi", _COMPUTE_MODULE, job.timeout_s)
+            if is_computed
+            else contextlib.nullcontext() as served
+        ):
             argv = [*self._enter(job, work, served), str(LOADER.find_program(self.abi)), "--pipe"]
             run = run_program(self, argv, job, request, work, emulates=True)
         return msgspec.structs.replace(
@@ -256,63 +264,64 @@ class Android(Device, frozen=True, kw_only=True):
     def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""
         api = job.target.settings.get("api_level", "34")
-        facts = [f"EDGEKIT_ANDROID_API={api}"]
+        variables = [f"EDGEKIT_ANDROID_API={api}"]
         if served is not None:
-            facts.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
+            variables.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
         if job.target.provider == NNAPI:
-            facts.append(f"EDGEKIT_NNAPI_LEVEL={compute.find_feature_level(int(api))}")
+            variables.append(f"EDGEKIT_NNAPI_LEVEL={compute.find_feature_level(int(api))}")
         if self.driver is not None:
-            facts.append(f"EDGEKIT_NNAPI_DRIVER={self.driver.name}")
-            facts.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
+            variables.append(f"EDGEKIT_NNAPI_DRIVER={self.driver.name}")
+            variables.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
             if self.driver.feature_level is not None:
-                facts.append(f"EDGEKIT_NNAPI_DRIVER_LEVEL={self.driver.feature_level}")
+                variables.append(f"EDGEKIT_NNAPI_DRIVER_LEVEL={self.driver.feature_level}")
         if not (emulator := find_emulator(self.abi)):
-            return ("env", *facts)
+            return ("env", *variables)
         core = find_core(self.cpu)
         write_phone(core, work / "phone")
-        facts.append(f"EDGEKIT_PHONE={work / 'phone'}")
-        facts.append(f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
-        return ("env", *facts, *emulator, "-cpu", core.qemu)
+        variables.append(f"EDGEKIT_PHONE={work / 'phone'}")
+        variables.append(f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
+        return ("env", *variables, *emulator, "-cpu", core.qemu)
 
     def _explain_failure(self, run: DeviceRun, job: Job) -> str:
         """Returns, after a semicolon, NNAPI's last message or the ONNX Runtime bug behind a crash; else ""."""
-        if said := re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE):
-            return f"; {said[-1]}"
+        if messages := re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE):
+            return f"; {messages[-1]}"
         # Observed in 1.29.0 on x86-64, not on Arm: the provider reads the type of each node's first input, and crashes
         # if there is none.
         is_crash = self.abi == X86_64 and job.target.provider == XNNPACK and "SIGSEGV" in str(run.failure)
         if not is_crash or job.model.suffix != ".onnx":
             return ""
-        bare = next((node for node in read_graph(load_model(job.model)).nodes if not any(node.input)), None)
-        if bare is None:
+        without_inputs = next((node for node in read_graph(load_model(job.model)).nodes if not any(node.input)), None)
+        if without_inputs is None:
             return ""
-        where = f"{bare.op_type} '{bare.name}' has no input"
+        where = f"{without_inputs.op_type} '{without_inputs.name}' has no input"
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
     def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, served: Served | None) -> Iterator[str]:
         """Yields notes on the emulated phone, and on what was done differently from a real one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
-        asked = job.target.session.provider_options.get(_POOL, "1")
-        if request.provider_options.get(_POOL, asked) != asked:
+        requested = job.target.session.provider_options.get(_POOL, "1")
+        if request.provider_options.get(_POOL, requested) != requested:
             pool = request.provider_options[_POOL]
-            yield f"XNNPACK had {pool} of {asked} threads, which compute the same: here they would wait for each other"
+            yield f"XNNPACK had {pool} of {requested} threads, which compute the same: here they would wait in turn"
         facts = None if served is None else served.read_facts(compute.Facts)
         if facts is None:
             return
         if facts.relaxed:
             yield "NNAPI was allowed half precision: here each operation reads and gives halves"
         refused = () if self.driver is None or request.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
-        if left := {name: facts.operations[name] for name in refused if name in facts.operations}:
-            counts = ", ".join(f"{count} {name}" for name, count in left.items())
+        if refused_counts := {name: facts.operations[name] for name in refused if name in facts.operations}:
+            counts = ", ".join(f"{count} {name}" for name, count in refused_counts.items())
+            operations = sum(facts.operations.values())
             yield (
-                f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"
+                f"NNAPI's driver refuses {sum(refused_counts.values())} of {operations} operations, which its"
                 f" reference kernels on the phone's CPU ran: {counts}"
             )
 
 
 def find_emulator(abi: str) -> tuple[str, ...] | None:
-    """Returns the emulator's command for an ABI: empty if the ABI runs natively, None if nothing can run it."""
+    """Returns the emulator's command for an ABI: empty if the ABI runs natively, None if it cannot run here."""
     if MACHINES[abi] == platform.machine():
         return ()
     if abi == X86_64:

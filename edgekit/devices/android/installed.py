@@ -46,7 +46,8 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 def read_library(path: Path) -> Library:
     """Reads the machine, imports and names of a library.
 
-    Raises: DeviceError: it is no 64-bit ELF library, or is truncated.
+    Raises:
+        DeviceError: it cannot be read, is no 64-bit ELF library, or is truncated.
     """
     try:
         with open_regular(path) as file:
@@ -172,8 +173,10 @@ def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progr
             if not (found := [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]):
                 libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
                 has = ", ".join(sorted(words[1] for words in libraries))
-                said = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
-                raise DeviceError(said, hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar")
+                message = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
+                raise DeviceError(
+                    message, hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar"
+                )
             kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
             kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
             for name, path in kept.items():
@@ -211,21 +214,21 @@ _DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\
 
 def list_stand_ins() -> dict[str, str]:
     """Returns the stand-ins that the sources define for Android's functions: symbols by Android's names."""
-    own: dict[str, str] = {}
+    stand_ins: dict[str, str] = {}
     for source in sorted(find_sources("android").glob("*.c")):
         for bionic, neural in _DEFINED.findall(source.read_text()):
-            own[bionic or neural] = f"bionic_{bionic}" if bionic else neural
-    return own
+            stand_ins[bionic or neural] = f"bionic_{bionic}" if bionic else neural
+    return stand_ins
 
 
-def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+def map_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
     """Returns the symbol for each import: the stand-in if there is one, else the C library's.
 
     NNAPI's functions are added, because the library looks them up by name at run time.
     """
-    own = list_stand_ins()
-    found_by_name = {name for name in own if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
-    return {name: name if name in without else own.get(name, name) for name in {*imports, *found_by_name}}
+    stand_ins = list_stand_ins()
+    found_by_name = {name for name in stand_ins if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
+    return {name: name if name in without else stand_ins.get(name, name) for name in {*imports, *found_by_name}}
 
 
 LOADER = Loader(
@@ -243,7 +246,7 @@ LOADER = Loader(
     unpack=unpack_archive,
     pinned_sha256="98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2",
     header="imports.h",
-    place=place_imports,
+    map_imports=map_imports,
     # The runner reports CPU features: it must read those of the emulated phone, like the library.
     runner_flags=("-Dgetauxval=bionic_getauxval",),
 )

@@ -42,16 +42,16 @@ def list_stand_ins() -> frozenset[str]:
     return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
 
 
-def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+def map_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
     """Returns the symbol for each import, whose name starts with Apple's underscore.
 
     A suffix after `$` selects a variant of a function and is dropped. All Objective-C classes become the same object,
     which ignores every message.
     """
-    own, places = list_stand_ins() - set(without), dict[str, str]()
+    stand_ins, places = list_stand_ins() - set(without), dict[str, str]()
     for name in imports:
-        bare = name.removeprefix("_").partition("$")[0]
-        place = f"darwin_{bare}" if bare in own else bare
+        plain_name = name.removeprefix("_").partition("$")[0]
+        place = f"darwin_{plain_name}" if plain_name in stand_ins else plain_name
         places[name] = "apple_object" if name.removeprefix("_").startswith(_CLASS) else place
     return places
 
@@ -198,7 +198,7 @@ LOADER = Loader(
     unpack=unpack_framework,
     pinned_sha256="7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da",
     header="image.h",
-    place=place_imports,
+    map_imports=map_imports,
     # zig enables a sanitizer by default, but Apple's code was not compiled for it.
     flags=("-fno-sanitize=undefined",),
     archive_kind="framework",
@@ -210,7 +210,7 @@ NAME = "ios-sim"
 ML_PROGRAM = "MLProgram"
 
 _INSTALL = f"edgekit devices install {NAME}"
-_COMPUTES = "edgekit.devices.ios.mil.compute"
+_COMPUTE_MODULE = "edgekit.devices.ios.mil.compute"
 _LOG = "EDGEKIT_IOS_LOG"
 
 
@@ -281,11 +281,11 @@ class IosSimulator(Device, frozen=True, kw_only=True):
         # Without samples, ML Programs are only built, not computed.
         argv += [f"EDGEKIT_COREML_PIPES={pipes}"] if job.samples.count else []
         argv += [str(LOADER.find_program(ABI)), "--pipe"]
-        with serving(pipes, _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
+        with serving(pipes, _COMPUTE_MODULE, job.timeout_s) if job.samples.count else nullcontext() as served:
             run = run_program(self, argv, job, request, work, emulates=True)
         notes, facts = run.notes, served.read_facts(Facts) if served else None
         if facts and facts.operations:
             count = sum(facts.operations.values())
-            said = f"Core ML's program was written by the provider; edgekit computed its {count} operations"
-            notes = (*notes, f"{said}, {facts.halves} of them in half precision")
+            note = f"Core ML's program was written by the provider; edgekit computed its {count} operations"
+            notes = (*notes, f"{note}, {facts.halves} of them in half precision")
         return msgspec.structs.replace(run, versions={**LOADER.find_versions(), **run.versions}, notes=notes)

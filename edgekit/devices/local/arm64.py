@@ -59,11 +59,11 @@ class Arm64(CpuDevice, frozen=True, kw_only=True):
         pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
         root = arm64_root()
         python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
-        said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
+        words = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
         return {
             "onnxruntime": pinned.group(1) if pinned else "",
             "python": python,
-            "qemu": said[2] if len(said) > 2 else "",
+            "qemu": words[2] if len(words) > 2 else "",
         }
 
     def run(self, job: Job, work: Path) -> DeviceRun:
@@ -80,18 +80,18 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
     root = arm64_root()
     with folder_in_arm64(root) as folder:
         inside = f"/jobs/{folder.name}"
-        model, own = job.model, folder / "model"
+        model, model_folder = job.model, folder / "model"
         try:
             facts = load_model(model) if model.suffix == ".onnx" else None
             if facts is not None and facts.external_files and facts.size_bytes <= MOST_INLINE_BYTES:
                 # ONNX Runtime 1.31 resolves the path of an external data file by /proc/self/fd, and the root has no
                 # /proc: the weights go inside the file.
-                own.mkdir()
-                write_inline(read_proto(facts, weights=False), model.parent, own / model.name)
+                model_folder.mkdir()
+                write_inline(read_proto(facts, weights=False), model.parent, model_folder / model.name)
             else:
                 for name, source in list_model_files(model).items():
-                    (own / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(source, own / name)
+                    (model_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, model_folder / name)
         except EdgekitError as error:
             return refuse_run(device, error.message)
         for file, source in program.files.items():

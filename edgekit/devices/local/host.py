@@ -268,8 +268,8 @@ def qnn_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
         raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")
     # The provider ignores htp_arch if no SoC is given, and the target's backend path is that of a library on the
     # device.
-    kept = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
-    return {**kept, "backend_type": "htp", "soc_model": soc}
+    effective = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
+    return {**effective, "backend_type": "htp", "soc_model": soc}
 
 
 def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:

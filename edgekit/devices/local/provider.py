@@ -18,7 +18,7 @@ from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.process.run import STANDALONE, check_options, describe_job, last_words, printable, run_python
+from edgekit.devices.process.run import STANDALONE, check_options, describe_job, printable, quote_last_line, run_python
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
@@ -197,17 +197,17 @@ def ask_provider(device: str) -> Found:
     """
     row = PROVIDERS[device]
     name = "onnxruntime_{}.dll" if sys.platform == "win32" else "libonnxruntime_{}.so"
-    asked = {
+    request = {
         "provider": row.name,
         "library": find_library(row),
         "cpu_vendor": row.cpu_vendor,
         "parts": [name.format(part) for part in row.parts],
     }
     # -P keeps the program's own folder out of sys.path, where its files would shadow other modules.
-    argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(asked).decode()]
+    argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(request).decode()]
     finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.find_environment())
     if not finished.succeeded:
-        return Found(failure=f"the process that asks it {finished.ending}{last_words(finished.stderr)}")
+        return Found(failure=f"the process that asks it {finished.ending}{quote_last_line(finished.stderr)}")
     try:
         found = msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=Found)
     except (IndexError, msgspec.DecodeError):
@@ -254,8 +254,8 @@ def find_missing_provider(device: str, hardware: str) -> Missing | None:
     kinds = [one.kind for one in found.devices]
     if row.module and (hardware not in kinds if hardware else not kinds):
         seen = f": it has {', '.join(kinds)}" if kinds else ""
-        said = f"{row.name} finds no {hardware or 'device'} on this machine{seen}"
-        return Missing(reason=said, command=row.needs or None)
+        reason = f"{row.name} finds no {hardware or 'device'} on this machine{seen}"
+        return Missing(reason=reason, command=row.needs or None)
     return None
 
 
@@ -270,8 +270,11 @@ def is_accelerated(device: str) -> bool:
 
 def list_offered() -> tuple[OfferedProvider, ...]:
     """Returns every provider that the installed ONNX Runtime and plug-in wheels offer, with what each finds here."""
-    own = {row.name: device for device, row in PROVIDERS.items() if not row.module}
-    rows = [(name, f"onnxruntime {VERSION}", own.get(name) or _OTHERS.get(name, "")) for name in AVAILABLE_PROVIDERS]
+    builtin_devices = {row.name: device for device, row in PROVIDERS.items() if not row.module}
+    rows = [
+        (name, f"onnxruntime {VERSION}", builtin_devices.get(name) or _OTHERS.get(name, ""))
+        for name in AVAILABLE_PROVIDERS
+    ]
     plugins = {row.distribution: (row.name, device) for device, row in PROVIDERS.items() if row.module}
     known = {**plugins, **_OTHER_WHEELS}
     wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
@@ -343,8 +346,8 @@ class LocalProvider(Device, frozen=True, kw_only=True):
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
         if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
             notes.append(
-                f"{row.name} computes on this CPU, and lists it only where it is told that it is Intel's:"
-                " an app on this machine finds no device"
+                f"{row.name} computes on this CPU, but lists it only because edgekit presents it as Intel's: an app on"
+                " this machine finds no device"
             )
         versions = {**run.versions, **self.find_versions()}
         return msgspec.structs.replace(run, versions=versions, notes=(*run.notes, *notes))

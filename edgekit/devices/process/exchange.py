@@ -132,7 +132,7 @@ def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) 
     """
     line = stream.readline(MAX_HEADER_BYTES + 1)
     entries = _decode_header(line, path, specs)
-    write_new(path, _take_message(stream, line, sum(entry.size_bytes for entry in entries), path))
+    write_new(path, _read_message(stream, line, sum(entry.size_bytes for entry in entries), path))
     # Any bytes are numbers, but not any bytes are strings.
     if any(entry.dtype == "string" for entry in entries):
         read_tensors(path, specs)
@@ -147,15 +147,15 @@ def receive_trace(stream: IO[bytes], path: Path, size_bytes: int) -> None:
     """
     if size_bytes > MAX_TRACE_BYTES:
         raise _malformed(path, f"it is larger than {MAX_TRACE_BYTES} bytes")
-    write_new(path, _take_message(stream, b"", size_bytes, path))
+    write_new(path, _read_message(stream, b"", size_bytes, path))
 
 
-def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iterator[bytes]:
+def _read_message(stream: IO[bytes], line: bytes, remaining: int, path: Path) -> Iterator[bytes]:
     yield line
-    for chunk in read_chunks(stream, left):
+    for chunk in read_chunks(stream, remaining):
         yield chunk
-        left -= len(chunk)
-    if left:
+        remaining -= len(chunk)
+    if remaining:
         raise _malformed(path, "it ends early")
 
 
@@ -178,11 +178,11 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
         entries = msgspec.json.decode(line, type=list[_Entry])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(path, f"its header is wrong: {error}") from error
-    got = [entry.name for entry in entries]
-    wanted = [spec.name for spec in specs]
+    names = [entry.name for entry in entries]
+    expected = [spec.name for spec in specs]
     # Sorted lists, not sets, so that a duplicate name is noticed.
-    if sorted(got) != sorted(wanted):
-        raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
+    if sorted(names) != sorted(expected):
+        raise _malformed(path, f"it holds {_quoted(names)}, the model gives {_quoted(expected)}")
     by_name = {spec.name: spec for spec in specs}
     for entry in entries:
         spec, size = by_name[entry.name], math.prod(entry.shape)

@@ -11,8 +11,8 @@ from edgekit.model.model import list_external
 
 def cache_folder() -> Path:
     """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
-    if own := os.environ.get("EDGEKIT_CACHE", ""):
-        return Path(own).absolute()
+    if folder := os.environ.get("EDGEKIT_CACHE", ""):
+        return Path(folder).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
 
 
@@ -35,8 +35,8 @@ def list_model_files(model: Path) -> dict[str, Path]:
     Raises:
         ModelError: the file is no model, or names a file that is missing or outside its folder.
     """
-    beside = list_external(model) if model.suffix == ".onnx" else ()
-    return {name: model.parent / name for name in (model.name, *beside)}
+    external = list_external(model) if model.suffix == ".onnx" else ()
+    return {name: model.parent / name for name in (model.name, *external)}
 
 
 def digest_files(files: Mapping[str, Path]) -> str:

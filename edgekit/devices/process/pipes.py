@@ -1,4 +1,4 @@
-"""Two pipes by which a program lets another process compute: a phone's stand-in asks, edgekit answers.
+"""Two pipes through which a program lets another process compute: a phone's stand-in asks, edgekit answers.
 
 Each question is a line of JSON followed by its binary data. The server imports as little as it can, because it is
 started for every run.
@@ -90,13 +90,13 @@ def serve_pipes(computer: Computer, folder: Path) -> None:
 
 
 class Served(msgspec.Struct, kw_only=True):
-    """The process that serves the pipes of a `folder`; what it printed last is known once it has ended."""
+    """The process that serves the pipes of a `folder`; `said` is the last line that it printed, "" until it ends."""
 
     folder: Path
     said: str = ""
 
     def read_facts(self, kind: type[_Facts]) -> _Facts | None:
-        """Returns what was computed, None if the process did not tell it."""
+        """Returns what was computed, None if the process did not report it."""
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(self.said, type=kind)
         return None

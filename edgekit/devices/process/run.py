@@ -28,7 +28,7 @@ ORT_RUNNER = STANDALONE / "ort_runner.py"
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
 # A device may send anything, so the number and length of what goes into reports is limited.
-_MOST_VERSIONS = 32
+_MAX_VERSIONS = 32
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
 
 
 def check_options(provider: str, options: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuses an option that a provider does not know, because providers silently ignore unknown options.
+    """Checks that a provider knows all options, because providers silently ignore unknown ones.
 
     Raises:
         TargetError: there is no such option.
@@ -75,12 +75,10 @@ def check_options(provider: str, options: Mapping[str, str], known: Collection[s
 def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> exchange.RunnerJob:
     """Returns the job for a program that opens the model on a provider, as an app on the target would.
 
-    `changes` are fields that a device has otherwise.
-
     The target's provider options are used only if the provider is the target's. Two session config entries are left
     out: the one that forbids the fallback to the CPU, if the provider is the CPU's, because ONNX Runtime refuses that;
     and the one that replays saved optimisations, unless the file's digest was just checked, because ONNX Runtime
-    applies them without checks.
+    applies them without checks. `changes` replace fields of the job.
     """
     session = job.target.session
     is_own = provider == job.target.provider
@@ -97,7 +95,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
         chain=(session.chain or ()) if is_own else (),
         session_config=config,
         samples=job.samples.count,
-        # ONNX Runtime does not record the assignment of nodes for files in ORT format: the profile tells it there.
+        # ONNX Runtime does not record the assignment of nodes for files in ORT format: it is read from the profile.
         profile=job.model.suffix == ".ort" and not job.trace,
         custom_ops=tuple(map(str, job.custom_ops)),
         **{name: getattr(job, name) for name in RunOptions.__struct_fields__},
@@ -124,16 +122,16 @@ def refuse_run(device: Device, reason: str) -> DeviceRun:
 class _Answer(msgspec.Struct, kw_only=True):
     """What has come back so far; `report` is None until a report has arrived.
 
-    `wrong` says what is malformed. `is_cut` says that nothing follows the malformed part, so that it may just be a
-    message that was cut off when the program died. `sent` counts the samples sent to the program, `count` the outputs
+    `malformed` is the error about the first malformed message. `is_truncated` says that nothing follows it, so that it
+    may have been cut off when the program died. `sent` counts the samples sent to the program, `count` the outputs
     received.
     """
 
     sent: int = 0
     count: int = 0
     report: exchange.RunnerResult | None = None
-    wrong: str = ""
-    is_cut: bool = False
+    malformed: str = ""
+    is_truncated: bool = False
 
 
 def run_program(
@@ -169,12 +167,12 @@ def run_program(
             yield exchange.encode_tensors(sample)
 
     if by_files:
-        with tempfile.TemporaryFile(dir=work) as given, tempfile.TemporaryFile(dir=work) as said:
-            given.writelines(send())
-            given.seek(0)
-            finished = run_process(argv, timeout_s=job.timeout_s, setting=setting, stdin=given, stdout=said)
-            said.seek(0)
-            with open(said.fileno(), "rb", closefd=False) as stream:
+        with tempfile.TemporaryFile(dir=work) as input_file, tempfile.TemporaryFile(dir=work) as output_file:
+            input_file.writelines(send())
+            input_file.seek(0)
+            finished = run_process(argv, timeout_s=job.timeout_s, setting=setting, stdin=input_file, stdout=output_file)
+            output_file.seek(0)
+            with open(output_file.fileno(), "rb", closefd=False) as stream:
                 receive(stream, is_whole=True)
     else:
         finished = stream_process(argv, timeout_s=job.timeout_s, feed=send(), take=receive, setting=setting)
@@ -234,10 +232,10 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
                 if job.trace and answer.report.trace_bytes:
                     exchange.receive_trace(stream, folder / exchange.TRACE, answer.report.trace_bytes)
                 if _peek(stream):
-                    answer.wrong = "it wrote more after its last line"
+                    answer.malformed = "it wrote more after its last line"
                 return
             if answer.count == _count_wanted(answer, job):
-                answer.wrong = "it gave more outputs than it got samples"
+                answer.malformed = "it gave more outputs than it got samples"
                 return
             file = folder / exchange.tensors_name(answer.count)
             exchange.receive_tensors(stream, file, job.outputs)
@@ -245,9 +243,9 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
             if job.on_outputs is not None:
                 job.on_outputs(exchange.read_tensors(file, job.outputs))
     except DeviceError as error:
-        answer.wrong = error.message
+        answer.malformed = error.message
         # This tests for the end without waiting: at the end of a pipe, `select` reports it as readable.
-        answer.is_cut = (is_whole or bool(select.select([stream.fileno()], [], [], 0)[0])) and not _peek(stream)
+        answer.is_truncated = (is_whole or bool(select.select([stream.fileno()], [], [], 0)[0])) and not _peek(stream)
 
 
 def _peek(stream: BufferedReader) -> bytes:
@@ -265,19 +263,19 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job) -> str | None:
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
     # If the program died in the middle of a message, the way it died is reported, not the truncated message.
-    if answer.wrong and (finished.succeeded or not answer.is_cut):
-        return answer.wrong
+    if answer.malformed and (finished.succeeded or not answer.is_truncated):
+        return answer.malformed
     if report is not None and report.status == "refused":
         return f"refused: {_clean_line(report.message)[:400]}"
     if not finished.succeeded:
-        return f"the program {finished.ending}{last_words(finished.stderr)}"
+        return f"the program {finished.ending}{quote_last_line(finished.stderr)}"
     if report is None or report.status == "running":
-        return f"the program ended before its work was done{last_words(finished.stderr)}"
-    wanted, times = _count_wanted(answer, job), len(report.latency_ms)
-    least = min(LEAST_SAMPLES, job.least_samples, wanted) if report.status == "stopped" else wanted
-    if least <= answer.count <= wanted and answer.count * job.repeat == times:
+        return f"the program ended before its work was done{quote_last_line(finished.stderr)}"
+    expected, times = _count_wanted(answer, job), len(report.latency_ms)
+    minimum = min(LEAST_SAMPLES, job.least_samples, expected) if report.status == "stopped" else expected
+    if minimum <= answer.count <= expected and answer.count * job.repeat == times:
         return None
-    return f"{answer.count} of {wanted} samples came back, with {times} times"
+    return f"{answer.count} of {expected} samples came back, with {times} times"
 
 
 def judge_run(
@@ -298,7 +296,7 @@ def judge_run(
         outputs=outputs,
         placement=_read_placement(report, job.model),
         placement_source=report.placement_source,
-        versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MOST_VERSIONS]},
+        versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MAX_VERSIONS]},
         notes=(f"{STOPPED} {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
         if stopped_early
         else (),
@@ -328,8 +326,8 @@ def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedN
     )
 
 
-def last_words(stderr: str) -> str:
-    """Returns a colon and the last line that a program wrote; empty if it wrote none."""
+def quote_last_line(stderr: str) -> str:
+    """Returns ": " and the last line that a program wrote, for a message; "" if it wrote none."""
     line = last_line(stderr)
     return f": {line[-300:]}" if line else ""
 
@@ -339,9 +337,9 @@ def last_line(text: str) -> str:
     return next((line for raw in reversed(text.splitlines()) if (line := _clean_line(raw))), "")
 
 
-def printable(text: str, most: int = 200) -> str:
+def printable(text: str, limit: int = 200) -> str:
     """Returns the beginning of a text from a device, with question marks in place of unprintable characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:limit])
 
 
 def _clean_line(text: str) -> str:

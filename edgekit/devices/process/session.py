@@ -1,4 +1,4 @@
-"""Keeps one session of a device open for several turns: the inputs of a turn may depend on earlier outputs.
+"""Keeps one session of a device open for several turns, whose inputs may depend on the outputs of earlier turns.
 
 The device runs one job in a thread. Samples are passed to it as they become known, and outputs back as they arrive.
 """
@@ -45,7 +45,11 @@ class _Session:
         self._thread.start()
 
     def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
-        """Returns the outputs of samples."""
+        """Runs samples, and returns the outputs of each.
+
+        Raises:
+            DeviceError: they did not come back in time, or the device failed.
+        """
         with self._changed:
             self._given.extend(samples)
             self._changed.notify_all()
@@ -62,15 +66,15 @@ class _Session:
         if self._errors:
             raise self._errors[0]
         if not self._runs:
-            raise DeviceError("it does not come to its end", hint=_TEST)
+            raise DeviceError("the session did not end in time", hint=_TEST)
         _refuse_failed(self._runs[0])
 
     def end(self) -> None:
         """Ends the session; afterwards nothing is written into its folder."""
-        self._tell_end()
+        self._signal_end()
         self._thread.join(self._timeout_s)
 
-    def _tell_end(self) -> None:
+    def _signal_end(self) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -104,7 +108,7 @@ class _Session:
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
             self._errors.append(error)
         finally:
-            self._tell_end()
+            self._signal_end()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ _PROPERTIES = {
 # Qualcomm's library that reaches the NPU, and Android's list of the vendor libraries that apps may load.
 _RPC = "libcdsprpc.so"
 _PUBLIC = "/vendor/etc/public.libraries.txt"
-_LOOKS = f"""
+_PROBES = f"""
 echo "page_size=$(getconf PAGE_SIZE 2>/dev/null)"
 echo "soc_id=$(cat /sys/devices/soc0/soc_id 2>/dev/null)"
 for f in /vendor/lib64/{_RPC} /system/vendor/lib64/{_RPC}; do [ -e $f ] && echo "rpc=$f" && break; done
@@ -161,16 +161,16 @@ def examine_phone(phone: AdbDevice) -> PhoneReport:
     require_device(phone.name, phone.find_link_fault())
     script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
     # The exit code of the last test must not become that of the script.
-    facts = read_facts(ask(phone, f"{script}\n{_LOOKS}\ntrue", step="examining it"))
+    facts = read_facts(ask(phone, f"{script}\n{_PROBES}\ntrue", step="examining it"))
     if not facts.abi:
         raise DeviceError(f"'{phone.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
     return PhoneReport(device=phone.name, facts=facts, findings=judge_facts(facts))
 
 
-def read_facts(said: str) -> PhoneFacts:
+def read_facts(output: str) -> PhoneFacts:
     """Returns the facts in the script's output, lines of NAME=VALUE; other lines are ignored."""
     known = set(PhoneFacts.__struct_fields__) - {"soc_model", "htp"}
-    pairs = (line.partition("=") for line in said.splitlines())
+    pairs = (line.partition("=") for line in output.splitlines())
     facts = {name: last_line(value)[:200] for name, _, value in pairs if name in known}
     target = load_target("qnn")
     numbers = {name.casefold(): number for number, name in target.socs.items()}
@@ -184,7 +184,7 @@ def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
     values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
     found = [
         msgspec.structs.replace(finding, cause=finding.cause.format_map(values), fix=finding.fix.format_map(values))
-        for shows, finding in _SIGNS
-        if shows(facts)
+        for matches, finding in _SIGNS
+        if matches(facts)
     ]
     return tuple(sorted(found, key=lambda finding: finding.level != "fault"))

@@ -1,7 +1,7 @@
 """Devices behind adb and ssh: the program and the model are sent once, then samples are streamed.
 
-Each is a command that runs a script over there and passes its streams through; all else is the same for both. On a
-phone a native program runs the model. Boards and computers are reached by OpenSSH, with the user's own configuration.
+The two differ in the command that runs a script on the device and passes its streams through. On a phone a native
+program runs the model. Boards and computers are reached by OpenSSH, with the user's own configuration.
 An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain anything that a command line could interpret as an option or
 a command.
 """
@@ -123,8 +123,8 @@ class RemoteDevice(store.Shell, frozen=True, kw_only=True):
             machine = device.look_at()
             program = require_device(device.name, device.find_program(machine))
             run = device._run_program(machine.base, program, job, work)  # noqa: SLF001 - itself
-        said = {key: value for key, value in machine.versions.items() if value}
-        return msgspec.structs.replace(run, versions={**run.versions, **said})
+        facts = {key: value for key, value in machine.versions.items() if value}
+        return msgspec.structs.replace(run, versions={**run.versions, **facts})
 
     def find_runner(self, abi: str) -> NativeRunner | Missing:
         """Returns the runner that the user gave, or the one that was built for a kind of machine, or why there is none.
@@ -153,7 +153,7 @@ class RemoteDevice(store.Shell, frozen=True, kw_only=True):
         provider, threads = self.provider or job.target.provider, self.threads or job.threads
         libraries = program.find_libraries(folder)
         request = describe_job(job, provider=provider, model=model, threads=threads, **libraries)
-        run_folder = store.own_name("run")
+        run_folder = store.make_folder_name("run")
         argv = self.command(store.wrap_program(base, run_folder, program.command(folder)))
         try:
             run = run_program(self, argv, job, request, work)
@@ -207,11 +207,11 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         # Only the state tells whether there is a link: `adb connect` exits with 0 even if it fails (measured).
         finished = self._adb("get-state")
         if finished.stdout.strip() != "device":
-            said = f"{finished.stdout}\n{finished.stderr}"
+            output = f"{finished.stdout}\n{finished.stderr}"
             find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
             values = {"serial": self.serial, "find": find, "adb": " ".join(self._client())}
             for words, reason, command in _STATES:
-                if words in said:
+                if words in output:
                     return Missing(reason=reason.format(**values), command=command.format(**values))
             if finished.timed_out:
                 return Missing(reason="adb does not answer", command="adb kill-server")

@@ -58,8 +58,8 @@ t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived dam
 _CLEAN_S = 5.0
 
 
-def own_name(kind: str) -> str:
-    """Returns a new name for a remote folder of the kind `part` or `run`, which tells whose it is."""
+def make_folder_name(kind: str) -> str:
+    """Returns a new name for a remote folder of the kind `part` or `run`: with computer, process and thread."""
     return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
 
 
@@ -82,11 +82,11 @@ class Shell(Device, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
-class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on the machine.
 
-    `sizes` are those of the wanted set's files; `copies` maps digests of other stored files to their paths; `left` are
-    the left-overs.
+    `sizes` are those of the wanted set's files, empty if it is not there; `copies` maps digests of other stored files
+    to their paths; `left` are folders of programs and transfers that have ended.
     """
 
     sizes: tuple[int, ...]
@@ -112,14 +112,14 @@ def ask(
     limit_s = shell.step_timeout_s if timeout_s is None else timeout_s
     if feed is None:
         finished = run_process(shell.command(whole), timeout_s=limit_s)
-        said = finished.stdout
+        output_text = finished.stdout
     else:
         answer = bytearray()
         finished = stream_process(
             shell.command(whole), timeout_s=limit_s, feed=feed, take=lambda stream: answer.extend(stream.read(_ANSWER))
         )
-        said = answer.decode(errors="replace")
-    before, begin, rest = said.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
+        output_text = answer.decode(errors="replace")
+    before, begin, rest = output_text.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
     output, done, code = rest.rpartition(f"\n{_DONE} ")
     if begin and before.strip():
         raise DeviceError(
@@ -157,18 +157,22 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
         if path.is_absolute() or ".." in path.parts or str(path) != name or name == _LIST or not name.isprintable():
             raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
     digest = digest_files(files)
-    seen = _look(shell, base, digest, list(wanted))
-    gone = list(seen.left)
-    if seen.sizes == tuple(path.stat().st_size for path in wanted.values()):
-        if gone:
-            ask(shell, f"cd {shlex.quote(base)} || exit 1\n{_removals(base, gone)}", step="removing left-overs")
+    stored = _list_stored(shell, base, digest, list(wanted))
+    to_remove = list(stored.left)
+    if stored.sizes == tuple(path.stat().st_size for path in wanted.values()):
+        if to_remove:
+            ask(
+                shell,
+                f"cd {shlex.quote(base)} || exit 1\n{_script_removals(base, to_remove)}",
+                step="removing left-overs",
+            )
         return f"{base}/{digest}"
-    if seen.sizes:  # the set is there, but damaged, as after a sudden power-off
-        gone.append(digest)
+    if stored.sizes:  # the set is there, but damaged, as after a sudden power-off
+        to_remove.append(digest)
     # It gets its final name only when it is complete and checked, so that a set that is found is always complete.
-    part = own_name("part")
+    part = make_folder_name("part")
     try:
-        _fill(shell, base, part, digest, wanted, seen, gone)
+        _fill(shell, base, part, digest, wanted, stored, to_remove)
     except BaseException:
         remove_folder(shell, base, part)
         raise
@@ -192,7 +196,7 @@ def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
     )
 
 
-def _look(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Seen:
+def _list_stored(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Stored:
     place = shlex.quote(base)
     listed = " ".join(shlex.quote(name) for name in names)
     script = f"""
@@ -209,7 +213,7 @@ exit 0"""
     sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])]
     free = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
 
-    return _Seen(
+    return _Stored(
         sizes=tuple(sizes[: len(names)]),
         copies={w[2]: f"{w[1]}/{' '.join(w[3:-1])}" for w in lines if w[0] == "copy" and len(w) > 4},
         left=tuple(words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])),
@@ -218,16 +222,22 @@ exit 0"""
 
 
 def _fill(
-    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
+    shell: Shell,
+    base: str,
+    part: str,
+    digest: str,
+    wanted: Mapping[str, Path],
+    stored: _Stored,
+    to_remove: Sequence[str],
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
-    there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
+    on_machine = {name: stored.copies[digests[name]] for name in wanted if digests[name] in stored.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
     # Checked before anything is sent, because sending may take minutes.
-    if seen.free_bytes is not None and seen.free_bytes < needed:
+    if stored.free_bytes is not None and stored.free_bytes < needed:
         raise DeviceError(
             f"'{shell.name}' while sending files: {needed >> 10} kB are needed below '{base}', "
-            f"{seen.free_bytes >> 10} kB are free",
+            f"{stored.free_bytes >> 10} kB are free",
             hint="free space on the device",
         )
     place = shlex.quote(base)
@@ -236,11 +246,12 @@ def _fill(
     numbers = {name: str(index) for index, name in enumerate(wanted)}
     missing = {numbers[name]: path for name, path in wanted.items()}
     copies = "".join(
-        f"cp {shlex.quote(there[name])} {part}/{numbers[name]} && "
+        f"cp {shlex.quote(on_machine[name])} {part}/{numbers[name]} && "
         f"(t {part}/{numbers[name]} {digests[name]} x) && echo {numbers[name]} || rm -f {part}/{numbers[name]}\n"
-        for name in there
+        for name in on_machine
     )
-    script = f"cd {place} || exit 1\n{_removals(base, gone)}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
+    removals = _script_removals(base, to_remove)
+    script = f"cd {place} || exit 1\n{removals}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
     for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
         missing.pop(number, None)
     if missing:
@@ -288,18 +299,18 @@ def _pack(files: Mapping[str, Path]) -> Iterator[bytes]:
 
 def remove_folder(shell: Shell, base: str, name: str) -> None:
     """Removes a remote folder and kills its program, if the machine can be reached within some seconds."""
-    script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
+    script = f"cd {shlex.quote(base)} || exit 0\n{_script_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
     # A link that just broke may come back within seconds; the user should not wait longer.
-    while (left := deadline - time.monotonic()) > 0:
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            ask(shell, script, step="cleaning up", timeout_s=min(left, shell.step_timeout_s))
+            ask(shell, script, step="cleaning up", timeout_s=min(seconds_left, shell.step_timeout_s))
             return
         except DeviceError:
-            time.sleep(min(0.4, left))
+            time.sleep(min(0.4, seconds_left))
 
 
-def _removals(base: str, names: Sequence[str]) -> str:
+def _script_removals(base: str, names: Sequence[str]) -> str:
     """Returns the script lines that kill the programs of folders, if they still run, and remove the folders."""
     ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -q {shlex.quote(base)} /proc/$p/cmdline; }}"
     return "".join(

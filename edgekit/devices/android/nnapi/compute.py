@@ -68,13 +68,13 @@ class Computer:
         network, interpreter = self._networks[run.id]
         for place, detail, data in zip(network.inputs, interpreter.get_input_details(), parts, strict=True):
             value = _view(network, place, data)
-            interpreter.set_tensor(detail["index"], _turn(value) if detail["dtype"] != value.dtype else value)
+            interpreter.set_tensor(detail["index"], _flip_sign_bit(value) if detail["dtype"] != value.dtype else value)
         interpreter.invoke()
         found: list[bytes] = []
         for place, detail in zip(network.outputs, interpreter.get_output_details(), strict=True):
             value = interpreter.get_tensor(detail["index"])
-            turned = network.operands[place].type == OperandType.TENSOR_QUANT8_ASYMM and value.dtype == np.int8
-            found.append((_turn(value) if turned else value).tobytes())
+            is_flipped = network.operands[place].type == OperandType.TENSOR_QUANT8_ASYMM and value.dtype == np.int8
+            found.append((_flip_sign_bit(value) if is_flipped else value).tobytes())
         return b"".join(found)
 
     def describe(self) -> Facts:
@@ -90,8 +90,8 @@ def _view(network: Network, place: int, data: bytes) -> Array:
     return np.frombuffer(data, NUMPY_TYPES[operand.type]).reshape(operand.shape or (-1,))
 
 
-def _turn(value: Any) -> Any:
-    """Converts uint8 values to int8 by subtracting 128, and int8 values back to uint8."""
+def _flip_sign_bit(value: Any) -> Any:
+    """Converts uint8 values to int8 by subtracting 128, or int8 values to uint8 by adding 128."""
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
 
 

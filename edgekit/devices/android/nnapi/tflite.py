@@ -71,10 +71,10 @@ class ModelBuilder:
         """Adds a TFLite operator on NNAPI operands."""
         # An optional operand of size 0 is omitted.
         read = [-1 if self.operands[place].size == 0 else self.tensor(place) for place in inputs]
-        made = [self.tensor(place) for place in outputs]
-        given = [self._add_unrounded(tensor) if self.network.relaxed else tensor for tensor in made]
-        self._add_operator(name, read, given, options, **fields)
-        for full, tensor in zip(given, made, strict=True):
+        tensors = [self.tensor(place) for place in outputs]
+        unrounded = [self._add_unrounded(tensor) if self.network.relaxed else tensor for tensor in tensors]
+        self._add_operator(name, read, unrounded, options, **fields)
+        for full, tensor in zip(unrounded, tensors, strict=True):
             if full != tensor:
                 self._round(full, tensor)
 
@@ -86,18 +86,18 @@ class ModelBuilder:
 
     def new_tensor(self, operand: Operand, value: Array | None) -> int:
         """Adds a tensor for an operand, with its value if it is constant."""
-        # In a network with int8 tensors, uint8 ones are stored as int8 too, less by 128.
+        # In a network with int8 tensors, uint8 ones are stored as int8 too, with 128 subtracted.
         as_int8 = operand.type == OperandType.TENSOR_QUANT8_ASYMM and self.is_signed
         kind = OperandType(operand.type)
         if kind not in _ELEMENT_TYPES:
             raise DeviceError(f"NNAPI's operands of kind {kind.name} are not computed here", hint="use another device")
         fields: dict[str, Any] = {}
         if value is not None:
-            held = (value.astype(np.int16) - 128).astype(np.int8) if as_int8 else value
+            stored = (value.astype(np.int16) - 128).astype(np.int8) if as_int8 else value
             if self.network.relaxed and operand.type == OperandType.TENSOR_FLOAT32:
                 with np.errstate(over="ignore"):
-                    held = value.astype(np.float16).astype(np.float32)
-            self.buffers.append(self._make("Buffer", data=np.frombuffer(held.tobytes(), np.uint8)))
+                    stored = value.astype(np.float16).astype(np.float32)
+            self.buffers.append(self._make("Buffer", data=np.frombuffer(stored.tobytes(), np.uint8)))
             fields["buffer"] = len(self.buffers) - 1
         if scales := operand.channel_scales or ((operand.scale,) if operand.scale else ()):
             fields["quantization"] = self._make(
@@ -131,9 +131,9 @@ class ModelBuilder:
     def transpose(self, source: int, order: Sequence[int], target: int | None = None) -> int:
         """Adds a transposition, to a new operand if no target is given, and returns the index of its result."""
         shape = self.operands[source].shape
-        made = self.like(source, tuple(shape[axis] for axis in order)) if target is None else target
-        self.add("TRANSPOSE", (source, self.constant(np.array(order, np.int32))), (made,), "TransposeOptions")
-        return made
+        result = self.like(source, tuple(shape[axis] for axis in order)) if target is None else target
+        self.add("TRANSPOSE", (source, self.constant(np.array(order, np.int32))), (result,), "TransposeOptions")
+        return result
 
     def finish(self) -> bytes:
         """Returns the serialized model."""
@@ -148,10 +148,10 @@ class ModelBuilder:
 
     def _make(self, kind: str, **fields: Any) -> Any:
         """Returns an object of TFLite's schema."""
-        made = getattr(self.schema, f"{kind}T")()
+        instance = getattr(self.schema, f"{kind}T")()
         for name, value in fields.items():
-            setattr(made, name, value)
-        return made
+            setattr(instance, name, value)
+        return instance
 
     def _add_tensor(self, shape: Sequence[int], element: int, **fields: Any) -> int:
         name = f"t{len(self.tensors)}".encode()
@@ -181,12 +181,12 @@ class ModelBuilder:
 
     def _round(self, source: int, target: int | None = None) -> int:
         """Adds casts to half precision and back, and returns the resulting tensor."""
-        twin = self._add_unrounded(source) if target is None else target
-        if twin != source:
+        rounded = self._add_unrounded(source) if target is None else target
+        if rounded != source:
             half = self._add_tensor(self.tensors[source].shape, self.schema.TensorType.FLOAT16)
             self._add_operator("CAST", (source,), (half,), "CastOptions")
-            self._add_operator("CAST", (half,), (twin,), "CastOptions")
-        return twin
+            self._add_operator("CAST", (half,), (rounded,), "CastOptions")
+        return rounded
 
 
 _SAME, _VALID = 0, 1
@@ -245,8 +245,10 @@ def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
             pool(source, target, scheme, (kernel_height, kernel_width))
             return
         sizes, wanted = builder.operands[source].shape, builder.operands[target].shape
-        rows = _cut(sizes[1], wanted[1], kernel_height, height, pads[2])
-        _pool_in_pieces(builder, source, target, rows, _cut(sizes[2], wanted[2], kernel_width, width, pads[0]), pool)
+        rows = _split_windows(sizes[1], wanted[1], kernel_height, height, pads[2])
+        _pool_in_pieces(
+            builder, source, target, rows, _split_windows(sizes[2], wanted[2], kernel_width, width, pads[0]), pool
+        )
 
     write_in_order(builder, inputs[0], outputs[0], read_layout(builder, rest, 5), write)
 
@@ -265,9 +267,9 @@ def write_in_order(
         write(source, target)
         return
     shape = builder.operands[target].shape
-    made = builder.like(target, tuple(shape[axis] for axis in order))
-    write(builder.transpose(source, order), made)
-    builder.transpose(made, sorted(range(len(order)), key=order.__getitem__), target)
+    transposed = builder.like(target, tuple(shape[axis] for axis in order))
+    write(builder.transpose(source, order), transposed)
+    builder.transpose(transposed, sorted(range(len(order)), key=order.__getitem__), target)
 
 
 def _take_padding(
@@ -283,8 +285,8 @@ def _take_padding(
     return {1: _SAME, 2: _VALID}[builder.whole(places[0])], (), places[1:]
 
 
-def _cut(size: int, outputs: int, window: int, stride: int, before: int) -> list[_Piece]:
-    """Cuts an axis into poolings without pads: one piece for all full windows, and one for each clipped window."""
+def _split_windows(size: int, outputs: int, window: int, stride: int, before: int) -> list[_Piece]:
+    """Splits a pooled axis into pieces without pads: one for all full windows, and one for each clipped window."""
     pieces: list[_Piece] = []
     for index in range(outputs):
         low = index * stride - before
@@ -364,7 +366,7 @@ _KERNELS = {
     "SQRT": _Kernel(), "TILE": _Kernel("TileOptions", 2), "ELU": _Kernel(), "HARD_SWISH": _Kernel("HardSwishOptions"),
     "BATCH_MATMUL": _Kernel("BatchMatMulOptions", 2, {"adjX": 2, "adjY": 3}),
 }  # fmt: skip
-"""By the names of NNAPI's operations."""
+"""The equivalent TFLite operators, by the names of NNAPI's operations."""
 
 
 def write_model(network: Network, constants: Mapping[int, Array]) -> bytes:
@@ -391,7 +393,7 @@ def write_model(network: Network, constants: Mapping[int, Array]) -> bytes:
 
 
 def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    """Writes an operation whose inputs or layout TFLite has otherwise than NNAPI."""
+    """Writes an operation whose inputs or layout differ between TFLite and NNAPI."""
     whole, source, target = builder.whole, inputs[0], outputs[0]
     match name:
         case "CONCATENATION":

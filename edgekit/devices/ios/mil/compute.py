@@ -103,7 +103,7 @@ _BLOB_HEAD = struct.Struct("<IIQQ")
 _BLOB_KINDS: Mapping[int, type[np.generic]] = {
     1: np.float16, 2: np.float32, 3: np.uint8, 4: np.int8, 6: np.int16, 7: np.uint16, 14: np.int32,
 }  # fmt: skip
-_MOST_ELEMENTS = 1 << 31
+_MAX_ELEMENTS = 1 << 31
 
 Value = Array | str
 """A value: a tensor or a string."""
@@ -239,7 +239,7 @@ def _read_value(value: Any, read_file: _ReadFile) -> Value:
     kind: int = value.type.tensor.dtype
     shape = _read_shape(value.type.tensor)
     count = math.prod(shape)
-    if not 0 <= count <= _MOST_ELEMENTS or min(shape, default=0) < 0:
+    if not 0 <= count <= _MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError("it has a constant of no size")
     if value.HasField("blob"):
         return _read_blob(read_file(value.blob.file), value.blob.offset, count).reshape(shape)
@@ -287,9 +287,9 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
             raise ValueError(f"input '{entry.name}' is missing")
         values[entry.name] = _store(inputs[entry.name], entry)
     # How many operations still read each value; outputs count once more, because they are returned.
-    left = Counter(program.outputs)
+    reads_left = Counter(program.outputs)
     for operation in program.operations:
-        left.update({name for names in operation.inputs.values() for name in names})
+        reads_left.update({name for names in operation.inputs.values() for name in names})
     # Infinities and NaN are valid results: halves overflow beyond 65504.
     with np.errstate(all="ignore"):
         for operation in program.operations:
@@ -298,8 +298,8 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{operation.kind} '{operation.name}': {error}") from error
             for name in {name for names in operation.inputs.values() for name in names}:
-                left[name] -= 1
-                if left[name] == 0:
+                reads_left[name] -= 1
+                if reads_left[name] == 0:
                     del values[name]
     return {name: value for name in program.outputs if isinstance(value := values[name], np.ndarray)}
 
@@ -380,16 +380,16 @@ class Computer:
         program = self._programs[run.id]
         if isinstance(program, str):
             raise ValueError(program)  # noqa: TRY004 - the string is the reason, not a wrong type
-        for wanted in program.inputs:
+        for parameter in program.inputs:
             # A scalar in ONNX is a tensor of one element in an ML Program.
-            if wanted.shape == (1,) and wanted.name in values and values[wanted.name].ndim == 0:
-                values[wanted.name] = values[wanted.name].reshape(1)
+            if parameter.shape == (1,) and parameter.name in values and values[parameter.name].ndim == 0:
+                values[parameter.name] = values[parameter.name].reshape(1)
         found = compute_program(program, values)
         parts: list[bytes] = []
-        for asked in run.outputs:
-            value = np.asarray(found[asked.name], _ONNX_TYPES[asked.type])
+        for requested in run.outputs:
+            value = np.asarray(found[requested.name], _ONNX_TYPES[requested.type])
             # Core ML has no scalars: a tensor of one element is returned as a scalar if the graph has one there.
-            value = value.reshape(()) if not asked.shape and value.size == 1 else value
+            value = value.reshape(()) if not requested.shape and value.size == 1 else value
             parts.append(struct.pack(f"<{1 + value.ndim}q", value.ndim, *value.shape) + value.tobytes())
         return b"".join(parts)
 

@@ -157,9 +157,9 @@ def read_window(given: Arguments, sizes: tuple[int, ...], extents: tuple[int, ..
         pads = list(zip(flat[::2], flat[1::2], strict=True))
     elif kind in {"same", "same_lower"}:
         for axis, (extent, stride, span) in enumerate(zip(extents, strides, spans, strict=True)):
-            whole = max((math.ceil(extent / stride) - 1) * stride + span - extent, 0)
-            less, more = whole // 2, whole - whole // 2
-            pads[axis] = (more, less) if kind == "same_lower" else (less, more)
+            total = max((math.ceil(extent / stride) - 1) * stride + span - extent, 0)
+            smaller, larger = total // 2, total - total // 2
+            pads[axis] = (larger, smaller) if kind == "same_lower" else (smaller, larger)
     elif kind != "valid":
         raise ValueError(f"its padding is of kind {kind!r}")
     return Window(strides=strides, dilations=dilations, spans=spans, pads=tuple(pads))
