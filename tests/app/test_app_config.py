@@ -48,7 +48,7 @@ def _load(folder: Path, text: str) -> None:
     load_app(folder / "edgekit.toml")
 
 
-def test_each_model_meets_each_target_with_what_the_file_says(tmp_path: Path) -> None:
+def test_each_model_and_target_make_a_cell_with_the_options_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "edgekit.toml").write_text(GOOD)
     one, two = list_cells(load_app(tmp_path / "edgekit.toml"))
     assert (one.name, one.recipe.targets, one.recipe.settings) == ("digits/nnapi", ("nnapi",), {"api_level": "31"})
@@ -56,7 +56,7 @@ def test_each_model_meets_each_target_with_what_the_file_says(tmp_path: Path) ->
     assert one.data.source == str(CALIBRATION)
 
 
-def test_the_state_of_a_model_is_its_own_table(tmp_path: Path) -> None:
+def test_a_model_has_its_own_table_of_state(tmp_path: Path) -> None:
     more = '[models.digits.state]\nsteps = 4\nfeeds = { h = "new_h" }\n'
     (tmp_path / "edgekit.toml").write_text(GOOD + more)
     assert [cell.recipe.state for cell in list_cells(load_app(tmp_path / "edgekit.toml"))] == [
@@ -91,7 +91,7 @@ def test_an_error_names_line_column_and_key(old: str, new: str, where: str, hint
     assert hint in (raised.value.hint or "")
 
 
-def test_what_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_missing_model_target_or_option_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no \[models\.NAME\]"):
         _load(tmp_path, "version = 1\n")
     with pytest.raises(UsageError, match=r"has no \[targets\.NAME\]"):
@@ -120,7 +120,7 @@ def test_a_group_has_a_file_a_name_and_targets_of_its_own(tmp_path: Path, group:
         _load(tmp_path, f'{GOOD}{group}{data} = "x.npz"\n')
 
 
-def test_places_of_keys_are_found() -> None:
+def test_an_error_finds_the_line_and_column_of_a_key() -> None:
     text = 'a = 1\n[b."c d"]\n  e.f = """\nx = 2\n"""\ng = { h = 1, i = 2 }\n[[j]]\nk = 3\n'
     assert find_position(text, ("a",)) == (1, 1)
     assert find_position(text, ("b", "c d", "e", "f")) == (3, 3)
@@ -146,7 +146,7 @@ def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.C
     assert {"name", "words", "help", "required", "many", "choices"} <= commands["run"]["parameters"][0].keys()
 
 
-def test_init_asks_the_model_and_says_what_it_guessed(
+def test_init_reads_the_model_and_states_its_guesses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     parse_model(
@@ -179,7 +179,7 @@ def test_init_asks_the_model_and_says_what_it_guessed(
     assert not (tmp_path / "no.toml").exists()
 
 
-def test_init_names_data_from_the_place_of_the_file(
+def test_init_writes_paths_of_data_relative_to_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -85,7 +85,7 @@ def _states(report: Any) -> dict[str, str]:
     return {f"{cell['model']}/{cell['target']}": cell["state"] for cell in report["cells"]}
 
 
-def test_what_did_not_change_is_kept(known: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+def test_a_second_run_reuses_unchanged_cells(known: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     app, out = known, known.parent / "build"
     first = json.loads((out / "report.json").read_bytes())
     bundle = out / first["cells"][0]["bundle"]
@@ -111,7 +111,7 @@ def test_what_did_not_change_is_kept(known: Path, capsys: pytest.CaptureFixture[
     assert [package["kind"] for package in written["packages"]] == ["tar"]
 
 
-def test_one_report_and_junit_tell_of_all(built: Path) -> None:
+def test_one_report_and_one_junit_file_cover_all_cells(built: Path) -> None:
     out = built / "build"
     report = json.loads((out / "report.json").read_bytes())
     assert (report["schema_version"], report["passed"]) == (1, False)
@@ -130,7 +130,7 @@ def test_one_report_and_junit_tell_of_all(built: Path) -> None:
     assert package["bundles"] == ["model-coreml", "model-cpu"]
 
 
-def test_what_fails_is_told_tried_again_and_not_packed(known: Path, answer: Answer) -> None:
+def test_a_failed_cell_is_reported_retried_and_not_packed(known: Path, answer: Answer) -> None:
     app, strict = known, "thresholds = { min_sqnr_db = 190.0 }"
     app.write_text(app.read_text().replace("[targets.coreml]", f"[targets.coreml]\n{strict}"))
     report = answer(["run", str(app)], 1)
@@ -150,7 +150,7 @@ def test_what_fails_is_told_tried_again_and_not_packed(known: Path, answer: Answ
     assert report["packages"][0]["failure"] == "no bundle of digits passed that a tar can hold"
 
 
-def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, answer: Answer) -> None:
+def test_an_interrupted_run_keeps_its_finished_cells(app: Path, answer: Answer) -> None:
     def stop(step: str) -> None:
         if step.startswith("digits/coreml"):
             raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, answer: Answer
     assert _states(answer(["run", str(app)])) == {"digits/cpu": "kept", "digits/coreml": "built"}
 
 
-def test_devices_of_the_app_are_asked_and_must_run(app: Path, answer: Answer) -> None:
+def test_devices_of_the_file_must_be_there_and_run(app: Path, answer: Answer) -> None:
     app.write_text(TEXT.replace('on = ["{device}"]', 'on = ["emulated"]\nrequire = ["emulated"]'))
     report = answer(["run", str(app), "--only", "coreml"])
     assert report["cells"][0]["evidence"] == "emulated"
@@ -173,7 +173,7 @@ def test_devices_of_the_app_are_asked_and_must_run(app: Path, answer: Answer) ->
     assert "device 'adb:1234' was asked for and did not run" in report["cells"][0]["headline"]
 
 
-def test_every_input_is_in_the_key(app: Path) -> None:
+def test_each_input_of_a_cell_changes_its_key(app: Path) -> None:
     def key() -> str:
         loaded = load_app(app)
         digests = Digests(app.parent / DIGESTS_FILE)
@@ -197,7 +197,7 @@ def test_every_input_is_in_the_key(app: Path) -> None:
     assert key() in seen
 
 
-def test_only_and_watch_know_what_there_is(app: Path) -> None:
+def test_only_and_watch_refuse_unknown_names(app: Path) -> None:
     with pytest.raises(UsageError, match="--only 'cpuu'") as raised:
         run_app(load_app(app), only=("cpuu",))
     assert raised.value.hint == "did you mean 'cpu'?"
@@ -206,7 +206,7 @@ def test_only_and_watch_know_what_there_is(app: Path) -> None:
     assert "<script>" in render_app(report)
 
 
-def test_processes_make_what_one_makes_though_one_is_killed(known: Path, answer: Answer) -> None:
+def test_several_processes_give_the_result_of_one_though_one_is_killed(known: Path, answer: Answer) -> None:
     app, report = known, json.loads((known.parent / "build" / "report.json").read_bytes())
     alone = {cell["target"]: cell["sha256"] for cell in report["cells"]}
     killed = list[int]()

@@ -72,7 +72,7 @@ def _told(report: AppReport) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "memory"])
-def test_a_store_gives_back_what_it_was_given(kind: str, tmp_path: Path) -> None:
+def test_a_store_returns_the_folders_that_were_put_in(kind: str, tmp_path: Path) -> None:
     store = open_store({"folder": f"{tmp_path}/in", "file": f"file://{tmp_path}/in", "memory": "memory://in"}[kind])
     (tmp_path / "a").write_bytes(b"first")
     assert not store.has("cells/ab/abc.tar")
@@ -85,7 +85,7 @@ def test_a_store_gives_back_what_it_was_given(kind: str, tmp_path: Path) -> None
         assert (tmp_path / "b").read_bytes() == content
 
 
-def test_a_store_that_cannot_be_used_is_one_line(
+def test_a_store_that_cannot_be_used_is_refused_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="cannot open store 'nowhere://x'"):
@@ -97,7 +97,9 @@ def test_a_store_that_cannot_be_used_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_second_machine_takes_finished_cells_from_the_store(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     store = str(tmp_path_factory.mktemp("store"))
     first = run_app(_app(folder, store=store))
     other = tmp_path_factory.mktemp("other") / "app"
@@ -160,7 +162,7 @@ def _events(cluster: Any) -> list[tuple[float, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Path, cluster: Any) -> None:
+def test_cells_that_share_a_board_run_in_turn_on_the_machine_that_has_it(folder: Path, cluster: Any) -> None:
     text = TEXT.replace("enabled = false", 'on = ["ssh:board"]\nrequire = ["ssh:board"]')
     (folder / "edgekit.toml").write_text(text)
     app = _app(folder, scheduler=cluster.scheduler_address)

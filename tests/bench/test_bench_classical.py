@@ -58,7 +58,7 @@ def test_maps_are_profiled_converted_and_compared(
 
 
 @pytest.mark.long
-def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
+def test_the_commands_of_the_page_about_time_measure_scikit_learn_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     linear = pytest.importorskip("sklearn.linear_model", reason="pip install scikit-learn")
@@ -94,7 +94,7 @@ def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
     assert "best of 5" in said.stdout
 
 
-def test_a_model_of_maps_is_quantized_where_it_can_be(
+def test_a_model_with_outputs_of_maps_is_quantized_where_it_has_kernels(
     pipeline: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(pipeline.parent)
@@ -103,7 +103,7 @@ def test_a_model_of_maps_is_quantized_where_it_can_be(
     assert "no rule of this target quantizes LinearClassifier" in capsys.readouterr().out
 
 
-def test_trees_are_not_quantized_and_that_is_said_with_their_operator(
+def test_trees_are_not_quantized_and_the_reason_names_their_operator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ def timed(median: float, half: float, **fields: object) -> BenchRun:
     return msgspec.structs.replace(RUN, median_ms=median, interval_ms=(median - half, median + half), **fields)
 
 
-def test_what_is_slower_than_allowed_fails_and_says_since_when(tmp_path: Path) -> None:
+def test_a_time_above_the_limit_fails_and_names_the_run_that_it_began_with(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     assert compare_with_last(report(RUN), file, 1.1) == report(RUN)
     assert record_bench(file, report(RUN)) == 1
@@ -51,7 +51,7 @@ def test_what_is_slower_than_allowed_fails_and_says_since_when(tmp_path: Path) -
     assert "the intervals overlap" in compare_with_last(report(timed(12.0, 3.0)), file, 1.1).notes[0]
 
 
-def test_only_the_same_is_compared(tmp_path: Path) -> None:
+def test_only_times_of_the_same_model_device_and_settings_are_compared(tmp_path: Path) -> None:
     before = report(RUN, timed(20.0, 0.1, batch=8), timed(5.0, 0.1, failure="gone"))
     now = report(timed(30.0, 0.1, batch=8), timed(1.0, 0.1, threads=3), timed(1.0, 0.1, device="adb:X"))
     (one,) = compare_benches(before, now)
@@ -62,7 +62,7 @@ def test_only_the_same_is_compared(tmp_path: Path) -> None:
     assert compare_with_last(report(RUN), tmp_path / "none", 1.1) == report(RUN)
 
 
-def test_a_history_is_kept_with_verifications(tmp_path: Path) -> None:
+def test_times_and_verifications_share_a_history(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     record_bench(file, report(RUN))
     record_bench(file, report(timed(11, 1), subject="b"))
@@ -71,7 +71,7 @@ def test_a_history_is_kept_with_verifications(tmp_path: Path) -> None:
     assert list_runs(file) == ()
 
 
-def test_dashboards_get_a_point_a_figure() -> None:
+def test_an_export_for_dashboards_has_one_point_for_each_figure() -> None:
     points = list_series(report(RUN, msgspec.structs.replace(RUN, failure="gone")))
     assert [(point.unit, round(point.value, 3)) for point in points] == [("ms", 10), ("ms", 12), ("ms", 40), ("MB", 30)]
     assert points[0].name == "m.onnx on host, batch 1, 1 at once: median"

@@ -37,7 +37,7 @@ def test_the_interval_of_the_median_holds_it_in_95_of_100_series() -> None:
         assert 0.92 <= np.mean(held) <= 0.99
 
 
-def test_more_runs_make_the_interval_narrower_as_foretold() -> None:
+def test_the_interval_narrows_with_more_runs_as_predicted() -> None:
     few = noise(1, 30)
     low, high = median_interval(noise(2, count_needed(few, 0.005)))
     assert (high - low) / 2 <= 0.0075 * 10.4
@@ -69,7 +69,7 @@ def test_steady_series_have_no_drift() -> None:
         pytest.param([10 + index / 5000 for index in range(20_000)], True, id="long, so it is thinned"),
     ],
 )
-def test_what_is_a_drift(series: list[float], *, drifts: bool) -> None:
+def test_a_drift_needs_size_and_significance(series: list[float], *, drifts: bool) -> None:
     assert (find_drift(series) is not None) is drifts
 
 
@@ -82,7 +82,7 @@ def test_a_ratio_is_found_although_the_device_slows_down() -> None:
     assert compare_rounds([(b, a) for a, b in [(1.0, 1.1), (1.0, 1.12), (1.0, 1.09)]]).verdict == "B is faster"
 
 
-def test_two_of_the_same_are_told_apart_in_five_of_100_comparisons_only() -> None:
+def test_two_equal_models_differ_in_only_five_of_100_comparisons() -> None:
     wrong = 0
     for seed in range(500):
         rng = np.random.default_rng(seed)
@@ -98,7 +98,7 @@ def test_many_rounds_use_the_limit_of_student_s_t() -> None:
 
 
 @pytest.mark.parametrize("rounds", [[], [(1.0, 1.0)], [(1.0, 0.0), (1.0, 1.0)], [(math.nan, 1.0), (1.0, 1.0)]])
-def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) -> None:
+def test_fewer_than_two_rounds_with_times_are_an_error(rounds: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="two rounds"):
         compare_rounds(rounds)
 
@@ -116,7 +116,9 @@ def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) 
         ((1e7,), 2000.0, "1e+07 ms together, and answered after 2000 ms"),
     ],
 )
-def test_times_that_cannot_be_are_not_believed(times: tuple[float, ...], elapsed_ms: float, words: str | None) -> None:
+def test_impossible_times_of_a_device_are_refused(
+    times: tuple[float, ...], elapsed_ms: float, words: str | None
+) -> None:
     found = find_false_times(times, elapsed_ms)
     assert (found is None) if words is None else (found is not None and words in found)
 

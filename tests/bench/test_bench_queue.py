@@ -84,7 +84,7 @@ def test_a_limit_ends_the_waiting(machine: Machine) -> None:
     assert float(np.median(times)) == pytest.approx(3.0)
 
 
-def test_more_at_once_serve_what_one_by_one_cannot(machine: Machine) -> None:
+def test_larger_batches_serve_a_rate_that_single_requests_cannot(machine: Machine) -> None:
     # A thousand a second come, five hundred a second can be served singly: the queue grows without end.
     _, single = serve(machine, 1, 0.0)
     sizes, dynamic = serve(machine, 8, 0.0)
@@ -93,7 +93,7 @@ def test_more_at_once_serve_what_one_by_one_cannot(machine: Machine) -> None:
     assert max(sizes) > 1
 
 
-def test_bench_serves_a_queue(tmp_path: Path, answer: Answer, refused: Refused) -> None:
+def test_bench_measures_requests_of_a_queue(tmp_path: Path, answer: Answer, refused: Refused) -> None:
     model = parse_model(RELU, tmp_path / "m.onnx")
     bench = ["bench", str(model), "--runs", "50", "-q", "--queue", "2000:2", "--batch", "1,4"]
     runs = answer(bench)["runs"]

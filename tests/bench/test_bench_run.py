@@ -81,7 +81,7 @@ class Phone(InProcess, frozen=True, kw_only=True):
         )
 
 
-def test_a_device_whose_times_are_none_is_not_timed(tmp_path: Path) -> None:
+def test_a_device_whose_times_mean_nothing_is_not_timed(tmp_path: Path) -> None:
     job = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening()).job_for(Phone())
     with pytest.raises(DeviceError, match="'adb:1' cannot be timed: it says that run 1 took nan ms, which is no time"):
         run_block(Phone(scale=math.nan), job, 8, 1.0, 1.0)
@@ -113,7 +113,7 @@ def test_a_model_is_timed_on_this_machine(tmp_path: Path) -> None:
     assert "this is not the device's time" in run.warnings[0]
 
 
-def test_without_a_number_it_runs_until_the_median_is_known_or_the_time_is_over(tmp_path: Path) -> None:
+def test_without_a_count_of_runs_it_ends_at_a_precise_median_or_the_time_limit(tmp_path: Path) -> None:
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     (run,) = bench_subjects([subject], [Phone(scale=None)], [Effort(seconds=3)]).runs
     assert run.failure is None
@@ -144,7 +144,7 @@ def test_an_ort_file_is_timed(tmp_path: Path) -> None:
     assert "not replayed" in report.notes[0]
 
 
-def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) -> None:
+def test_unknown_sizes_become_1_with_a_note(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }'
     subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path / "a", Opening())
     report = bench_subjects([subject], [Phone()], QUICK)
@@ -153,7 +153,7 @@ def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) 
     assert open_subject(tmp_path / "m.onnx", tmp_path / "b", Opening(dims={"N": 3})).notes == ()
 
 
-def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
+def test_two_models_that_run_in_turns_show_which_is_slower(tmp_path: Path) -> None:
     small, large = matmul_model(tmp_path / "a.onnx", 96), matmul_model(tmp_path / "b.onnx", 96, times=6)
     subjects = [open_subject(path, tmp_path, Opening()) for path in (small, large)]
     effort = Effort(runs=20)
@@ -168,7 +168,7 @@ def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     assert told["ratio"]["interval"] == list(found.ratio.interval)
 
 
-def test_energy_is_told_where_counters_are(tmp_path: Path) -> None:
+def test_energy_is_reported_where_the_machine_has_counters(tmp_path: Path) -> None:
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     phone = Phone(after=DeviceState(energy_uj={"package-0": 5_000_000, "package-1": 2_000_000, "psys": 9_000_000}))
     (run,) = bench_subjects([subject], [phone], [Effort(runs=60)]).runs
@@ -183,7 +183,7 @@ def test_energy_is_told_where_counters_are(tmp_path: Path) -> None:
     assert find_energy(DeviceState(), before) is None
 
 
-def test_the_state_of_a_machine_is_read_as_linux_tells_it(tmp_path: Path) -> None:
+def test_governor_temperature_and_load_are_read_from_sysfs(tmp_path: Path) -> None:
     files = {
         "class/thermal/thermal_zone0/temp": "41500",
         "class/thermal/thermal_zone0/type": "x86_pkg_temp",
@@ -213,7 +213,7 @@ def test_the_state_of_a_machine_is_read_as_linux_tells_it(tmp_path: Path) -> Non
         (Phone(after=DeviceState(clocks_khz={"cpu7": 1_500_000})), "clock of cpu7 changed by -50%"),
     ],
 )
-def test_a_device_that_changes_under_way_is_warned_of(tmp_path: Path, phone: Phone, warning: str) -> None:
+def test_a_device_that_throttles_during_a_run_gives_a_warning(tmp_path: Path, phone: Phone, warning: str) -> None:
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     effort = Effort(runs=120)
     (run,) = bench_subjects([subject], [phone], [effort]).runs
@@ -232,7 +232,7 @@ def test_a_device_that_fails_or_is_not_there_is_a_finding(tmp_path: Path) -> Non
     assert not bench_subjects([subject], phones[1:2], QUICK).succeeded
 
 
-def test_times_that_cannot_be_are_no_comparison(tmp_path: Path) -> None:
+def test_impossible_times_are_not_compared(tmp_path: Path) -> None:
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     report = bench_subjects([subject], [Phone(scale=0.0)], QUICK, against=subject)
     assert "times that cannot be" in str(report.comparisons[0].failure)
@@ -258,7 +258,7 @@ def batched_model(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("data", [False, True])
-def test_each_batch_is_one_run_of_so_many_samples(tmp_path: Path, data: bool) -> None:
+def test_a_batch_of_n_is_one_run_of_n_samples(tmp_path: Path, data: bool) -> None:
     rows = np.arange(9, dtype=np.float32).reshape(3, 3)
     np.savez(tmp_path / "d.npz", x=rows, w=np.ones((3, 4), np.float32))
     opening = Opening(data=str(tmp_path / "d.npz")) if data else Opening(dims={"T": 3})
@@ -308,7 +308,7 @@ def test_sizes_follow_from_the_names_in_a_formula(tmp_path: Path) -> None:
     assert {name: value.shape for name, value in sample.items()} == {"x": (2, 4), "w": (6,)}
 
 
-def test_several_runs_at_once_are_counted_by_what_gets_done(tmp_path: Path) -> None:
+def test_parallel_runs_are_measured_by_their_throughput(tmp_path: Path) -> None:
     model = matmul_model(tmp_path / "m.onnx", 64)
     efforts = [Effort(runs=60, threads=1, concurrency=count) for count in (1, 2)]
     alone, two = bench_on(model, HOST, efforts).runs
@@ -324,7 +324,9 @@ def test_bound_outputs_are_those_of_each_run(tmp_path: Path) -> None:
     assert (run.failure, run.io_binding, run.iterations) == (None, True, 10)
 
 
-def test_the_execution_is_told_to_the_session_and_shown(relu_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_and_execution_mode_reach_the_session_and_the_report(
+    relu_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["bench", str(relu_model), "--on", "host", "--runs", "3", "-q"]
     assert run_command([*arguments, "--execution-mode", "parallel", "--inter-op-threads", "2", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]

@@ -28,7 +28,7 @@ SHA256 = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_packed_comes_out(tmp_path: Path, kind: Kind) -> None:
+def test_unpacking_an_archive_gives_the_packed_files(tmp_path: Path, kind: Kind) -> None:
     entries = {**ENTRIES, LONG: b"long"}
     write_archive(entries, tmp_path / "a", kind)
     names = unpack_archive(tmp_path / "a", tmp_path / "out")
@@ -50,7 +50,7 @@ def test_the_bytes_depend_on_nothing_but_the_entries(tmp_path: Path, kind: Kind)
 
 
 @pytest.mark.parametrize("form", ["gnu", "posix", "ustar"])
-def test_what_other_tools_pack_is_opened(tmp_path: Path, form: str) -> None:
+def test_archives_of_other_tools_are_opened(tmp_path: Path, form: str) -> None:
     name = "short" if form == "ustar" else "long-" * 25 + "name"
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "in" / "sub" / name).write_bytes(b"x" * 700)
@@ -163,7 +163,7 @@ def test_a_bad_archive_is_refused_whole(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_archives_in_a_row_are_refused(tmp_path: Path, kind: Kind) -> None:
+def test_two_archives_in_one_file_are_refused(tmp_path: Path, kind: Kind) -> None:
     for name in ("one", "two"):
         write_archive({**ENTRIES, name: b""}, tmp_path / name, kind)
     (tmp_path / "both").write_bytes((tmp_path / "one").read_bytes() + (tmp_path / "two").read_bytes())
@@ -180,7 +180,7 @@ def test_names_that_could_not_be_unpacked_are_not_packed(tmp_path: Path, names: 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_absent_and_links_are_refused(tmp_path: Path) -> None:
+def test_absent_files_and_links_are_not_packed(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot read"):
         unpack_archive(tmp_path / "a", tmp_path / "out")
     (tmp_path / "link").symlink_to("/etc/passwd")
@@ -188,7 +188,7 @@ def test_what_is_absent_and_links_are_refused(tmp_path: Path) -> None:
         list_files(tmp_path)
 
 
-def test_plain_names_have_no_fault() -> None:
+def test_ordinary_names_are_accepted() -> None:
     assert [name for name in (*ENTRIES, "a b (1).onnx", ".hidden", "CONSOLE", "a.nul") if find_fault(name)] == []
     assert find_clash(["a.b", "a/b", "a-b", "ab"]) is None
     assert find_clash(["a", "a-b", "a/b"]) == ("a", "a/b")

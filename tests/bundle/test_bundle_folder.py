@@ -32,7 +32,7 @@ def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:
         open_bundle(tmp_path / "nothing")
 
 
-def test_it_carries_the_target_and_the_placement(tmp_path: Path) -> None:
+def test_a_bundle_contains_its_target_and_predicted_placement(tmp_path: Path) -> None:
     contents = make_contents(tmp_path, target="qnn")
     bundle = write_bundle(contents, tmp_path / "out")
     assert read_check(bundle) == contents.check
@@ -69,7 +69,7 @@ def test_models_already_in_place_are_listed(tmp_path: Path) -> None:
     assert bundle.manifest.model_file == "model.onnx"
 
 
-def test_two_models_of_one_name_and_none_are_refused(tmp_path: Path) -> None:
+def test_no_model_and_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
     contents = make_contents(tmp_path)
     with pytest.raises(BundleError, match="no model file"):
         write_bundle(msgspec.structs.replace(contents, files={}), tmp_path / "out")
@@ -140,7 +140,7 @@ def test_names_that_not_every_system_takes_are_refused(tmp_path: Path, names: li
         check_files(tmp_path, files, ())
 
 
-def test_a_name_has_sixteen_folders_at_most() -> None:
+def test_a_path_in_a_bundle_has_at_most_sixteen_folders() -> None:
     assert find_fault("/".join(["a"] * 16)) is None
     assert find_fault("/".join(["a"] * 17)) == "is too long"
 
@@ -185,13 +185,13 @@ def bundle(tmp_path: Path) -> Bundle:
 
 @pytest.mark.parametrize("name", ["manifest.json", "tiny.onnx"])
 @pytest.mark.parametrize("alteration", ["a link", "a link to nothing", "a pipe", "a folder"])
-def test_a_bundle_holds_files_alone(bundle: Bundle, name: str, alteration: str) -> None:
+def test_links_and_pipes_in_a_bundle_are_refused(bundle: Bundle, name: str, alteration: str) -> None:
     ALTERATIONS[alteration](bundle.folder / name)
     with pytest.raises(BundleError, match=r"leads out of|no regular file|lacks the file"):
         open_bundle(bundle.folder)
 
 
-def test_a_snapshot_holds_what_a_run_needs(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_snapshot_contains_the_files_that_a_run_needs(bundle: Bundle, tmp_path: Path) -> None:
     private = snapshot_bundle(bundle, ["onnx", "onnx"], tmp_path / "private")
     assert private.find_model("onnx").read_bytes() == bundle.find_model("onnx").read_bytes()
     assert private.find_model("onnx").parent == tmp_path / "private"

@@ -195,7 +195,7 @@ def test_changed_archives_do_no_harm(
     ),
     is_tar=st.booleans(),
 )
-def test_strange_archives_stay_inside(signed: Signed, members: list[tuple[str, str]], is_tar: bool) -> None:
+def test_no_archive_writes_outside_its_folder(signed: Signed, members: list[tuple[str, str]], is_tar: bool) -> None:
     path, out = signed.sandbox / "archive", signed.sandbox / "out"
     try:
         data = (_tar if is_tar else _zip)(members)
@@ -240,7 +240,7 @@ def _tar(members: list[tuple[str, str]]) -> bytes:
     return buffer.getvalue()
 
 
-def test_what_is_fuzzed_is_whole(signed: Signed, bundle: Bundle) -> None:
+def test_the_bundles_that_are_fuzzed_are_valid_before(signed: Signed, bundle: Bundle) -> None:
     assert open_bundle(bundle.folder) == bundle
     assert open_bundle(signed.bundle.folder, key=signed.public).sha256 == signed.bundle.sha256
     found = open_any(signed.multi.folder, key=signed.public)

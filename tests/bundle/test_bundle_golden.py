@@ -32,7 +32,7 @@ def save_text(graph: str, folder: Path) -> Model:
     )
 
 
-def test_samples_that_run_at_a_time_keep_their_order(tmp_path: Path) -> None:
+def test_samples_that_run_in_parallel_keep_their_order(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "m.onnx")
     one = make_golden(model, make_samples(40), tmp_path / "one")
     two = make_golden(model, make_samples(40), tmp_path / "two", at_once=2)
@@ -105,7 +105,7 @@ def test_a_changing_rank_or_type_is_refused(tmp_path: Path, rows: list[np.ndarra
         write_rows(tmp_path / "t.npz", ({"y": row} for row in rows), ragged=True)
 
 
-def test_names_that_would_meet_and_inputs_of_changing_shape_are_refused(tmp_path: Path) -> None:
+def test_names_that_would_collide_and_inputs_of_changing_shape_are_refused(tmp_path: Path) -> None:
     rows = [{"y": np.zeros(size), "y.shapes": np.zeros(1)} for size in (1, 2)]
     with pytest.raises(DataError, match="two tensors of one name"):
         write_rows(tmp_path / "t.npz", rows, ragged=True)
@@ -122,7 +122,9 @@ def test_names_that_would_meet_and_inputs_of_changing_shape_are_refused(tmp_path
         pytest.param(np.zeros(6), [[1 << 40], [4]], id="huge"),
     ],
 )
-def test_shapes_that_lie_are_refused(tmp_path: Path, values: np.ndarray, shapes: list[list[int]]) -> None:
+def test_shapes_that_do_not_fit_the_data_are_refused(
+    tmp_path: Path, values: np.ndarray, shapes: list[list[int]]
+) -> None:
     np.savez(tmp_path / "t.npz", **{"y": values, "y.shapes": np.array(shapes)})  # type: ignore[arg-type] # numpy
     with pytest.raises(DataError):
         list(read_rows(tmp_path / "t.npz"))
@@ -232,14 +234,16 @@ def test_a_build_elsewhere_is_repeated_to_the_byte(tmp_path: Path, contents: Con
     assert again.sha256 == there.sha256
 
 
-def test_what_this_model_does_not_give_is_refused(contents: Contents, elsewhere: Bundle) -> None:
+def test_an_expected_output_that_the_model_does_not_give_is_refused(contents: Contents, elsewhere: Bundle) -> None:
     for change in (lambda value: value * np.float32(1.1), lambda value: value * np.float32("nan")):
         wrong = record_elsewhere(elsewhere, change)
         with pytest.raises(UsageError, match="is not what the model gives here"):
             adopt_reference(contents.golden, Recorded(folder=wrong.folder, manifest=wrong.manifest))
 
 
-def test_other_samples_and_other_builds_are_refused(tmp_path: Path, contents: Contents, elsewhere: Bundle) -> None:
+def test_expected_outputs_of_other_samples_or_builds_are_refused(
+    tmp_path: Path, contents: Contents, elsewhere: Bundle
+) -> None:
     entry = msgspec.structs.replace(elsewhere.manifest.files["golden/inputs.npz"], sha256="0" * 64)
     manifest = msgspec.structs.replace(
         elsewhere.manifest, files={**elsewhere.manifest.files, "golden/inputs.npz": entry}
@@ -250,7 +254,7 @@ def test_other_samples_and_other_builds_are_refused(tmp_path: Path, contents: Co
         open_recorded(tmp_path, "tiny", ["nnapi", "cpu"])
 
 
-def test_a_self_test_of_other_model_files_is_made_anew(tmp_path: Path, contents: Contents) -> None:
+def test_a_self_test_of_changed_model_files_is_computed_again(tmp_path: Path, contents: Contents) -> None:
     bundle = write_bundle(contents, tmp_path / "first")
     (tmp_path / "other").mkdir()
     other = save_classifier(tmp_path / "other" / "tiny.onnx", classes=7)

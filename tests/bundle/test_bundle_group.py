@@ -61,7 +61,7 @@ TEXT = {"input": "ids", "scores": "logits"}
 TALK = ({"run": "prefill", "text": TEXT}, {"run": "decode", "repeat": True, "text": TEXT})
 
 
-def test_a_wiring_is_settled_by_names_and_what_stands_in_it_is_left() -> None:
+def test_a_wiring_is_completed_by_names_and_its_own_entries_stay() -> None:
     wiring = resolve_wiring(wire(*TALK, tokens={"start": [1]}), talk_members())
     decode = wiring.stages[1]
     assert decode.feeds == {"past.key": "prefill.present.key", "past.value": "prefill.present.value"}
@@ -108,7 +108,7 @@ BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "re
         ((ONE, TWO), {"start": "one.y"}, "tokens"),
     ],
 )
-def test_a_wiring_that_does_not_fit_is_told(
+def test_a_wiring_that_does_not_fit_its_models_is_refused(
     stages: Sequence[dict[str, Any]], tokens: dict[str, Any] | None, said: str
 ) -> None:
     fault = find_fault(wire(*stages, tokens=tokens), PLAIN)
@@ -116,7 +116,7 @@ def test_a_wiring_that_does_not_fit_is_told(
     assert said in fault[0] + fault[1]
 
 
-def test_an_honest_wiring_has_no_fault() -> None:
+def test_a_valid_wiring_is_accepted() -> None:
     assert find_fault(wire(ONE, TWO), PLAIN) is None
     assert find_fault(wire(ONE, {**BARE, "crop": BOX}), PLAIN) is None
 
@@ -133,7 +133,7 @@ def test_an_honest_wiring_has_no_fault() -> None:
         {"stages": [{**ONE, "code": "x"}]},
     ],
 )
-def test_a_wiring_is_bounded(wrong: dict[str, Any]) -> None:
+def test_a_wiring_has_limits_of_size(wrong: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, Wiring)
 
@@ -180,13 +180,13 @@ def test_the_end_token_ends_one_text_and_not_its_neighbour_and_the_next_stage_wa
 @pytest.mark.parametrize(
     ("tokens", "said"), [([], "a sample has no tokens in 'data.first'"), ([1], "'m' gave an empty 'logits'")]
 )
-def test_nothing_to_read_and_nothing_to_choose_from_are_errors(tokens: list[int], said: str) -> None:
+def test_empty_text_and_empty_scores_are_errors(tokens: list[int], said: str) -> None:
     wiring = resolve_wiring(wire(READ, tokens={"start": "data.first"}), {"m": READER})
     with pytest.raises(DataError, match=said):
         run_pipeline(wiring, {"m": READER}, [{"first": np.array(tokens)}], lambda *_: [{"logits": np.zeros((0, 4))}])
 
 
-def test_boxes_are_cut_out_from_left_to_right() -> None:
+def test_boxes_are_cropped_from_left_to_right() -> None:
     image = np.arange(64, dtype=np.float32).reshape(1, 1, 8, 8)
     boxes = np.array([[[4, 0, 8, 4], [0, 0, 2, 2], [2, 2, 2, 8], [0, 4, 4, 8], [0, 0, np.nan, 2]]], np.float32)
     crop = msgspec.to_builtins(msgspec.convert({**BOX, "least": 0.5, "most": 2}, Crop))
@@ -229,7 +229,7 @@ def copied(talk: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(talk, tmp_path / "talk"))
 
 
-def test_prefill_and_decode_say_what_the_whole_text_says(talk: Path) -> None:
+def test_prefill_and_decode_give_the_tokens_of_a_model_without_a_cache(talk: Path) -> None:
     group = open_group(talk)
     prompts = [sample["prompt"][0].tolist() for sample in read_inputs(group.golden)]
     assert [result[CHOSEN].tolist() for result in read_outputs(group.golden)] == [talk_on(prompt) for prompt in prompts]
@@ -247,7 +247,7 @@ def test_equal_weights_are_stored_once_and_both_models_load_them(talk: Path) -> 
         assert onnxruntime.InferenceSession(str(path)).get_outputs()[0].name == "logits"
 
 
-def test_the_groups_own_program_does_what_the_pipeline_does(talk: Path, digits: Path) -> None:
+def test_the_program_of_a_group_gives_the_results_of_edgekit(talk: Path, digits: Path) -> None:
     assert run_program(talk).startswith("24 of 24 golden samples")
     assert run_program(digits).startswith("24 of 24 golden samples")
     # It leaves nothing behind by which the group would be refused.
@@ -262,7 +262,7 @@ def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
     assert "decode.onnx" in (bundle.folder / "app" / "ModelSession.kt").read_text()
 
 
-def test_weights_beside_a_model_are_shared_too_and_texts_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_external_weights_are_shared_and_prompts_that_are_cut_off_are_counted(tmp_path: Path) -> None:
     def make(folder: Path) -> Path:
         path = make_talk(folder, samples=4)
         np.savez(folder / "talk.npz", prompt=np.ones((4, 1, 9), np.int64))
@@ -359,7 +359,7 @@ def test_members_newer_than_this_onnxruntime_are_lowered(tmp_path: Path) -> None
     assert all(proto.ir_version <= MAX_IR_VERSION and read_opset(proto) <= MAX_OPSET for proto in shipped)
 
 
-def test_a_metric_is_wanted_where_nothing_is_chosen(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_group_without_token_choice_needs_a_metric(tmp_path: Path, refused: Callable[..., str]) -> None:
     parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
         tmp_path / "relu.onnx",

@@ -36,7 +36,7 @@ def make(folder: Path) -> Path:
     return path
 
 
-def test_a_cache_grows_and_the_groups_own_program_does_the_same(tmp_path: Path) -> None:
+def test_a_growing_cache_works_in_edgekit_and_in_the_program_of_the_group(tmp_path: Path) -> None:
     data = Data(source=str(make(tmp_path).with_name("talk.npz")), evaluation=str(tmp_path / "talk.npz"))
     report = build_group(
         tmp_path / "talk.toml", data, tmp_path / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False
@@ -48,7 +48,7 @@ def test_a_cache_grows_and_the_groups_own_program_does_the_same(tmp_path: Path) 
     assert run_program(group.folder).startswith("6 of 6")
 
 
-def test_a_target_that_wants_sizes_names_the_member(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_target_that_needs_fixed_sizes_names_the_member_without(tmp_path: Path, refused: Callable[..., str]) -> None:
     make(tmp_path)
     said = refused(
         "group", "build", "talk.toml", "--data", "talk.npz", "--target", "cpu", "--target", "qnn", "--out", "o"
@@ -87,7 +87,7 @@ ROLES = [spec("positions", "b", "new"), spec("mask", "b", None)]
 LOGITS = spec("logits", "b", "new", 9, dtype="float32")
 
 
-def test_state_that_begins_empty_reads_the_whole_text_and_then_what_is_new() -> None:
+def test_with_an_empty_cache_the_first_step_reads_all_tokens_and_later_ones_the_new_token() -> None:
     mine = describe_interface(
         [spec("ids", "b", "new"), *ROLES, spec("past.key", "b", "past")], [LOGITS, spec("present.key", "b", None)]
     )
@@ -98,7 +98,7 @@ def test_state_that_begins_empty_reads_the_whole_text_and_then_what_is_new() -> 
     assert [each["past.key"] for each in seen] == [[[]], [[3, 4]], [[3, 4, 5]]]
 
 
-def test_without_state_the_text_is_as_long_as_it_is_or_as_an_input_of_that_name() -> None:
+def test_without_a_cache_each_step_reads_all_tokens_filled_up_to_a_size_that_another_input_sets() -> None:
     free = describe_interface([spec("ids", "b", "new"), *ROLES], [LOGITS])
     seen = run({"text": TEXT}, free, {})
     assert [each["ids"] for each in seen] == [[[3, 4]], [[3, 4, 5]], [[3, 4, 5, 6]]]
@@ -109,7 +109,7 @@ def test_without_state_the_text_is_as_long_as_it_is_or_as_an_input_of_that_name(
 
 
 @pytest.mark.parametrize("shape", [("b", "s", 4), (1, "s", "t"), (1, 0), ()])
-def test_text_has_no_other_open_axis(shape: tuple[int | str, ...]) -> None:
+def test_text_inputs_have_no_other_dynamic_axis(shape: tuple[int | str, ...]) -> None:
     mine = describe_interface([spec("ids", *shape)], [LOGITS])
     raw = {"stages": [{"run": "m", "text": {"input": "ids", "scores": "logits"}}], "tokens": {"start": [1]}}
     fault = find_fault(resolve_wiring(msgspec.convert(raw, Wiring), {"m": mine}), {"m": mine})

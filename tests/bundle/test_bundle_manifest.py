@@ -36,7 +36,7 @@ def validate(manifest: bytes) -> None:
     jsonschema.Draft202012Validator(json.loads(render_schema())).validate(json.loads(manifest))
 
 
-def test_of_a_manifest_that_is_too_large_no_more_is_read_than_shows_it(tmp_path: Path) -> None:
+def test_an_oversized_manifest_is_not_read_beyond_the_limit(tmp_path: Path) -> None:
     with (tmp_path / "manifest.json").open("wb") as file:
         file.truncate(MAX_MANIFEST_BYTES + 9)
     read = read_bounded(tmp_path, "manifest.json")
@@ -51,7 +51,7 @@ def test_real_manifests_fit_the_schema(tmp_path: Path, target: str) -> None:
     validate((bundle.folder / "manifest.json").read_bytes())
 
 
-def test_the_schema_says_no(tmp_path: Path) -> None:
+def test_the_schema_refuses_invalid_manifests(tmp_path: Path) -> None:
     manifest: dict[str, Any] = json.loads((make_bundle(tmp_path).folder / "manifest.json").read_bytes())
     for change in ({"precision": "int7"}, {"unknown": 1}, {"fallback": "cpu"}, {"schema_version": 3}):
         with pytest.raises(jsonschema.ValidationError):
@@ -77,7 +77,7 @@ def test_the_same_manifest_in_another_format_is_refused(written: bytes, alter: C
         decode_manifest(alter(written), "other")
 
 
-def test_it_says_what_an_app_must_know(tmp_path: Path) -> None:
+def test_a_manifest_states_what_an_app_needs(tmp_path: Path) -> None:
     recipe = Recipe(
         targets=("all",),
         licence=Licence(model="Apache-2.0", data="CC-BY-4.0"),
@@ -148,7 +148,7 @@ def test_every_key_and_option_of_the_manifest_is_set(tmp_path: Path, target: str
 
 
 @pytest.mark.parametrize("target", target_names())
-def test_the_readme_says_what_an_app_needs(tmp_path: Path, target: str) -> None:
+def test_a_readme_states_what_an_app_needs(tmp_path: Path, target: str) -> None:
     bundle = make_bundle(tmp_path, target=target)
     text, manifest = (bundle.folder / "README.md").read_text(), bundle.manifest
     assert "README.md" in manifest.files
@@ -165,7 +165,7 @@ def test_the_readme_says_what_an_app_needs(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", target_names())
-def test_the_readme_knows_how_good_the_evidence_of_a_device_is(name: str) -> None:
+def test_the_readme_states_the_evidence_of_each_device(name: str) -> None:
     target = load_target(name)
     for entry in target.verification:
         level = Evidence.SAME_EP if name == "cpu" else EVIDENCE_LEVELS[entry.device]

@@ -43,7 +43,7 @@ def folder(bundles: list[Bundle], tmp_path: Path) -> Path:
     return join_bundles(bundles, tmp_path / "multi").folder
 
 
-def test_every_variant_comes_out_as_it_went_in_and_what_is_shared_is_stored_once(
+def test_variants_are_unpacked_unchanged_and_shared_files_are_stored_once(
     bundles: list[Bundle], folder: Path, tmp_path: Path
 ) -> None:
     multi = open_index(folder)
@@ -154,7 +154,7 @@ def test_a_damaged_folder_is_refused(folder: Path, damage: Callable[[Path], obje
         pass
 
 
-def test_weights_beside_a_model_stay_with_it(bundles: list[Bundle], tmp_path: Path) -> None:
+def test_external_weights_stay_with_their_model(bundles: list[Bundle], tmp_path: Path) -> None:
     parts = []
     for bundle in bundles[:2]:
         manifest = bundle.manifest
@@ -198,7 +198,7 @@ def test_only_one_bundle_of_a_target_and_model_is_joined(bundles: list[Bundle], 
         ([], "windows", "", "", "cpu", "CPU"),
     ],
 )
-def test_a_runtime_chooses(
+def test_a_runtime_gets_the_variant_of_its_provider(
     folder: Path, providers: list[str], system: str, version: str, soc: str, target: str, provider: str
 ) -> None:
     index = open_index(folder).index

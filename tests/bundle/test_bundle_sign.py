@@ -192,7 +192,7 @@ def test_a_bad_signature_is_refused(signed: Path, public: Path, damage: Callable
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_an_archive_is_held_to_the_key_as_a_folder_is(
+def test_the_signature_of_an_archive_is_checked_like_that_of_a_folder(
     signed: Path, public: Path, tmp_path: Path, kind: Kind, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(signed)
@@ -202,7 +202,7 @@ def test_an_archive_is_held_to_the_key_as_a_folder_is(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_archive_of_several_targets_is_held_to_the_key(
+def test_the_signature_of_an_archive_of_several_targets_is_checked(
     original: Bundle, public: Path, tmp_path: Path, kind: Kind
 ) -> None:
     joined = join_bundles([original], tmp_path / "joined")
@@ -271,7 +271,7 @@ def test_a_variant_or_archive_that_another_signed_is_not_opened_for_a_target(
             pass
 
 
-def test_without_the_library_it_is_named(signed: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cryptography_the_error_names_it(signed: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
     with pytest.raises(MissingExtraError, match=r"need the package 'cryptography' .pip install cryptography"):
         open_bundle(signed, key=public)

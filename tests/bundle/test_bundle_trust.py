@@ -65,7 +65,7 @@ FORBIDDEN, MALFORMED = "is not for a bundle to set", "cannot be"
         ("tensorrt", "provider_options", "trt_extra_plugin_lib_paths", "evil.so", FORBIDDEN),
     ],
 )
-def test_a_session_gets_no_word_that_reads_or_writes_a_file(
+def test_session_options_that_read_or_write_files_are_refused(
     tmp_path: Path, target: str, place: str, key: str, value: str, why: str
 ) -> None:
     folder = forge(make_bundle(tmp_path, target=target).folder, *set_session(key, value, place=place))
@@ -87,13 +87,13 @@ def test_a_session_gets_no_word_that_reads_or_writes_a_file(
         ("tensorrt", "provider_options", "trt_engine_cache_enable", "1"),
     ],
 )
-def test_known_words_pass(tmp_path: Path, target: str, place: str, key: str, value: str) -> None:
+def test_known_session_options_are_accepted(tmp_path: Path, target: str, place: str, key: str, value: str) -> None:
     folder = forge(make_bundle(tmp_path, target=target).folder, *set_session(key, value, place=place))
     manifest = open_bundle(folder).manifest
     assert (manifest.session_config if place == "config" else manifest.provider_options)[key] == value
 
 
-def test_options_of_one_platform_are_held_to_the_same_list(tmp_path: Path) -> None:
+def test_options_of_a_single_platform_are_checked_too(tmp_path: Path) -> None:
     platforms = {"android": {"provider_options": {"backend_path": "/x"}}}
 
     def change(told: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def test_options_of_one_platform_are_held_to_the_same_list(tmp_path: Path) -> No
         open_bundle(folder)
 
 
-def test_a_target_of_ones_own_learns_at_once_that_a_bundle_cannot_pass_a_key(tmp_path: Path) -> None:
+def test_a_users_target_with_a_forbidden_option_is_refused_on_loading(tmp_path: Path) -> None:
     contents = make_contents(tmp_path)
     target = load_target("nnapi")
     session = Session(config={"ep.context_enable": "1"}, platforms=target.session.platforms)
@@ -124,7 +124,7 @@ def test_a_target_of_ones_own_learns_at_once_that_a_bundle_cannot_pass_a_key(tmp
         ("fallback", []),
     ],
 )
-def test_what_apps_read_is_what_devices_read(tmp_path: Path, key: str, value: object) -> None:
+def test_loaders_and_devices_read_the_same_options(tmp_path: Path, key: str, value: object) -> None:
     folder = forge(make_bundle(tmp_path).folder, lambda said: said.update({key: value}))
     with pytest.raises(BundleError, match=f"contradict each other in '{key}'"):
         open_bundle(folder)
@@ -146,7 +146,7 @@ def test_code_that_a_bundle_names_is_not_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("device", ["ssh:root@example.test", "adb:emulator-5554", "adb"])
-def test_a_bundle_chooses_no_machine(tmp_path: Path, device: str) -> None:
+def test_a_bundle_cannot_choose_a_device(tmp_path: Path, device: str) -> None:
     plan = [{"device": device, "form": "onnx", "samples": 1}]
     bundle = open_bundle(forge(make_bundle(tmp_path).folder, *set_both("verification", plan)))
     target = read_target(bundle)
@@ -156,7 +156,7 @@ def test_a_bundle_chooses_no_machine(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.31.1</version><x>", "1.31.1' + evil + '", "", "1.31.1\nimplementation 'x'"])
-def test_versions_that_go_into_build_files_are_versions(tmp_path: Path, version: str) -> None:
+def test_text_that_is_no_version_does_not_reach_build_files(tmp_path: Path, version: str) -> None:
     folder = forge(make_bundle(tmp_path).folder, lambda said: said["versions"].update(onnxruntime=version))
     with pytest.raises(BundleError, match="no version"):
         open_bundle(folder)
@@ -165,7 +165,7 @@ def test_versions_that_go_into_build_files_are_versions(tmp_path: Path, version:
 @pytest.mark.parametrize(
     ("key", "value"), [("provider", "CPUExecutionProvider"), ("socs", ["1"]), ("systems", {}), ("fallback", [])]
 )
-def test_an_index_says_what_its_manifests_say(tmp_path: Path, key: str, value: object) -> None:
+def test_an_index_must_agree_with_its_manifests(tmp_path: Path, key: str, value: object) -> None:
     joined = join_bundles([make_bundle(tmp_path)], tmp_path / "joined").folder
     edit_json(joined / "index.json", lambda index: index["variants"][0].update({key: value}))
     with pytest.raises(BundleError, match="contradicts"):
@@ -190,9 +190,7 @@ def test_a_linked_report_is_not_joined(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_stands_behind_the_provider_is_held_to_the_same(
-    tmp_path: Path, chained: dict[str, Any], message: str
-) -> None:
+def test_fallback_providers_are_checked_too(tmp_path: Path, chained: dict[str, Any], message: str) -> None:
     folder = make_bundle(tmp_path, target="tensorrt").folder
     (behind,) = open_bundle(folder).manifest.chain or ()
     assert (behind.provider, behind.provider_options) == ("CUDAExecutionProvider", {"device_id": "0"})
@@ -201,14 +199,14 @@ def test_what_stands_behind_the_provider_is_held_to_the_same(
         open_bundle(folder)
 
 
-def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_bundle_whose_input_has_no_shape_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = make_bundle(tmp_path, target="nnapi").folder
     edit_json(folder / "manifest.json", lambda said: said["inputs"][0].update(shape=None))
     for kind in ("aar", "swiftpm", "react-native", "ort-package", "tar"):
         refused("package", str(folder), "--as", kind, "--allow-failed", "--out", "out")
 
 
-def test_a_model_that_names_a_file_outside_the_bundle(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_model_that_names_a_file_outside_the_bundle_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"of somebody else")
     folder = make_bundle(tmp_path).folder
     proto = onnx.load(str(folder / "tiny.onnx"))
@@ -225,7 +223,7 @@ def test_a_model_that_names_a_file_outside_the_bundle(refused: Callable[..., str
         assert "'../secret' outside its folder" in refused(command[0], str(folder), *command[1:])
 
 
-def test_links_that_lead_in_a_circle(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_circular_links_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = make_bundle(tmp_path).folder
     (folder / "README.md").unlink()
     (folder / "README.md").symlink_to("README.md")
