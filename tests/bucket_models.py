@@ -1,4 +1,4 @@
-"""A network that takes texts of any length, and a bundle of it with a model for each of three sizes."""
+"""A network with inputs of any length, and a bundle of it with a model for each of three sizes."""
 
 from pathlib import Path
 

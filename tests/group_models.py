@@ -246,7 +246,7 @@ gate = "estimate"
 
 
 def run_program(folder: Path) -> str:
-    """What the program that a group ships says of its golden samples, and the end of its error if there is one."""
+    """Returns the output of a group's own program on its golden samples, and the last 500 characters of its stderr."""
     program = [sys.executable, str(folder / "app" / "edgekit_group.py")]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr[-500:]

@@ -38,7 +38,7 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
+def test_a_second_process_waits_for_the_lock(tmp_path: Path) -> None:
     order: list[str] = []
 
     def come_second() -> None:
@@ -81,7 +81,7 @@ def test_a_place_where_nothing_can_be_written_is_refused_beforehand(tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", [replacing_file, staged_folder, staged_entries, work_folder])
-def test_folders_made_for_nothing_are_gone_again(tmp_path: Path, way: Callable[[Path], Any]) -> None:
+def test_empty_folders_of_a_failed_write_are_removed(tmp_path: Path, way: Callable[[Path], Any]) -> None:
     with pytest.raises(ValueError, match="stop"), way(tmp_path / "a/b/c"):
         raise ValueError("stop")
     assert list(tmp_path.iterdir()) == []

@@ -83,7 +83,7 @@ def test_sizes_that_the_graph_of_a_static_model_computes_are_left_to_prepare(
 @pytest.mark.parametrize(
     ("count", "shown"), [(0, "0"), (999, "999"), (1200, "1.2 k"), (3_504_872, "3.5 M"), (301_000_000, "301 M")]
 )
-def test_counts_are_for_people(count: int, shown: str) -> None:
+def test_counts_are_formatted_with_k_m_and_g(count: int, shown: str) -> None:
     assert format_count(count) == shown
 
 

@@ -21,7 +21,7 @@ from edgekit.machine import (
 )
 
 
-def test_it_says_what_figures_depend_on_and_names_no_host() -> None:
+def test_the_description_of_a_machine_has_no_host_name() -> None:
     found = describe_machine()
     assert found["machine"] == platform.machine()
     assert int(found["cores"]) >= 1
@@ -63,7 +63,7 @@ def test_a_child_is_counted_with_its_parent() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])
-def test_results_come_in_order_and_items_are_read_as_they_are_needed(at_once: int) -> None:
+def test_parallel_results_keep_their_order_and_items_are_read_lazily(at_once: int) -> None:
     read = list[int]()
 
     def items() -> Iterator[int]:
@@ -76,12 +76,12 @@ def test_results_come_in_order_and_items_are_read_as_they_are_needed(at_once: in
         assert len(read) <= count + at_once + 1
 
 
-def test_two_are_worked_on_at_a_time() -> None:
+def test_two_items_are_processed_at_a_time() -> None:
     both = threading.Barrier(2, timeout=20)
     assert [found for _, found in map_in_order(lambda _: both.wait() >= 0, range(4), 2)] == [True] * 4
 
 
-def test_what_was_done_before_a_failure_is_handed_over_first() -> None:
+def test_results_before_a_failure_are_yielded_first() -> None:
     def items() -> Iterator[int]:
         yield from (4, 2)
         raise ValueError("no more")
@@ -94,7 +94,7 @@ def test_what_was_done_before_a_failure_is_handed_over_first() -> None:
         list(map_in_order(lambda item: 8 / item, (4, 0, 2), 2))
 
 
-def test_matrices_are_multiplied_by_one_thread_for_a_while() -> None:
+def test_blas_uses_one_thread_inside_the_block() -> None:
     def threads() -> set[int]:
         return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 

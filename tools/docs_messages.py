@@ -1,4 +1,4 @@
-"""Renders the page of all messages: each error with its next step, and the sentences of reports, by room."""
+"""Renders the page of all messages: each error with its next step, and the sentences of reports, by subpackage."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ ROOMS: Mapping[str, tuple[str, str]] = {
     "cli": ("The command line", "[Commands](commands.md)"),
     "": ("Files, targets and libraries", "[Files that you write](files.md)"),
 }
-"""The rooms of the package in the order of the page: the heading of each, and the page that says more."""
+"""The subpackages of edgekit in the order of the page: the heading of each, and the page that says more."""
 
 
 def render_messages() -> str:

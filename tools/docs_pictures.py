@@ -1,6 +1,6 @@
-"""Draws the pictures of HTML pages in docs/images again, from the demo's model: `python tools/docs_pictures.py`.
+"""Renews the screenshots of HTML reports in docs/images, from the demo's model: `python tools/docs_pictures.py`.
 
-Needs chromium (`apt-get install chromium`). Each picture has 32 colours, so that it stays small.
+Needs chromium (`apt-get install chromium`). Each screenshot has 32 colours, so that it stays small.
 """
 
 import subprocess

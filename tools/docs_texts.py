@@ -31,10 +31,9 @@ _MAKERS = {
     "__init__": ("ModelError", 0),
     "PipelineError": ("DataError", 0),
 }
-"""The functions that make an error, by name: the error's class, and the argument with the message; `hint` is a keyword.
-"""
-_MOST_VARIANTS = 24
-_DEEPEST = 6
+"""The functions that create an error, by name: the error's class, and the position of the argument with the message."""
+_MAX_VARIANTS = 24
+_MAX_DEPTH = 6
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ def list_messages() -> tuple[Message, ...]:
     for file in sorted(PACKAGE.rglob("*.py")):
         parts = file.relative_to(PACKAGE).parts
         if "standalone" in parts:
-            continue  # Programs that run in another process: their texts come back inside a message.
+            continue  # These programs run in another process, and edgekit quotes their texts in its own messages.
         room = parts[0] if len(parts) > 1 else ""
         has_sentences = room not in {"cli", ""} and "pages" not in parts
         found.update(dict.fromkeys(read_module(file.read_text(), room, has_sentences=has_sentences)))
@@ -132,7 +131,7 @@ class _Scope:
         """Returns the texts that an expression may give."""
         deeper = depth + 1
         match node:
-            case _ if deeper > _DEEPEST:
+            case _ if deeper > _MAX_DEPTH:
                 texts: tuple[str, ...] = (_ANY,)
             case ast.Constant(value=str(text)):
                 texts = (re.sub(r"\{\w*\}", _ANY, text),)
@@ -158,7 +157,7 @@ class _Scope:
         if not isinstance(part.value, (ast.Name, ast.Subscript)):
             return (_ANY,)
         texts = self.spell(part.value, depth)
-        is_known = all(_ANY not in text or " " in text for text in texts) and len(texts) <= _MOST_VARIANTS
+        is_known = all(_ANY not in text or " " in text for text in texts) and len(texts) <= _MAX_VARIANTS
         return texts if is_known else (_ANY,)
 
     def _find(self, node: ast.expr, depth: int) -> Sequence[ast.expr]:
@@ -188,7 +187,7 @@ class _Scope:
                 yield elements[place]
             case ast.Dict(values=values), _:
                 yield from values
-            case _ if depth < _DEEPEST:
+            case _ if depth < _MAX_DEPTH:
                 for node in self._find(value, depth + 1):
                     yield from self._pick(node, key, depth + 1)
             case _:
@@ -196,7 +195,7 @@ class _Scope:
 
 
 def _list_bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Returns the names that statements bind, with their possible values; `…` for an element of a loop."""
+    """Returns the names that statements assign, with their possible values; `…` for a loop variable."""
     found: dict[str, list[ast.expr]] = {}
     for node in (inner for statement in body for inner in ast.walk(statement)):
         match node:
@@ -248,7 +247,7 @@ def _list_results(function: ast.FunctionDef) -> list[ast.expr]:
 
 def _join(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
     """Returns each combination of the parts; parts with too many texts become `…`."""
-    if math.prod(map(len, parts)) > _MOST_VARIANTS:
+    if math.prod(map(len, parts)) > _MAX_VARIANTS:
         parts = [texts if len(texts) == 1 else (_ANY,) for texts in parts]
     joined = (re.sub(r"…(\s?…)+", _ANY, "".join(each)) for each in product(*parts))
     return tuple(dict.fromkeys(joined))

@@ -1,4 +1,4 @@
-"""Compares the placement that check predicts with the placement that a real provider makes, node by node.
+"""Compares the placement that `edgekit check` predicts with that of a real provider, node by node.
 
     python tools/placement_agreement.py --target qnn --source real --source quantized --work DIR [--set soc_model=36]
     python tools/placement_agreement.py --target nnapi --source node --known --work DIR --set api_level=31
@@ -51,14 +51,14 @@ from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 # The share of nodes that must agree.
-_SHIPPED = 0.999
-_LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "webgpu": 0.995, "xnnpack": 0.998}
+_MIN_AGREEMENT_SHIPPED = 0.999
+_MIN_AGREEMENT = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "webgpu": 0.995, "xnnpack": 0.998}
 # The device that asks the provider of a target in its own child process.
 _DEVICES = {"coreml": "ios-sim", "openvino": "openvino", "webgpu": "webgpu"}
 _QNN = "QNNExecutionProvider"
 
 
-class Surprise(msgspec.Struct, frozen=True, kw_only=True):
+class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
     """A node that check and the provider place differently."""
 
     model: str
@@ -74,12 +74,12 @@ class Tally(msgspec.Struct, kw_only=True):
     models: int = 0
     nodes: Counter[str] = msgspec.field(default_factory=Counter)
     agreed: Counter[str] = msgspec.field(default_factory=Counter)
-    disagreements: list[Surprise] = []
+    disagreements: list[Disagreement] = []
     moved: int = 0
     sessions: Counter[str] = msgspec.field(default_factory=Counter)
-    surprises: list[str] = []
+    unpredicted_failures: list[str] = []
     verdicts: Counter[str] = msgspec.field(default_factory=Counter)
-    broken: list[str] = []
+    false_yes: list[str] = []
 
 
 def main() -> int:
@@ -92,18 +92,18 @@ def main() -> int:
     target = _give_options(target, dict(pair.split("=", 1) for pair in options.option))
     tally = Tally()
     for path in write_models(options.source, options.work / "models", range(*options.seeds)):
-        if not options.known or _holds_known(path, target):
+        if not options.known or _has_known_operator(path, target):
             _measure(path, target, options.work, tally)
     for bundle in _find_shipped(options.shipped, options.target):
         model = bundle.folder / bundle.manifest.forms["onnx"][0]
         # Bundles of several builds have the same names.
         name = f"{bundle.folder.parent.name}-{bundle.folder.name}"
         _measure(model, load_target(options.target, read_target(bundle).settings), options.work, tally, name)
-    return _print_tally(tally, _SHIPPED if options.shipped else _LEAST[target.name])
+    return _print_tally(tally, _MIN_AGREEMENT_SHIPPED if options.shipped else _MIN_AGREEMENT[target.name])
 
 
 def _find_shipped(folders: list[Path], target: str) -> Iterator[Bundle]:
-    """Yields the bundles of a target below some folders that contain an ONNX file of the model."""
+    """Yields the bundles of a target, below some folders, that contain an ONNX file of the model."""
     for folder in folders:
         for file in sorted(folder.rglob(f"*-{target}/manifest.json")):
             bundle = open_bundle(file.parent)
@@ -120,7 +120,7 @@ def _measure(path: Path, target: Target, work: Path, tally: Tally, name: str = "
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=sorted(_LEAST), default="qnn")
+    parser.add_argument("--target", choices=sorted(_MIN_AGREEMENT), default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
     parser.add_argument("--shipped", action="append", type=Path, default=[], metavar="DIR", help="bundles lie below it")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
@@ -146,7 +146,7 @@ def _give_options(target: Target, options: dict[str, str]) -> Target:
     )
 
 
-def _holds_known(path: Path, target: Target) -> bool:
+def _has_known_operator(path: Path, target: Target) -> bool:
     rules = tomllib.loads((target.folder / "rules.toml").read_text())
     known = {kind for entry in rules["op"] for kind in entry["types"]} - {"QuantizeLinear", "DequantizeLinear"}
     return any(node.op_type in known for node in onnx.load(str(path), load_external_data=False).graph.node)
@@ -219,13 +219,13 @@ def observe_release(path: Path, target: Target) -> ObservedPlacement:
 def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally, graph: Graph) -> None:
     tally.models += 1
     tally.verdicts[report.verdict] += 1
-    if report.verdict == "yes" and (what := _find_break(report, seen)):
-        tally.broken.append(f"{report.model}: {what}")
+    if report.verdict == "yes" and (what := _find_false_yes(report, seen)):
+        tally.false_yes.append(f"{report.model}: {what}")
     if seen.failure is not None and not seen.providers:
         kind = "failed as predicted" if report.is_refused else "failed at a named risk" if report.risks else "failed"
         tally.sessions[kind] += 1
         if kind == "failed":
-            tally.surprises.append(f"{report.model}: {seen.failure}")
+            tally.unpredicted_failures.append(f"{report.model}: {seen.failure}")
         return
     tally.sessions["refused in prediction only" if report.is_refused else "made"] += 1
     for node, taken in match_nodes(report, seen.providers):
@@ -237,7 +237,7 @@ def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally, graph: 
         if taken != node.taken:
             why = seen.reasons.get(node.name, "") if node.taken else "; ".join(node.reasons)
             tally.disagreements.append(
-                Surprise(model=report.model, name=node.name, op=node.op, predicted=node.taken, why=why)
+                Disagreement(model=report.model, name=node.name, op=node.op, predicted=node.taken, why=why)
             )
 
 
@@ -248,7 +248,7 @@ def _is_moved(name: str, graph: Graph, seen: ObservedPlacement) -> bool:
     return bool(readers) and all(seen.providers.get(reader.name) == CPU_PROVIDER for reader in readers)
 
 
-def _find_break(report: CheckReport, seen: ObservedPlacement) -> str:
+def _find_false_yes(report: CheckReport, seen: ObservedPlacement) -> str:
     """Returns how the provider splits or refuses a model; empty if it does neither."""
     if seen.failure is not None:
         return f"refused: {seen.failure}"
@@ -258,10 +258,10 @@ def _find_break(report: CheckReport, seen: ObservedPlacement) -> str:
     return f"{len(left)} nodes left, such as {left[0]}" if report.wants_whole and left else ""
 
 
-def _print_tally(tally: Tally, least: float) -> int:
+def _print_tally(tally: Tally, minimum: float) -> int:
     for line in _lines(tally):
         print(line)
-    return 0 if tally.agreed.total() >= least * tally.nodes.total() and not tally.broken else 1
+    return 0 if tally.agreed.total() >= minimum * tally.nodes.total() and not tally.false_yes else 1
 
 
 def _lines(tally: Tally) -> Iterator[str]:
@@ -271,16 +271,16 @@ def _lines(tally: Tally) -> Iterator[str]:
     for found in tally.disagreements:
         side = "predicted taken, was not" if found.predicted else "predicted not taken, was"
         yield f"{found.model}: {found.op} '{found.name[:60]}' {side}: {found.why[:160]}"
-    for surprise in tally.surprises:
-        yield f"session failed, not predicted: {surprise[:200]}"
-    for broken in tally.broken:
-        yield f"judged yes, but {broken[:200]}"
+    for failure in tally.unpredicted_failures:
+        yield f"session failed, not predicted: {failure[:200]}"
+    for false_yes in tally.false_yes:
+        yield f"judged yes, but {false_yes[:200]}"
     total, agreed = tally.nodes.total(), tally.agreed.total()
     yield f"\n{tally.models} models; sessions: " + ", ".join(
         f"{count} {kind}" for kind, count in tally.sessions.items()
     )
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.verdicts.items()))
-    yield f"verdicts: {verdicts}; {len(tally.broken)} judged yes are split or refused"
+    yield f"verdicts: {verdicts}; {len(tally.false_yes)} judged yes are split or refused"
     yield f"{agreed} of {total} nodes agree: {agreed / max(total, 1):.2%}" + (
         f"; {tally.moved} DQ nodes elsewhere under their name" * bool(tally.moved)
     )

@@ -35,7 +35,10 @@ HEAVY = ("light_vgg19", "light_bvlc_alexnet", "light_zfnet512")
 
 
 def write_models(sources: list[str], folder: Path, seeds: range = SEEDS) -> Iterator[Path]:
-    """Yields the prepared files of each source, without those that ONNX Runtime refuses; `seeds` generate models."""
+    """Yields the prepared files of each source, without those that ONNX Runtime refuses.
+
+    `seeds` are those of the random models of the source "generated".
+    """
     ort.set_default_logger_severity(4)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -109,7 +112,7 @@ def _node_tests(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
             for scheme in ("u8s8", "s8s8"):
                 with contextlib.suppress(*_REFUSALS):
                     quantized = _quantize(source, scheme, f"{case.name}__{scheme}")
-                    # If the quantizer leaves the operator alone, the float model has already been examined.
+                    # A model without Q is the float model, which was yielded already; an empty one is written already.
                     if not quantized.graph.node or any(
                         node.op_type == "QuantizeLinear" for node in quantized.graph.node
                     ):
@@ -118,7 +121,7 @@ def _node_tests(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
 
 
 def _freeze_inputs(proto: onnx.ModelProto, samples: Any) -> bool:
-    """Turns every input but the first into a constant with the test's own value; returns False if none can be."""
+    """Replaces inputs after the first by constants with the test's own values; returns False if none can be."""
     before = len(proto.graph.input)
     for at in range(before - 1, 0, -1):
         sample = samples[at] if at < len(samples) else None

@@ -67,7 +67,7 @@ def _app(folder: Path, **sweep: Any) -> App:
     return msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=SweepTable(**sweep)))
 
 
-def _told(report: AppReport) -> dict[str, tuple[str, str]]:
+def _list_states(report: AppReport) -> dict[str, tuple[str, str]]:
     return {f"{cell.model}/{cell.target}": (cell.state, cell.sha256) for cell in report.cells}
 
 
@@ -106,8 +106,8 @@ def test_a_second_machine_takes_finished_cells_from_the_store(
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("build"))
     (other / "edgekit.toml").write_text(TEXT.replace("models.one", "models.uno"))
     second = run_app(_app(other, store=store))
-    sha = {name: found[1] for name, found in _told(first).items()}
-    assert _told(second) == {"uno/cpu": ("kept", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
+    sha = {name: found[1] for name, found in _list_states(first).items()}
+    assert _list_states(second) == {"uno/cpu": ("kept", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
     told = json.loads((other / "build/uno/cpu/report.json").read_bytes())
     assert told["bundles"][0]["path"] == str(other / "build/uno/cpu/one-cpu")
     assert (other / "build" / second.cells[0].report).is_file()
@@ -116,9 +116,9 @@ def test_a_second_machine_takes_finished_cells_from_the_store(
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     shutil.rmtree(other / "build")
     third = run_app(_app(other, store=store))
-    assert _told(third) == {"uno/cpu": ("built", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
+    assert _list_states(third) == {"uno/cpu": ("built", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
     shutil.rmtree(other / "build")
-    assert {state for state, _ in _told(run_app(_app(other, store=store))).values()} == {"kept"}
+    assert {state for state, _ in _list_states(run_app(_app(other, store=store))).values()} == {"kept"}
 
 
 @pytest.mark.long
@@ -179,7 +179,7 @@ def test_cells_that_share_a_board_run_in_turn_on_the_machine_that_has_it(folder:
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
     distributed = pytest.importorskip("distributed")
-    alone = _told(run_app(_app(folder)))
+    alone = _list_states(run_app(_app(folder)))
     shutil.rmtree(folder / "build")
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
     with distributed.LocalCluster(**options) as cluster:
@@ -203,7 +203,7 @@ def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -
             killer.join()
         events = _events(cluster)
     assert killed
-    assert _told(report) == alone
+    assert _list_states(report) == alone
     done = [event["key"] for _, event in events if event["what"] == "done"]
     assert sorted(done) == sorted(cell.key for cell in report.cells)
     assert events[-1][1] == {**events[-2][1], "what": "done", "seconds": events[-1][1]["seconds"]}

@@ -78,7 +78,7 @@ def make_detector_bundle(folder: Path, target: str = "nnapi") -> Bundle:
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Changes what a file says in JSON, and spells it as edgekit does."""
+    """Changes the JSON of a file, and writes it in edgekit's format."""
     said = json.loads(path.read_bytes())
     change(said)
     path.write_bytes(encode_json(said))
@@ -93,7 +93,7 @@ def flip_byte(path: Path) -> None:
 
 
 def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:
-    """A setting that a search found on such machines."""
+    """Returns a setting as `edgekit tune` finds it, for machines of a class."""
     evidence = TuningEvidence(
         goal="latency", device="host", evidence=Evidence.EMULATED, ratio=0.8, interval=(0.7, 0.9), rounds=8,
         changes=("1 thread",), versions={},
@@ -114,7 +114,7 @@ def make_contents(
     model: Model | None = None,
     samples: Samples | None = None,
 ) -> Contents:
-    """Returns what goes into a bundle of a model, by default of the classifier and its samples."""
+    """Returns the contents of a bundle, by default of the classifier and its samples."""
     model, chosen = model or save_classifier(folder / "tiny.onnx"), load_target(target)
     return Contents(
         source=model,

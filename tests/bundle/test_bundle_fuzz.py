@@ -81,16 +81,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return make_bundle(tmp_path_factory.mktemp("plain"))
 
 
-def spell(value: object) -> bytes:
-    """Returns JSON as edgekit spells it where it can, so that what is tried is the content."""
+def encode_canonical(value: object) -> bytes:
+    """Returns JSON in edgekit's format, if that can hold it, so that only the content is tested."""
     try:
         return encode_json(value)
     except (ValueError, UnicodeError):
         return json.dumps(value).encode()
 
 
-def refused_or(file: Path, data: bytes, check: Callable[[], bool]) -> bool:
-    """Says whether changed bytes of a file are refused in one line, or pass the check."""
+def is_refused_or_passes(file: Path, data: bytes, check: Callable[[], bool]) -> bool:
+    """Returns True if changed bytes of a file are refused in one line, or pass the check."""
     kept = file.read_bytes()
     try:
         file.write_bytes(data)
@@ -123,7 +123,7 @@ def test_changed_bytes_of_a_manifest_do_no_harm(bundle: Bundle, place: int, data
     file = bundle.folder / "manifest.json"
     text = file.read_bytes()
     start = place % len(text)
-    assert refused_or(file, text[:start] + data + text[start + length :], same_files(bundle))
+    assert is_refused_or_passes(file, text[:start] + data + text[start + length :], same_files(bundle))
 
 
 @pytest.mark.fuzz
@@ -132,7 +132,7 @@ def test_changed_bytes_of_a_manifest_do_no_harm(bundle: Bundle, place: int, data
 def test_changed_values_of_a_manifest_do_no_harm(bundle: Bundle, value: object, data: st.DataObject) -> None:
     manifest = json.loads((bundle.folder / "manifest.json").read_bytes())
     change_somewhere(manifest, value, data)
-    assert refused_or(bundle.folder / "manifest.json", spell(manifest), same_files(bundle))
+    assert is_refused_or_passes(bundle.folder / "manifest.json", encode_canonical(manifest), same_files(bundle))
 
 
 @pytest.mark.fuzz
@@ -142,7 +142,7 @@ def test_changed_names_in_a_manifest_do_no_harm(bundle: Bundle, name: str) -> No
     manifest = json.loads((bundle.folder / "manifest.json").read_bytes())
     manifest["files"][name] = manifest["files"]["tiny.onnx"]
     manifest["forms"] = {"onnx": [name]}
-    assert refused_or(bundle.folder / "manifest.json", spell(manifest), same_files(bundle))
+    assert is_refused_or_passes(bundle.folder / "manifest.json", encode_canonical(manifest), same_files(bundle))
 
 
 @pytest.mark.fuzz
@@ -157,7 +157,7 @@ def test_changed_values_of_an_index_do_no_harm(signed: Signed, value: object, da
 
     index = json.loads((signed.multi.folder / "index.json").read_bytes())
     change_somewhere(index, value, data)
-    assert refused_or(signed.multi.folder / "index.json", spell(index), opens)
+    assert is_refused_or_passes(signed.multi.folder / "index.json", encode_canonical(index), opens)
 
 
 @pytest.mark.fuzz
@@ -171,7 +171,7 @@ def test_no_changed_byte_of_a_signed_bundle_is_accepted(
     kept = file.read_bytes()
     changed = bytearray(kept)
     changed[data.draw(st.integers(0, len(kept) - 1))] ^= change
-    assert refused_or(file, bytes(changed), lambda: open_any(folder, key=signed.public) is None)
+    assert is_refused_or_passes(file, bytes(changed), lambda: open_any(folder, key=signed.public) is None)
 
 
 @pytest.mark.fuzz

@@ -18,7 +18,7 @@ KEYS = {
 BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
 
 
-def test_bench_keeps_its_contract(answer: Answer) -> None:
+def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
     report = answer([*BENCH, "--threads", "1"])
     (run,) = report["runs"]
     assert report["subject"] == MODEL.name
@@ -26,7 +26,7 @@ def test_bench_keeps_its_contract(answer: Answer) -> None:
     assert (run["iterations"], run["threads"]) == (10, 1)
 
 
-def test_bench_compares_in_turns(
+def test_bench_compares_two_models_in_alternation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 2)
@@ -39,7 +39,7 @@ def test_bench_compares_in_turns(
     assert last == ""
 
 
-def test_a_device_that_is_not_here_is_no(answer: Answer) -> None:
+def test_a_missing_device_gives_exit_code_1(answer: Answer) -> None:
     report = answer(["bench", str(MODEL), "--on", "coreml", "-q"], 1)
     assert report["skipped"][0]["device"] == "coreml"
 
@@ -50,7 +50,7 @@ def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Answer) -> None
     assert [run["device"] for run in answer(arguments)["runs"]] == ["my desk"]
 
 
-def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+def test_devices_test_lists_its_checks(capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
     test = answer(["devices", "test", "host", "-q"])
     assert test["passed"] is True
     assert {"outputs", "placement", "an altered weight is noticed"} <= {check["name"] for check in test["checks"]}
@@ -58,7 +58,7 @@ def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], an
     assert "not tried: Core ML runs only on Apple" in capsys.readouterr().out
 
 
-def test_devices_list_tells_the_versions(answer: Answer) -> None:
+def test_devices_list_shows_versions(answer: Answer) -> None:
     devices = {device["name"]: device for device in answer(["devices", "list"])["devices"]}
     assert devices["host"]["versions"]["onnxruntime"]
     android = devices["android"]

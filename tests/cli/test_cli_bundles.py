@@ -87,7 +87,9 @@ def test_a_signature_says_what_was_verified_where_and_with_which_figures(
     assert "signed with that key: its verification WARNED on host" in capsys.readouterr().out
 
 
-def test_a_build_is_repeated_with_its_reference(build: Path, refused: Refused, answer: Answer) -> None:
+def test_a_build_with_the_expected_outputs_of_another_has_its_digest(
+    build: Path, refused: Refused, answer: Answer
+) -> None:
     argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
     first = json.loads((build / "out" / "report.json").read_bytes())
     again = answer([*argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again")])
@@ -124,7 +126,7 @@ def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
     ]
 
 
-def test_what_was_not_verified_is_not_released(
+def test_an_unverified_bundle_is_not_released(
     build: Path, bundle: Path, tmp_path: Path, refused: Refused, answer: Answer
 ) -> None:
     for command in release(bundle, tmp_path, build / "key"):
@@ -137,7 +139,7 @@ def test_what_was_not_verified_is_not_released(
         assert answer([*command])["allowed"] == []
 
 
-def test_what_is_not_proven_is_released_where_somebody_says_so(
+def test_an_unproven_bundle_is_released_only_by_option(
     build: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused, answer: Answer
 ) -> None:
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
@@ -163,13 +165,15 @@ def test_what_is_not_proven_is_released_where_somebody_says_so(
         assert "did not pass its verification" in refused(*command, "--accept-unproven")
 
 
-def test_what_was_altered_since_is_not_released(build: Path, bundle: Path, tmp_path: Path, refused: Refused) -> None:
+def test_a_bundle_that_was_changed_after_its_verification_is_not_released(
+    build: Path, bundle: Path, tmp_path: Path, refused: Refused
+) -> None:
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
     report = json.loads((bundle / "verify.json").read_bytes())
     (bundle / "verify.json").write_text(json.dumps({**report, "bundle_sha256": "0" * 64}))
     assert "was changed after its verification" in refused(*release(bundle, tmp_path, build / "key")[0])
 
 
-def test_a_pipe_in_place_of_a_report_is_no_report(build: Path, bundle: Path, tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_report_is_not_read(build: Path, bundle: Path, tmp_path: Path) -> None:
     os.mkfifo(bundle / "verify.json")
     assert run_command(release(bundle, tmp_path, build / "key")[0]) == 2

@@ -7,7 +7,7 @@ import msgspec
 import onnx
 import pytest
 from demo_paths import MODEL
-from devices_models import present
+from devices_models import require_device
 from fixture_types import Answer
 from tiny_models import parse_model
 
@@ -23,8 +23,8 @@ from edgekit.target import load_target
 HOSTILE = "<script>alert(1)</script>\"'>"
 
 
-def test_what_was_observed_stands_in_the_json(answer: Answer) -> None:
-    present("qnn-htp-sim", "qnn")
+def test_the_json_of_check_has_the_observed_placement(answer: Answer) -> None:
+    require_device("qnn-htp-sim", "qnn")
     targets = answer(["check", str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"])["targets"]
     assert targets["qnn"]["evidence"] == "simulator"
     assert {"device": "qnn-htp-sim", "nodes": 62, "taken": 62, "disagreements": []}.items() <= targets["qnn"][
@@ -38,8 +38,8 @@ def test_what_was_observed_stands_in_the_json(answer: Answer) -> None:
         assert "Core ML runs only on Apple hardware" in coreml["not_observed"]
 
 
-def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Answer) -> None:
-    present("qnn-htp-sim", "qnn")
+def test_a_refusal_by_the_providers_own_code_gives_the_verdict_no(tmp_path: Path, answer: Answer) -> None:
+    require_device("qnn-htp-sim", "qnn")
     text = (
         "g (float[1,4,8,8] x) => (float[1,4,8,8] y)"
         "{ [a] t = Relu(x) [b] u = IsNaN(t) [c] v = Not(u) [d] w = Cast<to=1>(v) [e] y = Mul(w, t) }"
@@ -63,7 +63,7 @@ def test_the_page_is_complete_and_the_text_ends_with_the_recommendation(
     assert "<script src" not in text
 
 
-def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
+def test_a_model_that_onnx_runtime_cannot_load_still_gets_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
@@ -102,7 +102,7 @@ def test_most_work_in_fewest_crossings_is_recommended() -> None:
 
 
 @pytest.mark.parametrize("op", ["Conv", "DynamicQuantizeLinear"])
-def test_of_a_target_that_runs_whole_models_it_is_said_what_is_left_over(op: str) -> None:
+def test_for_a_target_of_whole_models_the_recommendation_counts_the_other_nodes(op: str) -> None:
     nodes = (*(_node(op=op) for _ in range(9)), LEFT)
     report = msgspec.structs.replace(_report("whole", *nodes), wants_whole=True)
     line = describe_recommendation(recommend_target({"whole": report}, {}), {"whole": report})
@@ -123,7 +123,7 @@ def test_where_each_target_says_no_none_is_recommended() -> None:
     ("automatic", 1, "follow the automatic advice, and check again"), ("automatic", 0, "use the CPU"),
     ("manual", 1, "use the CPU"),
 ])  # fmt: skip
-def test_advice_that_would_gain_half_of_the_nodes_comes_before_the_cpu(
+def test_advice_that_gains_half_of_the_nodes_is_recommended_before_the_cpu(
     fix: Literal["automatic", "manual"], gain: int, then: str
 ) -> None:
     advice = Advice(id="dims", subject="dims", message="fix them", fix=fix, gain_nodes=gain)
@@ -160,7 +160,7 @@ def test_what_was_observed_to_fail_is_not_recommended() -> None:
     assert "a refused the model when it was asked" in found.reasons
 
 
-def test_risks_fatal_nodes_and_disagreements_are_told() -> None:
+def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
     report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
     assert list(list_check_remarks(report)) == [
         "fatal: Conv 'bad' makes the provider refuse the whole session",
@@ -225,7 +225,7 @@ def _overridable(path: Path, ir_version: int) -> Path:
 
 
 @pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
-def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
+def test_check_reports_the_file_as_it_is_and_as_prepare_makes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, ir_version: int, taken: int
 ) -> None:
     model = str(_overridable(tmp_path / "m.onnx", ir_version))
@@ -244,7 +244,7 @@ def test_an_input_can_be_frozen(tmp_path: Path, answer: Answer) -> None:
     assert (found["taken"], found["as_is"]["taken"]) == (1, 0)
 
 
-def test_what_build_makes_of_a_model_is_told_beside_what_a_target_takes_of_it(
+def test_check_reports_the_model_as_build_makes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     # NNAPI takes a float MatMul whose matrices have two dimensions, or all as many.
@@ -258,7 +258,7 @@ def test_what_build_makes_of_a_model_is_told_beside_what_a_target_takes_of_it(
     assert "recommendation: nnapi: yes" in told
 
 
-def test_open_dimensions_are_given_sizes_to_say_what_build_would_make(
+def test_dynamic_dimensions_get_assumed_sizes_to_predict_a_build(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
     text = "g (float[N,2,8,8] x) => (float[N,2,8,8] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { y = Conv(x, w) }"
@@ -273,7 +273,7 @@ def test_open_dimensions_are_given_sizes_to_say_what_build_would_make(
     assert "dimension 0 of input 0 is dynamic" in told
 
 
-def test_operators_that_wait_for_a_size_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operators_that_need_a_fixed_size_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """g (float[2,N] x) => (float[2,N] y, float[N,2] z)
         { y = Relu(x) t = Transpose<perm = [1, 0]>(x) z = Sigmoid(t) }"""
     run_command(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "nnapi"])
@@ -290,7 +290,9 @@ def test_sizes_that_do_not_fit_the_model_are_not_assumed(tmp_path: Path, answer:
     assert document["assumed"] == {}
 
 
-def test_operators_that_a_provider_lacks_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operators_that_a_provider_lacks_share_one_line_of_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { a = Relu(x) b = Erf(a) c = Shrink(b) y = Relu(c) }"
     run_command(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "nnapi"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "has no" in line and line.startswith("- ")]

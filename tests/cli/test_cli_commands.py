@@ -38,7 +38,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert command.get_short_help_str(200) == COMMANDS[name]
 
 
-def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Answer) -> None:
+def test_check_prints_json_and_gives_exit_code_1_for_no(tmp_path: Path, answer: Answer) -> None:
     report = answer(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"])
     checked = report["targets"]["nnapi"]
     keys = {"evidence", "nodes", "taken", "partitions", "taken_macs", "verdict", "node_list", "advice"}
@@ -49,7 +49,7 @@ def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Answer) -> No
     assert run_command(["check", str(parse_model(text, tmp_path / "erf.onnx")), "--target", "nnapi"]) == 1
 
 
-def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Answer) -> None:
+def test_inspect_targets_devices_and_doctor_print_json(answer: Answer) -> None:
     assert answer(["inspect", str(MODEL)])["ops"]["Conv"] == 31
     assert answer(["targets", "qnn"])["settings"]["soc_model"] == "69"
     assert {target["name"] for target in answer(["targets"])["targets"]} >= {"nnapi", "qnn"}
@@ -73,7 +73,7 @@ def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, refu
     assert "--metric needs labels" in refused(*arguments)
 
 
-def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, answer: Answer) -> None:
+def test_compare_prints_distances_and_fails_below_a_limit(bundles: Path, answer: Answer) -> None:
     quantized = bundles / "digits_mobilenet-nnapi" / "model.onnx"
     arguments = ["compare", str(MODEL), str(quantized), "--data", str(CALIBRATION), "--samples", "4", "--layers"]
     report = answer([*arguments, "--min-sqnr", "15"])
@@ -108,7 +108,7 @@ def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, an
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_at_once_and_leaves_no_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "edgekit", *BUILD, "--out", str(tmp_path / "out"), "-v"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert child.stderr is not None
@@ -131,7 +131,7 @@ def test_output_into_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_compare_shows_labels_and_says_no_where_none_is_equal(
+def test_compare_shows_the_agreement_of_labels_and_fails_without_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for op in ("ArgMax", "ArgMin"):

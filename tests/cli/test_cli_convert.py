@@ -26,7 +26,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer: Answer) -> None:
+def test_the_json_of_convert_lists_files_and_their_equality(tmp_path: Path, answer: Answer) -> None:
     arguments = ["convert", str(MODEL), "--target", "nnapi", "--data", str(CALIBRATION), "--out", str(tmp_path / "o")]
     report = answer(arguments)
     assert report["files"] == {"runtime": ["model.runtime.ort"], "onnx": ["model.onnx"]}
@@ -38,7 +38,7 @@ def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer
     assert report["versions"]["ort-canonical-form"] == "1"
 
 
-def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_convert_lists_files_and_their_equality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["convert", str(MODEL), "--style", "both", "--onnx", "--out", str(tmp_path / "o")]) == 0
     shown = capsys.readouterr().out
     assert "Conv are FusedConv" in shown
@@ -95,12 +95,12 @@ def test_a_model_of_gigabytes_is_refused_before_it_is_read(
     assert not (tmp_path / "o").exists()
 
 
-def test_what_weights_of_4_bits_bring_below_2_gb_is_not_refused_for_its_float_size(tmp_path: Path) -> None:
+def test_a_float_model_above_2_gb_is_accepted_if_4_bit_weights_bring_it_below(tmp_path: Path) -> None:
     make_huge(tmp_path, 28_000)
     _refuse_large(tmp_path / "m.onnx", (), ConvertOptions(weights=WeightOnlyOptions(form="int4")))
 
 
-def test_quantization_formats_stand_side_by_side(refused: Refused, answer: Answer) -> None:
+def test_compare_formats_measures_each_quantization_format(refused: Refused, answer: Answer) -> None:
     arguments = ["compare", str(MODEL), "--formats", "--data", str(CALIBRATION), "--samples", "16"]
     report = answer([*arguments, "--cpu", "x64"])
     assert (report["calibrated"], report["judged"], report["apart"]) == (8, 8, True)
@@ -152,7 +152,7 @@ def test_a_format_that_a_model_of_convolutions_cannot_have_says_why(name: str, t
 TOML = 'size = [24, 24]\ncolor = "L"\nmean = [0.5]\nstd = [0.25]\n'
 
 
-def test_prepare_makes_the_interface_an_app_wants(tmp_path: Path, answer: Answer) -> None:
+def test_prepare_changes_inputs_and_outputs_as_the_options_say(tmp_path: Path, answer: Answer) -> None:
     source = load_model(MODEL)
     name, output = source.inputs[0].name, source.outputs[0].name
     shape = [dim if isinstance(dim, int) else 1 for dim in source.inputs[0].shape or ()]

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_option_of_every_command_has_its_place() -> None:
+def test_the_schema_has_every_option_of_every_command() -> None:
     schema = describe_file()
     places = schema["$defs"]["AppTable"]["properties"]["commands"]["properties"]
     context = click.Context(group, info_name="edgekit")
@@ -45,7 +45,7 @@ def test_every_option_of_every_command_has_its_place() -> None:
             jsonschema.validate({**text, "commands": wrong}, schema)
 
 
-def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_the_file_is_the_default_of_its_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = '[commands.prepare]\nout = "made.onnx"\ndim = { N = 3 }\nfix = false\njson = true\n'
     (folder / "edgekit.toml").write_text(text)
     assert run_command([*NAMED, "prepare", "m.onnx"]) == 0
@@ -61,7 +61,7 @@ def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: p
     assert run_command([*NAMED, "prepare", "--help"]) == 0
 
 
-def test_a_file_that_nobody_names_gives_nothing(
+def test_a_file_without_the_option_or_variable_that_names_it_is_not_read(
     folder: Path, capsys: pytest.CaptureFixture[str], refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "edgekit.toml").write_text("[commands.targets]\njson = true\n")
@@ -84,7 +84,7 @@ def test_a_file_that_nobody_names_gives_nothing(
         ("[commands.targets\n", "'edgekit.toml' is malformed: Expected ']'"),
     ],
 )
-def test_an_error_says_where_it_stands(text: str, wanted: str, folder: Path, refused: Refused) -> None:
+def test_an_error_names_file_line_and_key(text: str, wanted: str, folder: Path, refused: Refused) -> None:
     (folder / "edgekit.toml").write_text(text)
     assert wanted in refused(*NAMED, "targets")
 
@@ -98,6 +98,6 @@ def test_an_error_says_where_it_stands(text: str, wanted: str, folder: Path, ref
         ("[commands.check]\nset = [true]", "line 6, column 1: commands.check.set: it takes a text, a list of texts"),
     ],
 )
-def test_run_holds_every_table_against_its_command(text: str, wanted: str, folder: Path, refused: Refused) -> None:
+def test_run_checks_the_tables_of_all_commands(text: str, wanted: str, folder: Path, refused: Refused) -> None:
     (folder / "edgekit.toml").write_text('[models.m]\npath = "m.onnx"\ndata = { source = "x" }\n[targets.cpu]\n' + text)
     assert wanted in refused("run", str(folder / "edgekit.toml"))

@@ -32,7 +32,7 @@ def test_hundreds_of_damaged_inputs_of_all_commands(tmp_path: Path) -> None:
     assert "no finding; the last 400 found nothing" in done.stdout
 
 
-def test_no_command_is_left_out() -> None:
+def test_the_fuzzer_knows_every_command() -> None:
     # `demo` builds what lies in the package.
     assert {name for name, _, _ in PLANS} == COMMANDS.keys() - {"demo"}
 
@@ -59,7 +59,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_wrong_is_a_finding(case: Case, kind: str) -> None:
+def test_each_kind_of_misbehaviour_is_a_finding(case: Case, kind: str) -> None:
     assert next(judge(case, BAD[kind], {}, {}))[0] == kind
 
 
@@ -77,11 +77,11 @@ def test_findings_of_one_cause_share_their_key(case: Case) -> None:
         ("changed input", {}),
     ],
 )
-def test_files_that_should_not_be_are_a_finding(case: Case, kind: str, after: dict[str, tuple[int, int, int]]) -> None:
+def test_leftover_files_are_a_finding(case: Case, kind: str, after: dict[str, tuple[int, int, int]]) -> None:
     assert next(judge(case, GOOD, {"m.onnx": FILE}, after))[0] == kind
 
 
-def test_an_honest_refusal_and_an_honest_result_are_none(case: Case) -> None:
+def test_a_clean_refusal_and_a_clean_result_are_no_findings(case: Case) -> None:
     assert list(judge(case, GOOD, {"m.onnx": FILE}, {"m.onnx": FILE})) == []
     done = Told(code=0, trace="", shown='{"nodes": 3}\n', words="")
     assert list(judge(case, done, {"m.onnx": FILE}, {"m.onnx": FILE, "out/model.ort": FILE})) == []
@@ -97,7 +97,7 @@ def fence(tmp_path: Path) -> Iterator[Fence]:
     fence.inside = ""
 
 
-def test_the_fence_sees_what_is_written_read_started_and_called_outside(fence: Fence, tmp_path: Path) -> None:
+def test_the_fence_reports_files_processes_and_sockets_outside_its_folder(fence: Fence, tmp_path: Path) -> None:
     (tmp_path / "inside/link").symlink_to(tmp_path / "outside")
     for event, arguments in (
         ("open", (str(tmp_path / "loot"), "w", os.O_WRONLY)),
@@ -115,7 +115,7 @@ def test_the_fence_sees_what_is_written_read_started_and_called_outside(fence: F
         assert len(fence.broken) == 1, (event, arguments)
 
 
-def test_the_fence_lets_a_command_work(fence: Fence, tmp_path: Path) -> None:
+def test_the_fence_allows_what_a_command_needs(fence: Fence, tmp_path: Path) -> None:
     for event, arguments in (
         ("open", (str(tmp_path / "inside/out"), "w", os.O_WRONLY | os.O_CREAT)),
         ("open", (str(tmp_path / "elsewhere"), "r", os.O_RDONLY)),

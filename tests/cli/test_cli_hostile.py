@@ -32,11 +32,11 @@ def write_model(text: str, change: Callable[[onnx.ModelProto], object], path: Pa
     "command",
     [["inspect"], ["inspect", "--sizes"], ["check"], ["prepare", "--out", "p.onnx"], ["convert", "--out", "c"]],
 )
-def test_local_functions_that_call_themselves(command: list[str], refused: Refused, tmp_path: Path) -> None:
+def test_local_functions_that_call_themselves_are_refused(command: list[str], refused: Refused, tmp_path: Path) -> None:
     assert "calls itself" in refused(*command, write_model(TWO, call_itself, tmp_path / "m.onnx"))
 
 
-def test_a_loop_with_few_inputs(refused: Refused, tmp_path: Path) -> None:
+def test_a_loop_with_too_few_inputs_is_refused(refused: Refused, tmp_path: Path) -> None:
     loop = write_model(LOOP, lambda proto: proto.graph.node[0].input.__delitem__(slice(1, None)), tmp_path / "m.onnx")
     assert "has 1 inputs" in refused("inspect", loop, "--sizes")
     assert "has 1 inputs" in refused("diff", loop, loop)
@@ -47,7 +47,7 @@ HUGE = "x = " + "9" * 5000
 
 
 @pytest.mark.parametrize("text", [NESTED, HUGE, "a" + ".a" * 3000 + " = 1"], ids=["nested", "huge", "dotted"])
-def test_toml_that_python_cannot_read(refused: Refused, tmp_path: Path, text: str) -> None:
+def test_toml_that_python_cannot_parse_is_refused(refused: Refused, tmp_path: Path, text: str) -> None:
     model, toml = str(save_classifier(tmp_path / "m.onnx").path), str(tmp_path / "x.toml")
     Path(toml).write_text(text)
     (tmp_path / "target").mkdir()
@@ -84,7 +84,7 @@ def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Refused, tmp_path
         "{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000, 8)}",
     ],
 )
-def test_headers_of_arrays(refused: Refused, tmp_path: Path, header: str) -> None:
+def test_malformed_headers_of_arrays_are_refused(refused: Refused, tmp_path: Path, header: str) -> None:
     model = str(save_classifier(tmp_path / "m.onnx").path)
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0" * 64
     with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive:
@@ -102,7 +102,7 @@ def test_headers_of_arrays(refused: Refused, tmp_path: Path, header: str) -> Non
 CONVERT = ("--no-check", "--level", "disabled", "--style", "full", "--out", "c")
 
 
-def test_flipped_bits_in_convert(
+def test_models_with_flipped_bits_are_refused_or_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,7 +118,7 @@ def test_flipped_bits_in_convert(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_thousands_of_nodes_of_one_name() -> None:
+def test_thousands_of_nodes_of_one_name_are_renamed_quickly() -> None:
     nodes = [helper.make_node("Relu", [f"t{index}"], [f"t{index + 1}"], name="same") for index in range(8000)]
     value = helper.make_tensor_value_info
     graph = helper.make_graph(nodes, "g", [value("t0", 1, [1, 4])], [value("t8000", 1, [1, 4])])
@@ -129,7 +129,7 @@ def test_thousands_of_nodes_of_one_name() -> None:
     assert len({node.name for node in graph.node}) == 8000
 
 
-def test_paths_that_no_system_takes(refused: Refused) -> None:
+def test_paths_that_no_system_takes_are_refused(refused: Refused) -> None:
     for command in (["diff", "x" * 5000, "y"], ["verify", "x" * 5000], ["inspect", "x" * 5000, "--sizes"]):
         assert len(refused(*command)) < 3000
 
@@ -137,14 +137,14 @@ def test_paths_that_no_system_takes(refused: Refused) -> None:
 @pytest.mark.parametrize(
     "line", ["scale = nan", "mean = [inf]", "size = [0, 8]", "size = [999999, 999999]", "resize = -1"]
 )
-def test_preprocessing_that_makes_no_image(refused: Refused, tmp_path: Path, line: str) -> None:
+def test_preprocessing_that_makes_no_image_is_refused(refused: Refused, tmp_path: Path, line: str) -> None:
     size = "" if line.startswith("size") else "size = [8, 8]\n"
     (tmp_path / "p.toml").write_text(f"{size}{line}\n")
     model = str(save_classifier(tmp_path / "m.onnx").path)
     assert "is no preprocessing" in refused("compare", model, model, "--data", "x", "--preprocess", "p.toml")
 
 
-def test_a_history_whose_words_are_no_text(refused: Refused, tmp_path: Path) -> None:
+def test_a_history_that_is_no_text_is_refused(refused: Refused, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "h.sqlite")) as database, database:
         database.execute("CREATE TABLE runs (id INTEGER PRIMARY KEY, time, bundle, target, passed, report)")
         database.execute("INSERT INTO runs VALUES (1, 't', 'b', 'cpu', 1, CAST(x'ff7b' AS TEXT))")

@@ -101,7 +101,7 @@ def test_a_plan_edited_by_hand_is_refused_in_one_line(
     assert not (tmp_path / "q.onnx").exists()
 
 
-def test_what_a_plan_may_be_changed_in_is_taken(
+def test_allowed_edits_of_a_plan_are_applied(
     folder: Path, plan: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edited = json.loads(json.dumps(plan))
@@ -154,7 +154,7 @@ def test_options_that_do_not_fit_are_refused_before_work_starts(
 
 
 @pytest.mark.parametrize("command", ["quantize", "build"])
-def test_sizes_that_are_asked_for_are_those_of_the_samples(
+def test_missing_sizes_are_proposed_from_the_samples(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (
@@ -179,7 +179,7 @@ def test_neither_the_model_nor_the_samples_are_written_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most_bytes", [*(pytest.param(size, marks=pytest.mark.long) for size in (1500, 4000)), 12_000])
-def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_in_one_line(most_bytes: int, folder: Path, tmp_path: Path) -> None:
     arguments = ["quantize", str(folder / "m.onnx"), "--data", str(folder / "d.npz"), "--target", "nnapi"]
     arguments += ["--html", str(tmp_path / "p.html"), "--out", str(tmp_path / "q.onnx")]
     ended = subprocess.run(

@@ -36,7 +36,7 @@ def speaking(tmp_path: Path) -> Path:
         (["check", "--target", "xnnpack", "--dim", "batch=1"], [TAG, LOST, PICTURE, "\\x1b[31m"]),
     ],
 )
-def test_names_of_a_model_are_shown_as_they_are(
+def test_names_of_a_model_are_shown_literally_with_control_characters_escaped(
     speaking: Path, command: list[str], shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_command([command[0], str(speaking), *command[1:]])
@@ -45,26 +45,28 @@ def test_names_of_a_model_are_shown_as_they_are(
     assert RED not in printed.out + printed.err
 
 
-def test_an_error_gives_no_order_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_contains_no_terminal_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["inspect", str(tmp_path / f"{RED}.onnx")]) == 2
     shown = capsys.readouterr().err
     assert "\\x1b[31m.onnx" in shown
     assert RED not in shown
 
 
-def test_progress_takes_names_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_does_not_read_names_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
     with showing_progress(1) as progress:
         progress(f"{TAG} {LOST} {PICTURE} {RED}")
     assert f"{TAG} {LOST} {PICTURE} \\x1b[31m" in capsys.readouterr().err
 
 
-def test_the_spinner_takes_names_as_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spinner_does_not_read_names_as_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with showing_progress(0) as progress:
         progress(f"{TAG} {LOST}")
     assert RED not in capsys.readouterr().err
 
 
-def test_what_a_person_reads_stays() -> None:
+def test_printable_text_is_not_escaped() -> None:
     assert escape_controls("Größe → 3\t4\n") == "Größe → 3\t4\n"
     assert escape_controls("a\x00b\x9bc\u202ed") == "a\\x00b\\x9bc\\u202ed"

@@ -37,7 +37,9 @@ def facts(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle / "verify.json"
 
 
-def test_other_samples_are_measured_and_leave_the_bundle_alone(bundle: Path, tmp_path: Path, answer: Answer) -> None:
+def test_samples_of_the_user_are_measured_without_changing_the_bundle(
+    bundle: Path, tmp_path: Path, answer: Answer
+) -> None:
     before, page = sorted(bundle.rglob("*")), tmp_path / "v.html"
     labels = np.load(LABELS)
     # Those of the samples that run are right, all others wrong.
@@ -76,7 +78,7 @@ def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refu
     assert f"give {len(np.load(LABELS))} whole numbers" in message
 
 
-def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_each_report(
+def test_a_missed_limit_gives_exit_code_1_and_a_failure_in_each_report(
     bundle: Path, tmp_path: Path, answer: Answer
 ) -> None:
     out = tmp_path / "out"
@@ -113,14 +115,14 @@ def test_a_required_device_must_run(bundle: Path, monkeypatch: pytest.MonkeyPatc
     assert answer([*named[:2], "--require", "host"])["passed"]
 
 
-def test_limits_do_not_go_into_the_bundle(bundle: Path, answer: Answer) -> None:
+def test_limits_of_the_command_line_are_not_written_into_the_bundle(bundle: Path, answer: Answer) -> None:
     lax = answer(["verify", str(bundle), "--on", "host", "--min-sqnr", "-200", "--min-cosine", "-1"])
     assert lax["runs"][0]["thresholds"]["min_sqnr_db"] == -200
     kept = json.loads((bundle / "verify.json").read_text())["runs"][0]["thresholds"]
     assert kept["min_sqnr_db"] == open_bundle(bundle).manifest.thresholds.min_sqnr_db
 
 
-def test_recheck_says_yes_and_no_without_running(facts: Path, tmp_path: Path, answer: Answer) -> None:
+def test_recheck_judges_a_report_without_running_anything(facts: Path, tmp_path: Path, answer: Answer) -> None:
     page, recheck = tmp_path / "summary.md", ["verify", "--recheck", str(facts)]
     assert answer([*recheck, "--markdown", str(page)]) == json.loads(facts.read_bytes())
     assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-cpu: pass\n")
@@ -170,7 +172,7 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
     assert codes == [3, 0, 1]
 
 
-def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Answer) -> None:
+def test_an_explicit_minimum_share_has_no_tolerance_of_one_sample(tmp_path: Path, answer: Answer) -> None:
     output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
     limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
     run = {"device": "host", "evidence": "same-ep", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
@@ -182,7 +184,7 @@ def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Answer) 
     assert not answer(["verify", "--recheck", str(facts), "--min-top1", "0.9"], 1)["passed"]
 
 
-def test_a_metric_is_that_of_a_file(bundle: Path, tmp_path: Path, answer: Answer) -> None:
+def test_a_metric_is_read_from_a_file(bundle: Path, tmp_path: Path, answer: Answer) -> None:
     limit = tmp_path / "metric.toml"
     limit.write_text('name = "top3"\nmax_drop = 50.0\ngate = "estimate"\n')
     asked = [str(bundle), "--on", "host", *WITH_DATA, "--labels", str(LABELS), "--metric", str(limit)]
@@ -207,7 +209,7 @@ def test_the_history_is_kept_listed_shown_and_compared(
         assert f"has no run {missing}" in refused("runs", "show", missing, *history)
 
 
-def test_a_run_is_held_against_the_baseline_that_it_writes_over(bundle: Path, facts: Path, answer: Answer) -> None:
+def test_a_run_is_compared_with_the_baseline_before_it_overwrites_it(bundle: Path, facts: Path, answer: Answer) -> None:
     before, report = bundle / "verify.json", json.loads(facts.read_bytes())
     report["runs"][0]["peak_rss_bytes"] = 1
     before.write_text(json.dumps(report))
@@ -235,7 +237,7 @@ def test_compare_runs_the_second_model_on_a_device(tmp_path: Path, capsys: pytes
     assert report["outputs"][0]["sqnr_db"] > 60
 
 
-def test_figures_that_cannot_be_are_not_judged(facts: Path, tmp_path: Path, refused: Refused) -> None:
+def test_a_report_with_impossible_figures_is_refused(facts: Path, tmp_path: Path, refused: Refused) -> None:
     report = json.loads(facts.read_bytes())
     report["runs"][0]["outputs"][0]["cosine"] = 5.0
     (tmp_path / "v.json").write_text(json.dumps(report))
@@ -256,7 +258,7 @@ def metric(outputs, label):
 """
 
 
-def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
+def test_a_users_function_that_raises_is_an_error_in_one_line(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,7 +279,7 @@ def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, refus
     assert "label -1 is no class of an output of 10" in refused("verify", str(bundle), *arguments)
 
 
-def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(bundle: Path, answer: Answer) -> None:
+def test_a_bundle_whose_verify_json_cannot_be_written_is_verified(bundle: Path, answer: Answer) -> None:
     (bundle / "verify.json").mkdir()
     report = answer(["verify", str(bundle), "--on", "host"])
     assert report["passed"]

@@ -221,7 +221,7 @@ def compare(kind: str, dtype: str, ours: tuple[Array, ...], theirs: tuple[Array,
     return row
 
 
-def hold(kind: str, given: Given, dtype: str, opset: str) -> Row:
+def compare_case(kind: str, given: Given, dtype: str, opset: str) -> Row:
     """Computes one case on both sides."""
     given = {name: _as_dtype(value, dtype) for name, value in given.items()}
     try:
@@ -239,13 +239,13 @@ def _as_dtype(value: Any, dtype: str) -> Any:
     return value
 
 
-def hold_all(opset: str) -> Iterator[Row]:
+def compare_all(opset: str) -> Iterator[Row]:
     """Yields each case of an opset in each element type, and the operations without a case."""
     inferred = list_inferred(opset)
     cases = [(kind, given) for kind, given in list_cases() if kind in inferred]
     for kind, given in cases:
         for dtype in DTYPES:
-            yield hold(kind, given, dtype, opset)
+            yield compare_case(kind, given, dtype, opset)
     for kind in sorted(inferred - {kind for kind, _ in cases}):
         yield Row(kind=kind, dtype="", problem="no case of it")
 
@@ -256,7 +256,7 @@ def main() -> int:
     # coremltools says of each library that only a Mac has that it is missing, and NumPy of each infinity.
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    rows = [row for opset in opsets for row in hold_all(opset)]
+    rows = [row for opset in opsets for row in compare_all(opset)]
     kinds = {row.kind for row in rows}
     print(f"coremltools infers nothing of: {', '.join(sorted(OPERATIONS.keys() - kinds))}")
     wrong = sorted({f"{row.kind} ({row.dtype}): {row.problem}" for row in rows if row.problem})

@@ -144,8 +144,8 @@ def run_in(device: Device, job: Job, folder: Path) -> DeviceRun:
     return device.run_job(job, folder)
 
 
-def hold_outputs(run: DeviceRun, job: Job, atol: float) -> None:
-    """Holds a run to what ONNX Runtime's CPU provider computes without optimizations."""
+def assert_same_as_cpu(run: DeviceRun, job: Job, atol: float) -> None:
+    """Asserts that a run gave the outputs of ONNX Runtime's CPU provider without optimizations, within `atol`."""
     assert run.failure is None
     session = CpuSession(job.model, SessionSettings(level=Level.DISABLED))
     for sample, got in zip(job.samples, run.outputs, strict=True):
@@ -153,8 +153,8 @@ def hold_outputs(run: DeviceRun, job: Job, atol: float) -> None:
             np.testing.assert_allclose(got[name], value, atol=atol, rtol=0)
 
 
-def present(name: str, target: Target | str = "cpu") -> Device:
-    """A device that can run here, with the C++ runner that it needs; skips the test if there is none."""
+def require_device(name: str, target: Target | str = "cpu") -> Device:
+    """Returns a device that can run here, with the C++ runner that it needs; skips the test if it cannot."""
     device = find_device(name, load_target(target) if isinstance(target, str) else target)
     missing = device.find_missing()
     if missing is not None and (missing.command or "").startswith("edgekit runner build"):
@@ -173,7 +173,7 @@ def require_runner(abi: str) -> NativeRunner:
     return build_runner(abi, lambda _: None)
 
 
-def pretend(
+def run_fake_program(
     work: Path,
     said: bytes = b"",
     after: str = "",
@@ -183,7 +183,7 @@ def pretend(
     by_files: bool = True,
     emulates: bool = False,
 ) -> DeviceRun:
-    """The run of a program that reads all its input, prints something, and continues as `after` says."""
+    """Returns the run of a program that reads its input, prints `said`, and then executes the Python of `after`."""
     (work / "said").write_bytes(said)
     say = "sys.stdin.buffer.read(); sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
     argv = [sys.executable, "-c", f"import os, sys, time; {say}; {after}"]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from other_machine.board import Board
-from other_machine.keeper import OtherMachine
+from other_machine.machine import OtherMachine
 
 MIB = 1 << 20
 

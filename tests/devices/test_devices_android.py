@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import float_conv, make_job, present, qdq_conv, run_in, text_model
+from devices_models import float_conv, make_job, qdq_conv, require_device, run_in, text_model
 from fixture_types import MakeOnce
 from test_devices_android_abi import Built, build_checks
 
@@ -61,7 +61,7 @@ def archive_of(path: Path, entries: dict[str, bytes]) -> Path:
     return path
 
 
-def test_what_an_archive_holds_is_taken_out(tmp_path: Path) -> None:
+def test_installing_an_archive_unpacks_its_library_and_facts(tmp_path: Path) -> None:
     library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes() + b"XnnpackExecutionProvider\0"
     entries = {"classes.jar": b"jar", "headers/onnxruntime_c_api.h": b"h", f"jni/x86_64/{LIBRARY}": library}
     entries |= {"other.txt": b"left where it is", "jni/x86_64/libonnxruntime4j_jni.so": library}
@@ -117,7 +117,7 @@ def test_a_bad_archive_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytes
         assert not LOADER.folder.exists()
 
 
-def test_what_an_archive_imports_and_nothing_stands_for_is_named(tmp_path: Path, make_once: MakeOnce) -> None:
+def test_an_import_without_a_stand_in_is_named(tmp_path: Path, make_once: MakeOnce) -> None:
     built: Built = build_checks("x86_64", make_once)
     objects = tuple(Path(shutil.copy(path, tmp_path)) for path in built.objects)
     library = library_for_android(tmp_path / "made" / LIBRARY)
@@ -175,7 +175,7 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
     assert missing.reason == "it was installed without arm64-v8a"
 
 
-def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     facts = Installed(
         archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other",
@@ -189,15 +189,15 @@ def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypat
 
 
 def test_without_qemu_arm_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    present("android:x86_64", "xnnpack")
+    require_device("android:x86_64", "xnnpack")
     monkeypatch.setenv("PATH", "")
     (status,) = (status for status in list_devices() if status.name == "android")
     assert (status.available, status.command) == (False, "apt-get install qemu-user-static")
     assert "qemu" in status.reason
-    assert present("android:x86_64", "xnnpack").find_missing() is None
+    assert require_device("android:x86_64", "xnnpack").find_missing() is None
 
 
-def test_evidence_tells_the_phone_s_file_from_that_of_another_cpu() -> None:
+def test_evidence_differs_for_the_phone_s_library_and_that_for_another_cpu() -> None:
     nnapi = load_target("nnapi")
     assert find_device("android", nnapi).evidence is Evidence.SAME_BINARY
     assert find_device("android:x86_64", nnapi).evidence is Evidence.SAME_EP
@@ -213,11 +213,11 @@ def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
 
 
 @pytest.mark.parametrize("api", ["28", "29"])
-def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -> None:
+def test_nnapi_itself_places_weights_per_channel_by_api_level(api: str, tmp_path: Path, work: Path) -> None:
     """Weights per channel are taken from API level 29 on."""
     target = load_target("nnapi", {"api_level": api})
     job = msgspec.structs.replace(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), target=target)
-    run = present("android:x86_64", "nnapi").run_job(job, work)
+    run = require_device("android:x86_64", "nnapi").run_job(job, work)
     assert run.load_ms > 0
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}
 
@@ -225,8 +225,8 @@ def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -
 def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work: Path) -> None:
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { r = RandomUniform<shape=[1,4,8,8]>() y = Add(x, r) }"
     model = text_model(tmp_path / "r.onnx", body)
-    present("android", "xnnpack")
-    run = present("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
+    require_device("android", "xnnpack")
+    run = require_device("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
     assert "RandomUniform 'n0' has no input: there XNNPACK's provider for x86-64 crashes" in str(run.failure)
     assert str(run.failure).endswith("; 'android' runs it")
     assert run.crashed
@@ -235,7 +235,7 @@ def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work:
 def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    present("android", "xnnpack")
+    require_device("android", "xnnpack")
     crashing = tmp_path / "cache" / "android"
     for abi in MACHINES:
         (crashing / abi).mkdir(parents=True)
@@ -251,12 +251,12 @@ def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
     other.symlink_to(healthy)
     (crashing / "arm64-v8a" / PROGRAM).chmod(0o755)
     job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack")
-    first = present("android", "xnnpack").run_job(job, work)
+    first = require_device("android", "xnnpack").run_job(job, work)
     assert (first.crashed, str(first.failure).rpartition("; ")[2]) == (True, "'android:x86_64' runs it")
     other.unlink()
     other.write_text("#!/bin/sh\nkill -SEGV $$\n")
     other.chmod(0o755)
-    second = run_in(present("android", "xnnpack"), job, work / "second")
+    second = run_in(require_device("android", "xnnpack"), job, work / "second")
     assert (second.crashed, str(second.failure).rpartition("; ")[2]) == (False, "'android:x86_64' crashes too")
 
 
@@ -266,13 +266,13 @@ def test_xnnpack_computes_the_same_with_any_threads(tmp_path: Path, work: Path) 
     rows: list[list[Array]] = []
     for threads in (0, 4):
         told = msgspec.structs.replace(job, threads=threads)
-        run = run_in(present("android:x86_64", "xnnpack"), told, work / str(threads))
+        run = run_in(require_device("android:x86_64", "xnnpack"), told, work / str(threads))
         assert any("XNNPACK had 1 of 4 threads" in note for note in run.notes) == (threads == 0)
         rows.append([row["y"] for row in run.outputs])
     assert all(np.array_equal(one, four) for one, four in zip(*rows, strict=True))
 
 
-def test_a_transpose_that_the_layout_cancels_is_nobody_s(tmp_path: Path) -> None:
+def test_a_transpose_that_the_layout_cancels_has_no_provider(tmp_path: Path) -> None:
     """XNNPACK's convolution gives NHWC, which this model asks for: the Transpose goes, with the DQ and Q around it."""
     body = (
         "(float[1,4,8,8] x) => (float[1,8,8,4] y) <float s = {0.5}, int8 z = {0}, float[4,4,1,1] k = {"
@@ -281,7 +281,7 @@ def test_a_transpose_that_the_layout_cancels_is_nobody_s(tmp_path: Path) -> None
         " t = Transpose<perm=[0,2,3,1]>(d) q = QuantizeLinear(t, s, z) y = DequantizeLinear(q, s, z) }"
     )
     model, target = load_model(text_model(tmp_path / "m.onnx", body)), load_target("xnnpack")
-    seen = observe_placement(model, target, present("android:x86_64", "xnnpack"), samples=0).providers
+    seen = observe_placement(model, target, require_device("android:x86_64", "xnnpack"), samples=0).providers
     assert seen == {"n0": XNNPACK, "n1": CPU_PROVIDER, "n5": CPU_PROVIDER}
 
 
@@ -327,7 +327,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("fault", ["", *SPOILT])
 def test_the_runner_declares_onnxruntimes_interface_as_its_own_header_does(tmp_path: Path, fault: str) -> None:
-    present("android:x86_64", "xnnpack")
+    require_device("android:x86_64", "xnnpack")
     text = (find_sources("runner") / "src" / "ort.h").read_text()
     (tmp_path / "ort.h").write_text(text.replace(*SPOILT[fault], 1) if fault else text)
     compiler = shutil.which("g++")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from fixture_types import MakeOnce
-from other_machine.keeper import require
+from other_machine.machine import require
 
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, read_library
@@ -124,7 +124,7 @@ def test_every_stand_in_is_checked() -> None:
     assert set(CHECKS) - OF_THE_LOADER == {name for name in list_stand_ins() if not name.startswith("ANeuralNetworks")}
 
 
-def test_every_function_is_android_s(built: Built, tmp_path: Path) -> None:
+def test_every_stand_in_behaves_like_androids_function(built: Built, tmp_path: Path) -> None:
     assert built.link(tmp_path)
     runs = {check: built.run(check, tmp_path) for check in CHECKS}
     assert {check: run.stderr for check, run in runs.items() if run.returncode} == {}
@@ -135,12 +135,12 @@ def _each(names: Collection[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", _each(set(CHECKS) - OF_THE_LOADER - ARM_ONLY - MUSL_ONLY))
-def test_without_its_stand_in_it_is_not(name: str, built_for_x86: Built, tmp_path: Path) -> None:
+def test_without_its_stand_in_a_check_fails(name: str, built_for_x86: Built, tmp_path: Path) -> None:
     assert fails_without(name, built_for_x86, tmp_path)
 
 
 @pytest.mark.parametrize("name", _each(ARM_ONLY))
-def test_without_its_stand_in_it_is_not_on_arm(name: str, built_for_arm: Built, tmp_path: Path) -> None:
+def test_without_its_stand_in_a_check_fails_on_arm(name: str, built_for_arm: Built, tmp_path: Path) -> None:
     assert fails_without(name, built_for_arm, tmp_path)
 
 
@@ -152,7 +152,7 @@ def fails_without(name: str, built: Built, work: Path) -> bool:
 
 
 @pytest.mark.parametrize("compiler", ["gcc", pytest.param("zig", marks=pytest.mark.long)])
-def test_a_stack_guard_has_its_place_on_arm(compiler: str, make_once: MakeOnce, tmp_path: Path) -> None:
+def test_no_thread_variable_overlaps_the_stack_guard_on_arm(compiler: str, make_once: MakeOnce, tmp_path: Path) -> None:
     """Code for Android reads it 40 bytes behind the thread pointer, where no thread variable may lie."""
     built = build_checks("arm64-v8a", make_once, compiler)
     (tmp_path / "device").mkdir()

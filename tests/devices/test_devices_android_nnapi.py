@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, hold_outputs, make_job, noise_samples, present, qdq_conv, text_model
+from devices_models import Stub, assert_same_as_cpu, make_job, noise_samples, qdq_conv, require_device, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.android.android import NNAPI, Android
@@ -71,7 +71,7 @@ def run_on_nnapi(
         android = Platform(minimum_os="27", runtime="", provider_options=dict.fromkeys(flags, "1"))
         session = msgspec.structs.replace(target.session, platforms={"android": android})
         target = msgspec.structs.replace(target, session=session)
-    device = present("android:x86_64", target)
+    device = require_device("android:x86_64", target)
     assert isinstance(device, Android)
     job = msgspec.structs.replace(make_job(path, "nnapi", rows), target=target)
     return msgspec.structs.replace(device, driver=driver).run_job(job, work)
@@ -140,7 +140,7 @@ def compute(computer: Computer, value: bytes, *more: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceRun, list[Tensors], list[Tensors]]:
     """A run of every operation, what came back, and what ONNX Runtime's CPU provider computes in float."""
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     folder = tmp_path_factory.mktemp("nnapi")
     path = float_model(folder / "float.onnx")
     rng = np.random.default_rng(6)
@@ -160,7 +160,9 @@ def test_an_operation_is_its_formula(name: str, computed: tuple[DeviceRun, list[
         np.testing.assert_allclose(row[f"y_{name}"], reference[f"y_{name}"], atol=2e-5, rtol=2e-5)
 
 
-def test_nnapi_took_what_was_computed(computed: tuple[DeviceRun, list[Tensors], list[Tensors]]) -> None:
+def test_the_operations_that_are_compared_ran_on_nnapi(
+    computed: tuple[DeviceRun, list[Tensors], list[Tensors]],
+) -> None:
     run, _, _ = computed
     left = {node.op for node in run.placement if node.provider == CPU_PROVIDER}
     assert not left & {"Conv", "Add", "MaxPool", "Gemm", "Softmax", "Concat", "Resize", "Pad", "LRN", "Relu"}
@@ -172,7 +174,7 @@ def test_nnapi_took_what_was_computed(computed: tuple[DeviceRun, list[Tensors], 
 def test_a_quantized_convolution_lies_on_its_grid(api: str, tmp_path: Path, work: Path) -> None:
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
     run = run_on_nnapi(path, noise_samples(), work, api=api)
-    hold_outputs(run, make_job(path, "nnapi"), 1 / 16 + 1e-6)
+    assert_same_as_cpu(run, make_job(path, "nnapi"), 1 / 16 + 1e-6)
 
 
 def tensor(kind: OperandType, *shape: int, size: int = -1, scale: float = 0.0, zero: int = 0) -> Operand:
@@ -190,8 +192,8 @@ def network_of(code: int, operands: tuple[Operand, ...], outputs: int = 1) -> Ne
     )
 
 
-def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
-    present("android:x86_64", "nnapi")
+def test_a_concat_requantizes_its_inputs_to_the_scale_of_the_output() -> None:
+    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
@@ -203,8 +205,8 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
     assert got.tolist() == [1, 2, 3, 4, 0, 1, 2, 4]
 
 
-def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> None:
-    present("android:x86_64", "nnapi")
+def test_prelu_with_a_single_version_computes_signed_integers() -> None:
+    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
     computer = load(network_of(71, operands), np.array([1, 2, 4, 4], np.int8).tobytes())
@@ -216,14 +218,14 @@ def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> Non
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
         load(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
 
 
-def test_questions_are_answered_until_the_last() -> None:
-    present("android:x86_64", "nnapi")
+def test_requests_are_answered_in_order_until_the_end_of_input() -> None:
+    require_device("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     network = network_of(19, (tensor(float32, 3), tensor(float32, 3)))
     value = np.array([-1, 0, 2], np.float32)
@@ -242,7 +244,7 @@ def test_questions_are_answered_until_the_last() -> None:
 def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_missing(
     tmp_path: Path, work: Path
 ) -> None:
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     path = text_model(tmp_path / "r.onnx", "(float[1,4] x) => (float[1,4] y) { t = Relu(x) y = Sigmoid(t) }")
     job = make_job(path, "nnapi", [{"x": np.ones((1, 4), np.float32)}])
     request = msgspec.structs.replace(describe_job(job, provider=NNAPI), runtime=str(LOADER.find_library("x86_64")))
@@ -417,7 +419,7 @@ def _convolve(name: str, left: Part, source: Array, grid: dict[str, Any]) -> Arr
 
 @pytest.mark.parametrize("name", BODIES)
 def test_an_integer_operation_is_tflite_s_to_the_bit(name: str, tmp_path: Path, work: Path) -> None:
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     inputs = "float[1,4,8,8] x" + (", float[1,4,8,8] u" if name in {"add", "mul"} else "")
     path = text_model(tmp_path / "q.onnx", f"({inputs}) => (float y) <{CONSTANTS}> {{ {LEFT} {BODIES[name]} }}")
     rng = np.random.default_rng(9)
@@ -434,7 +436,7 @@ def test_an_integer_operation_is_tflite_s_to_the_bit(name: str, tmp_path: Path, 
     assert np.array_equal(steps, direct(name, x, u).astype(np.int32))
 
 
-def test_a_net_lies_within_a_step_of_onnx_runtime_s_own(tmp_path: Path, work: Path) -> None:
+def test_a_network_differs_from_onnx_runtime_by_one_step_at_most(tmp_path: Path, work: Path) -> None:
     """Convolutions, an addition, pooling and a dense layer, one behind the other, each in integers."""
     body = (
         f"{CHANNELS % 'wc'} k = Conv<pads=[1,1,1,1], kernel_shape=[3,3]>(a, w, v) kq = QuantizeLinear(k, ys, yz)"
@@ -451,4 +453,4 @@ def test_a_net_lies_within_a_step_of_onnx_runtime_s_own(tmp_path: Path, work: Pa
     run = run_on_nnapi(path, rows, work)
     assert run.failure is None
     assert {node.provider for node in run.placement if node.op in {"Conv", "Add", "Gemm"}} == {NNAPI}
-    hold_outputs(run, make_job(path, "nnapi", rows), 0.5 + 1e-6)
+    assert_same_as_cpu(run, make_job(path, "nnapi", rows), 0.5 + 1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, present, qdq_conv, run_in, text_model
+from devices_models import float_conv, make_job, qdq_conv, require_device, run_in, text_model
 from test_devices_android_nnapi import FLOAT_OPERATIONS, compute, float_model, load, network_of, run_on_nnapi, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -65,7 +65,7 @@ def test_in_nchw_each_operation_is_its_formula_too(tmp_path: Path, work: Path) -
     assert sum(node.op == "Transpose" for node in found.placement) == own
 
 
-def test_half_precision_rounds_what_is_read_and_given(tmp_path: Path, work: Path) -> None:
+def test_half_precision_rounds_the_inputs_and_outputs_of_each_operation(tmp_path: Path, work: Path) -> None:
     path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
     found = run_on_nnapi(path, rows, work, "NNAPI_FLAG_USE_FP16")
     assert "NNAPI was allowed half precision: here each operation reads and gives halves" in found.notes
@@ -76,9 +76,9 @@ def test_half_precision_rounds_what_is_read_and_given(tmp_path: Path, work: Path
         assert np.array_equal(got["y"], half(got["y"]))
 
 
-def test_a_relaxed_network_gives_what_halves_give() -> None:
+def test_a_relaxed_network_computes_in_half_precision() -> None:
     """A value beyond 65504 becomes infinite, as on a phone; a sum of halves is rounded once."""
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     operands = (tensor(kind, 4), tensor(kind, 4, size=16), tensor(OperandType.INT32, size=4), tensor(kind, 4))
     network = msgspec.structs.replace(network_of(0, operands), relaxed=True)
@@ -105,7 +105,7 @@ def test_a_relaxed_network_gives_what_halves_give() -> None:
     ],
     ids=["reference kernels run it", "without NNAPI's CPU the session ends", "all is taken", "no driver is asked"],
 )  # fmt: skip
-def test_what_a_driver_refuses(
+def test_a_driver_refuses_the_operations_that_its_file_lists(
     refused: tuple[str, ...], flags: tuple[str, ...], failure: str, note: str, tmp_path: Path, work: Path
 ) -> None:
     driver = Driver(name="npu", refused=refused)
@@ -121,7 +121,7 @@ def test_what_a_driver_refuses(
 
 def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) -> None:
     """In NCHW nothing is turned for NNAPI; without its CPU a driver that refuses ends the session."""
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     path = text_model(tmp_path / "p.onnx", "(float[1,4,8,8] x) => (float[1,4,1,1] y) { y = GlobalAveragePool(x) }")
     found: dict[str, DeviceRun] = {}
     for layout in ("NHWC", "NCHW"):
@@ -136,7 +136,9 @@ def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) ->
 
 
 @pytest.mark.parametrize(("flags", "provider"), [((), NNAPI), (("NNAPI_FLAG_CPU_DISABLED",), CPU_PROVIDER)])
-def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path) -> None:
+def test_a_driver_of_an_older_feature_level_takes_fewer_operations(
+    flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path
+) -> None:
     """Weights per channel need level 29. With NNAPI's CPU its level counts, which is Android's; else the driver's."""
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
     found = run_on_nnapi(path, [], work, *flags, api="31", driver=Driver(feature_level=28))
@@ -148,7 +150,7 @@ def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: s
 @pytest.mark.parametrize("code", [1, 17])
 def test_pooling_over_pads_is_that_of_integers(kind: OperandType, pads: tuple[int, ...], code: int) -> None:
     """The mean of what lies inside, rounded half up, and the maximum of it: to the bit."""
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     (left, right, top, bottom), window, stride = pads, 3, 2
     height, width = (6 + top + bottom - window) // stride + 1, (7 + left + right - window) // stride + 1
     numbers = [left, right, top, bottom, stride, stride, window, window, 0]
@@ -176,7 +178,7 @@ def _mean(inside: Array) -> Array:
 
 
 def test_pooling_over_nothing_is_refused() -> None:
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     numbers = [3, 0, 0, 0, 1, 1, 2, 2, 0]
     operands = (
@@ -204,7 +206,7 @@ def test_saved_fusions_skip_the_transposes_of_a_changed_layout(
     target, samples = load_target("nnapi"), Samples(source="rows", count=1, read=lambda: iter(rows))
     job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
     write_ort(load_model(path), tmp_path / "m.ort", OrtOptions(style="runtime", cpu="arm", level=level))
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     android = Android(cpu=X86_64, evidence=Evidence.SAME_EP)
     done = android.run_job(msgspec.structs.replace(job, model=tmp_path / "m.ort"), work)
     assert done.failure is None
@@ -245,7 +247,7 @@ def gemm(path: Path, spelling: str, weight: str) -> Path:
 @pytest.mark.parametrize(("spelling", "weight", "api"), CASES)
 def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str, api: str, tmp_path: Path) -> None:
     target = load_target("nnapi", {"api_level": api})
-    device = present("android:x86_64", target)
+    device = require_device("android:x86_64", target)
     model = load_model(gemm(tmp_path / "m.onnx", spelling, weight))
     report = check_model(model, target)
     seen = observe_placement(model, target, device)
@@ -269,7 +271,7 @@ def test_without_litert_nnapi_is_skipped_with_the_command_and_still_observed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_target("nnapi")
-    present("android:x86_64", target)
+    require_device("android:x86_64", target)
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)  # as if it were not installed
     missing = find_device("android:x86_64", target).find_missing()
     assert missing is not None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, present, qdq_conv, run_in
+from devices_models import float_conv, make_job, qdq_conv, require_device, run_in
 
 from edgekit.cli.main import run_command
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
@@ -48,11 +48,11 @@ USUAL = find_core(DEFAULT_CORE).qemu
 
 
 @pytest.mark.parametrize("qemu", [pytest.param(qemu, marks=[pytest.mark.long] * (qemu != USUAL)) for qemu in OF_QEMU])
-def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> None:
+def test_qemu_has_the_cpu_features_of_the_table(qemu: str, tmp_path: Path, work: Path) -> None:
     """What the richest core has is there, so what the others of that CPU have is there too."""
     name = richest_of(qemu)
     device = Android(cpu=name)
-    present("android", "xnnpack")
+    require_device("android", "xnnpack")
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
     assert run.failure is None
     assert set(run.cpu_features) == features_of(name) & TOLD
@@ -71,7 +71,7 @@ def test_the_phone_s_files_and_its_hwcaps_say_the_same(name: str, tmp_path: Path
     assert sum(word.bit_count() for word in core.hwcaps) == len(core.features.split())
 
 
-def test_hwcaps_are_linux_s() -> None:
+def test_hwcaps_have_the_bits_of_linux() -> None:
     """HWCAP_FP is bit 0, HWCAP_ASIMDDP bit 20, HWCAP2_SVE2 bit 1, HWCAP2_I8MM bit 13."""
     first, second = find_core("cortex-a76").hwcaps
     assert (first & 1, first >> 20 & 1, first >> 22 & 1, second) == (1, 1, 0, 0)
@@ -79,12 +79,12 @@ def test_hwcaps_are_linux_s() -> None:
     assert (first >> 22 & 1, second >> 1 & 1, second >> 13 & 1, second >> 14 & 1) == (1, 1, 1, 0)
 
 
-def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path) -> None:
+def test_features_that_qemu_has_and_the_phone_lacks_are_hidden(tmp_path: Path, work: Path) -> None:
     """The Cortex-A76 of qemu has dot products; the kernel of a Galaxy S9 tells of none, that of a Cortex-A55 does.
 
     What both compute, with kernels of their own, lies on one grid.
     """
-    present("android", "xnnpack")
+    require_device("android", "xnnpack")
     model, runs = qdq_conv(tmp_path / "q.onnx", np.int8), list[DeviceRun]()
     for cpu in ("kryo-385-silver", "cortex-a55"):
         runs.append(run_in(Android(cpu=cpu), make_job(model, "xnnpack"), work / cpu))
@@ -131,7 +131,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, str], name: str, target: s
 
 
 @pytest.mark.parametrize(("name", "hint"), [("cortex-a53", "--set cpu=cortex-a53"), ("pixel-6", "--set phone=pixel-6")])
-def test_a_core_is_no_device(name: str, hint: str) -> None:
+def test_the_name_of_a_core_or_phone_is_no_device_but_a_setting(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"'{name}' is a setting of 'android'") as caught:
         find_device(f"android:{name}", load_target("nnapi"))
     assert str(caught.value.hint).endswith(hint)
@@ -191,7 +191,7 @@ def test_a_wrong_driver_is_refused_in_one_line(text: str, words: str, tmp_path: 
 
 
 def test_bench_takes_android(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    present("android:x86_64", "xnnpack")
+    require_device("android:x86_64", "xnnpack")
     model = str(float_conv(tmp_path / "f.onnx"))
     assert run_command(["bench", model, "--on", "android:x86_64", "--runs", "2", "--json"]) == 0
     assert '"provider": "XnnpackExecutionProvider"' in capsys.readouterr().out

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, hold_outputs, make_job, noise_samples, present, run_in, text_model
+from devices_models import assert_same_as_cpu, float_conv, make_job, noise_samples, require_device, run_in, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.data.samples import Samples
@@ -30,19 +30,19 @@ TARGETS = {
 def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
     # Each sample runs as often as asked, with a time each.
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = present(name, TARGETS[name]).run_job(msgspec.structs.replace(job, repeat=2, threads=1), work)
+    run = require_device(name, TARGETS[name]).run_job(msgspec.structs.replace(job, repeat=2, threads=1), work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 6)
     assert run.placement
     assert run.load_ms > 0
     assert run.peak_rss_bytes > 1 << 20
-    hold_outputs(run, job, 5e-3)
+    assert_same_as_cpu(run, job, 5e-3)
 
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64"])
 def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_path: Path, work: Path) -> None:
     nine = Samples(source="noise", count=9, read=lambda: iter(noise_samples(9)))
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = present(name, TARGETS[name]).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
+    run = require_device(name, TARGETS[name]).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
     assert (run.failure, run.outputs.count, run.stopped_early) == (None, LEAST_SAMPLES, True)
     assert any("4 of 9 samples" in note for note in run.notes)
 
@@ -54,12 +54,12 @@ def test_runs_at_once_and_bound_ones_give_the_same(
 ) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
     way = msgspec.structs.replace(job, repeat=8, threads=1, concurrency=concurrency, io_binding=io_binding)
-    run = present(name, TARGETS[name]).run_job(way, work)
+    run = require_device(name, TARGETS[name]).run_job(way, work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 24)
     assert len(run.elapsed_ms) == (3 if concurrency > 1 else 0)
     for index, spent in enumerate(run.elapsed_ms):
         assert spent > max(run.latency_ms[8 * index : 8 * index + 8])
-    hold_outputs(run, job, 5e-3)
+    assert_same_as_cpu(run, job, 5e-3)
 
 
 @pytest.mark.parametrize("name", ["host", "host:native", "android:x86_64", "emulated"])
@@ -81,7 +81,7 @@ def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: 
     full = {f"{key}_in": value for key, value in values.items()}
     rows = [full, {key: value[:, :0] if value.ndim else value for key, value in full.items()}]
     target = TARGETS.get(name, "nnapi")
-    run = present(name, target).run_job(make_job(model, target, rows, precision="fp32"), work)
+    run = require_device(name, target).run_job(make_job(model, target, rows, precision="fp32"), work)
     assert run.failure is None
     for row, got in zip(rows, run.outputs, strict=True):
         for key in values:
@@ -90,7 +90,7 @@ def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: 
 
 
 def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
-    device = present("qnn-htp-sim", "qnn")
+    device = require_device("qnn-htp-sim", "qnn")
     model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { r = Relu(x) y = Asinh(r) }")
     run = device.run_job(make_job(model, "qnn", [{"x": np.ones((1, 4), np.float32)}]), work)
     assert run.failure is None
@@ -101,7 +101,7 @@ def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
 
 def test_an_architecture_of_the_simulator_computes_otherwise(tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "qnn")
-    present("qnn-htp-sim", "qnn")
+    require_device("qnn-htp-sim", "qnn")
     errors: dict[str, float] = {}
     for arch in ("v68", "v79"):
         run = run_in(QnnSimulator(arch=arch), job, work / arch)
@@ -118,7 +118,7 @@ def test_an_ort_format_file_gets_its_placement_from_the_profile(tmp_path: Path, 
     ort = tmp_path / "f.ort"
     config = {"session.save_model_format": "ORT"}
     CpuSession(model, SessionSettings(config=config, save_to=ort))
-    run = present("host", "xnnpack").run_job(msgspec.structs.replace(job, model=ort), work)
+    run = require_device("host", "xnnpack").run_job(msgspec.structs.replace(job, model=ort), work)
     assert (run.failure, run.placement_source) == (None, "profile")
     assert {node.provider for node in run.placement} == {CPU_PROVIDER}
     assert run.outputs.count == 3
@@ -131,10 +131,10 @@ EMULATED = [pytest.param(name, marks=pytest.mark.long) for name in ("arm64:nativ
 
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64", "ios-sim", *EMULATED])
-def test_every_emulator_that_is_here_passes(name: str) -> None:
+def test_every_installed_emulator_passes_its_self_test(name: str) -> None:
     served = serve_device(name)
     for _, target in served:
-        present(name, target)
+        require_device(name, target)
     test = try_device(served)
     assert test.skipped is None
     assert [(check.name, check.detail) for check in test.checks if not check.passed] == []
@@ -193,7 +193,7 @@ class Remembering(Host, frozen=True, kw_only=True):
         ("timeless", "times"), ("eager", "a model that cannot run is refused"),
     ],
 )  # fmt: skip
-def test_a_liar_fails_the_check_that_looks_for_it(lie: str, check: str) -> None:
+def test_a_lying_device_fails_the_check_for_that_lie(lie: str, check: str) -> None:
     test = try_alone(Liar(lie=lie))
     assert not test.passed
     assert check in [tried.name for tried in test.checks if not tried.passed]

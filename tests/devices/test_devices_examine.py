@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from other_machine.client import Adb
-from other_machine.keeper import start_machine
+from other_machine.machine import start_machine
 
 from edgekit.cli.main import run_command
 from edgekit.devices.remote.examine import PhoneFacts, judge_facts, read_facts
@@ -42,13 +42,13 @@ def test_a_good_phone_has_no_findings() -> None:
         ({"page_size": "16384", "rpc_device": ""}, ["rpc-device", "pages"]),
     ],
 )
-def test_each_refusal_has_its_sign(changes: Mapping[str, str], found: list[str]) -> None:
+def test_each_cause_of_a_refusal_is_found_from_the_phones_facts(changes: Mapping[str, str], found: list[str]) -> None:
     findings = judge_facts(msgspec.structs.replace(GOOD, **changes))
     assert [finding.id for finding in findings] == found
     assert all(finding.cause and finding.fix and "{" not in finding.cause + finding.fix for finding in findings)
 
 
-def test_a_stranger_s_lines_are_bounded_and_unknown_names_dropped() -> None:
+def test_facts_of_a_phone_are_bounded_and_unknown_ones_dropped() -> None:
     facts = read_facts(f"abi={'x' * 9999}\nsoc=sm8650\nhtp=99\nevil=1\nno line\n")
     assert (len(facts.abi), facts.soc_model, facts.htp) == (200, "57", "75")
 
@@ -102,6 +102,6 @@ def test_faults_seeded_in_a_root_behind_adb_are_found(arm: bool, adb: Adb, capsy
             assert "chip" in examine(1)
 
 
-def test_a_phone_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phone_that_is_not_connected_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--on", "ssh:pi"]) == 2
     assert "adb:SERIAL" in capsys.readouterr().err

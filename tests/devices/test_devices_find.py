@@ -59,7 +59,7 @@ def test_a_provider_that_android_runs_itself_is_not_emulated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "host:native", "arm64"])
-def test_a_cpu_proves_more_for_the_target_whose_provider_it_runs(name: str) -> None:
+def test_a_cpu_has_higher_evidence_for_the_target_whose_provider_it_runs(name: str) -> None:
     found = [find_device(name, load_target(target)).evidence for target in ("cpu", "nnapi")]
     assert found == [Evidence.SAME_EP, Evidence.SAME_ARCH if name == "arm64" else Evidence.EMULATED]
 
@@ -96,7 +96,7 @@ def test_an_installation_that_breaks_off_or_is_from_other_wheels_counts_as_missi
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_what_needs_no_installation_says_so_and_what_edgekit_cannot_install_is_an_error() -> None:
+def test_installing_a_device_that_needs_none_says_so_and_one_that_cannot_be_installed_is_an_error() -> None:
     said: list[str] = []
     install_device("host", said.append)
     assert said == ["'host' can run already"]
@@ -165,7 +165,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)
-def test_an_address_holds_nothing_that_a_command_line_could_take_for_something_else(kind: str) -> None:
+def test_an_address_that_a_command_line_could_misread_is_refused(kind: str) -> None:
     target = load_target("xnnpack")
     for address in ADDRESSES[kind].split():
         assert find_device(f"{kind}:{address}", target).name == f"{kind}:{address}"
@@ -267,7 +267,7 @@ def test_a_listed_device_must_exist_and_fit(tmp_path: Path, device: str, reason:
         choose_devices(DeviceChoice(file=file), target_for, default=())
 
 
-def test_a_key_that_means_nothing_for_a_device_is_an_error(tmp_path: Path) -> None:
+def test_a_key_that_does_not_apply_to_a_device_is_an_error(tmp_path: Path) -> None:
     file = write(tmp_path, '[[device]]\nname = "a"\ndevice = "host"\nrunner = "r"')
     with pytest.raises(UsageError, match="'runner' of device 'a' means nothing for 'host'"):
         choose_devices(DeviceChoice(file=file), target_for, default=())
@@ -310,7 +310,7 @@ def laboratory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("laboratory")
-def test_one_at_a_time_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_labgrid_place_is_held_by_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgekit.devices.register._PAUSE_S", 0.1)
     with holding_place("rack1"):
         assert "edgekit-" in _ask("who")
@@ -335,7 +335,7 @@ def test_one_at_a_time_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("laboratory")
-def test_a_process_that_was_killed_leaves_no_place_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_labgrid_place_of_a_killed_process_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     # What SIGKILL leaves: the place acquired in our name, and no lock of this machine.
     with monkeypatch.context() as killed:
         killed.setenv("LG_USERNAME", f"edgekit-{getpass.getuser()}")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import OUTPUTS, REPORT, Stub, float_conv, make_job, present, pretend
+from devices_models import OUTPUTS, REPORT, Stub, float_conv, make_job, require_device, run_fake_program
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -57,10 +57,10 @@ def hostile_job(path: Path, target: str) -> Job:
 
 
 @pytest.mark.parametrize("device", TARGETS)
-def test_names_are_data_on_every_device(
+def test_hostile_names_of_tensors_and_files_are_never_executed(
     device: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = present(device, TARGETS[device])
+    found = require_device(device, TARGETS[device])
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     model = tmp_path / "; touch pwned; $(touch pwned) 'x' .onnx"
@@ -80,13 +80,13 @@ def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def came_back(work: Path, report: object) -> DeviceRun:
+def judge_report(work: Path, report: object) -> DeviceRun:
     """What edgekit makes of a report behind one sample of outputs that are right."""
     text = report if isinstance(report, str) else json.dumps(report)
     folder = work / str(len(list(work.iterdir())))
     folder.mkdir()
     job = make_job(float_conv(folder / "f.onnx"), "nnapi", ROW)
-    return pretend(folder, OUTPUTS + text.encode() + b"\n", job=job)
+    return run_fake_program(folder, OUTPUTS + text.encode() + b"\n", job=job)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_hostile_run_is_refused_in_one_printable_line(change: str) -> None:
 def test_what_a_device_calls_itself_cannot_steer_a_terminal(work: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\nedgekit: pass\r\u202e"
     node = {"name": evil, "op": evil, "domain": evil, "provider": evil}
-    run = came_back(work, {**DONE, "versions": {evil: evil * 1000}, "placement": [node]})
+    run = judge_report(work, {**DONE, "versions": {evil: evil * 1000}, "placement": [node]})
     assert run.failure is None
     (placed,) = run.placement
     shown = [placed.name, placed.op, placed.domain, placed.provider, *run.versions, *run.versions.values()]
@@ -122,9 +122,9 @@ def test_what_a_device_calls_itself_cannot_steer_a_terminal(work: Path) -> None:
     assert printable("plain") == "plain"
 
 
-def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, work: Path) -> None:
+def test_a_placement_of_a_file_without_nodes_is_ignored(tmp_path: Path, work: Path) -> None:
     whole = {**DONE, "placed_whole": "\x1b[2JQNN"}
-    placed = came_back(work, whole).placement
+    placed = judge_report(work, whole).placement
     assert {node.provider for node in placed} == {"?[2JQNN"}
     (tmp_path / "f.ort").write_bytes(b"\0\0\0\0ORTM" + bytes(64))
     job = msgspec.structs.replace(make_job(float_conv(work / "f.onnx"), "nnapi", ROW), model=tmp_path / "f.ort")
@@ -134,10 +134,12 @@ def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, 
 
 
 def test_a_report_that_says_too_much_is_bounded(work: Path) -> None:
-    assert "1 of 1 samples came back, with 10 times" in str(came_back(work, {**DONE, "latency_ms": [1] * 10}).failure)
-    run = came_back(work, {**DONE, "versions": {str(index): "1" for index in range(100_000)}})
+    assert "1 of 1 samples came back, with 10 times" in str(
+        judge_report(work, {**DONE, "latency_ms": [1] * 10}).failure
+    )
+    run = judge_report(work, {**DONE, "versions": {str(index): "1" for index in range(100_000)}})
     assert len(run.versions) <= 32
-    assert "larger than" in str(came_back(work, "{" * (1 << 26) + "{").failure)
+    assert "larger than" in str(judge_report(work, "{" * (1 << 26) + "{").failure)
 
 
 SPEC = (TensorSpec(name="y", dtype="float32", shape=(1, 2)),)
@@ -181,7 +183,7 @@ def test_a_hostile_message_is_refused(tmp_path: Path, change: dict[str, object],
     assert not list(tmp_path.iterdir())
 
 
-def test_a_header_of_other_names_or_form_or_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_a_header_with_other_names_or_no_end_is_refused(tmp_path: Path) -> None:
     for header in ([], [*GOOD, *GOOD], {"y": 1}, "y"):
         with pytest.raises(DeviceError, match="malformed"):
             receive(tmp_path, header, bytes(16))
@@ -209,12 +211,12 @@ def test_hostile_strings_are_refused(tmp_path: Path, payload: bytes) -> None:
 def test_outputs_end_at_the_first_that_is_wrong(work: Path) -> None:
     job = make_job(float_conv(work / "f.onnx"), "nnapi", ROW * 3)
     damaged = OUTPUTS.replace(b"float32", b"float64")
-    run = pretend(work, OUTPUTS + damaged + OUTPUTS + json.dumps(DONE).encode() + b"\n", job=job)
+    run = run_fake_program(work, OUTPUTS + damaged + OUTPUTS + json.dumps(DONE).encode() + b"\n", job=job)
     assert "'00001.tensors' from the device is malformed" in str(run.failure)
     assert [list(sample) for sample in run.outputs] == [["y"]]
 
 
-def test_no_file_that_is_there_is_written_over_or_through(tmp_path: Path) -> None:
+def test_results_do_not_overwrite_files_nor_follow_links(tmp_path: Path) -> None:
     (tmp_path / "00000.tensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OutputError):
         receive_tensors(io.BytesIO(json.dumps(GOOD).encode() + b"\n" + bytes(8)), tmp_path / "00000.tensors", SPEC)
@@ -222,6 +224,6 @@ def test_no_file_that_is_there_is_written_over_or_through(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "[", "NaN", '{"status": "done"}', "[" * 100_000, "{" * (1 << 26) + "{"])
-def test_a_run_that_is_no_run_is_refused(text: str) -> None:
+def test_a_result_that_is_no_run_is_refused(text: str) -> None:
     with pytest.raises(DeviceError, match="malformed"):
         decode_run(text.encode())

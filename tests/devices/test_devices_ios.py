@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, hold_outputs, make_job, present, text_model
+from devices_models import assert_same_as_cpu, float_conv, make_job, require_device, text_model
 from onnx import helper, load, save
 
 from edgekit.devices.find import find_device, install_device
@@ -36,7 +36,7 @@ SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
 @pytest.fixture
 def device() -> IosSimulator:
     # zig compiles its C++ library first, for a minute and more: CI has not the time to install it.
-    found = present("ios-sim", "coreml")
+    found = require_device("ios-sim", "coreml")
     assert isinstance(found, IosSimulator)
     return found
 
@@ -136,7 +136,7 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
     assert map_imports(["_open"], without=["open"]) == {"_open": "open"}
 
 
-def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_is_refused_on_another_cpu_than_x86_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     missing = IosSimulator().find_missing()
@@ -147,7 +147,7 @@ def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("model_format", ["MLProgram", "NeuralNetwork"])
-def test_the_provider_itself_says_where_nodes_go(device: IosSimulator, model_format: str, tmp_path: Path) -> None:
+def test_the_provider_itself_places_the_nodes(device: IosSimulator, model_format: str, tmp_path: Path) -> None:
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
     target = load_target("coreml", {"model_format": model_format})
     seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", body)), target, device)
@@ -176,7 +176,7 @@ def test_check_holds_its_rules_against_the_provider(tmp_path: Path) -> None:
     assert (observed.nodes, observed.taken, observed.disagreements) == (2, 2, ())
 
 
-def test_the_older_format_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
+def test_the_format_neural_network_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
     target = load_target("coreml", {"model_format": "NeuralNetwork"})
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
@@ -218,7 +218,7 @@ def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
     assert "is cut off" in str(with_half.failure)
 
 
-def test_an_unknown_option_is_refused_before(device: IosSimulator, tmp_path: Path, work: Path) -> None:
+def test_an_unknown_option_is_refused_before_the_run(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml")
     session = msgspec.structs.replace(job.target.session, provider_options={"Units": "ALL"}, platforms={})
     target = msgspec.structs.replace(job.target, session=session)
@@ -234,10 +234,10 @@ def test_the_program_is_computed_in_the_precision_that_it_declares(
     run = device.run_job(job, work)
     assert (run.failure, run.outputs.count) == (None, job.samples.count)
     assert any("edgekit computed its 2 operations, 0 of them in half precision" in n for n in run.notes)
-    hold_outputs(run, job, 5e-5)
+    assert_same_as_cpu(run, job, 5e-5)
 
 
-def test_what_the_provider_writes_counts_and_not_what_the_graph_says(
+def test_the_program_that_the_provider_writes_is_computed_not_the_graph(
     device: IosSimulator, tmp_path: Path, work: Path
 ) -> None:
     """It writes Reciprocal as 1 / (x + 0.0001)."""
@@ -277,7 +277,7 @@ def test_each_partition_is_a_package_that_holds_what_it_lists(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("device")
-def test_an_app_that_ships_the_cache_gets_what_is_in_it(tmp_path: Path) -> None:
+def test_the_provider_uses_a_cache_that_an_app_ships(tmp_path: Path) -> None:
     """The provider takes what it finds under the key and writes nothing again: a file of another content stays."""
     model, target = keyed_model(tmp_path / "m.onnx"), load_target("coreml")
     cache = write_coreml(model, target, tmp_path / "out", packages=False, cache=True).cache
@@ -298,7 +298,7 @@ def test_an_app_that_ships_the_cache_gets_what_is_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_releases_of_ios_that_part_a_model_otherwise_have_no_common_cache(tmp_path: Path) -> None:
+def test_releases_of_ios_that_partition_a_model_differently_share_no_cache(tmp_path: Path) -> None:
     """Core ML 6 of iOS 16 has 16-bit inputs that Core ML 5 has not."""
     body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
     model = keyed_model(tmp_path / "m.onnx", body + " { z = Relu(x) y = Slice(z, s, e, a) }")
@@ -354,7 +354,7 @@ def test_the_layer_that_the_provider_writes_otherwise_is_named_as_in_the_program
 
 
 @pytest.mark.usefixtures("device")
-def test_a_conversion_writes_them_beside_the_files_of_the_target(tmp_path: Path) -> None:
+def test_convert_writes_packages_and_cache_next_to_the_files_of_the_target(tmp_path: Path) -> None:
     source = text_model(tmp_path / "m.onnx", "(float[1,4,8,8] x) => (float[1,4,8,8] y) { y = Relu(x) }")
     recipe = Recipe(targets=("coreml",), settings={"model_format": "NeuralNetwork"})
     wanted = ConvertOptions(coreml=CoreMlOptions(packages=True, cache=True), checked=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from devices_models import present
+from devices_models import require_device
 from fixture_types import MakeOnce
 
 from edgekit.devices.ios.ios import LOADER, list_imports
@@ -73,7 +73,7 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def built(make_once: MakeOnce) -> Path:
-    present("ios-sim", "coreml")
+    require_device("ios-sim", "coreml")
     compiler = find_zig("x86_64")
     assert compiler is not None
     return make_once("ios-abi", lambda folder: build_checks(compiler, folder))

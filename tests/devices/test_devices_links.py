@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Altering, float_conv, make_job, noise_samples, present, qdq_conv
+from devices_models import Altering, float_conv, make_job, noise_samples, qdq_conv, require_device
 from faults import ADB_FAULTS, SSH_FAULTS, Fault
 from onnx import numpy_helper
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb
-from other_machine.fixtures import Phone, native_words
-from other_machine.keeper import OtherMachine, start_machine
+from other_machine.fixtures import Phone, native_arguments
+from other_machine.machine import OtherMachine, start_machine
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
@@ -82,15 +82,15 @@ def test_a_phone_computes_what_its_onnx_runtime_computes(
 
 @pytest.mark.long
 def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: Path, arm_runner: NativeRunner) -> None:
-    direct = present("arm64:native")
+    direct = require_device("arm64:native")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))
     wanted = _outputs(direct, job, work / "direct")
     with start_machine(arm=True, adb=True) as machine, adb.connected(machine) as serial:
-        phone = AdbDevice(serial=serial, **native_words(arm_runner))
+        phone = AdbDevice(serial=serial, **native_arguments(arm_runner))
         assert _outputs(phone, job, work / "adb") == wanted
     with ssh_board(arm=True) as board, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", board.programs, prepend=os.pathsep)
-        native = SshDevice(host="board", **native_words(arm_runner))
+        native = SshDevice(host="board", **native_arguments(arm_runner))
         assert _outputs(native, job, work / "ssh") == wanted
 
 
@@ -148,7 +148,7 @@ def test_an_interrupted_edgekit_leaves_nothing_running(phone: Phone, tmp_path: P
     assert machine.left_files() == []
 
 
-def test_only_the_sets_used_last_are_kept(phone: Phone, tmp_path: Path) -> None:
+def test_only_the_most_recent_sets_of_files_stay_on_a_phone(phone: Phone, tmp_path: Path) -> None:
     def push(content: bytes) -> Path:
         (tmp_path / "model").write_bytes(content)
         pushed = push_set(phone.device, BASE, {"sub folder/model": tmp_path / "model"})
@@ -216,7 +216,9 @@ def long_job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize("fault", _marked(ADB_FAULTS))
-def test_adb(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: NativeRunner) -> None:
+def test_each_fault_of_adb_is_reported(
+    fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: NativeRunner
+) -> None:
     with start_machine(arm=False, adb=True, space_bytes=fault.space_bytes) as machine:
         fault.prepare(machine)
         if fault.early:
@@ -224,7 +226,7 @@ def test_adb(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: Nat
         with adb.connected(machine) as serial:
             if not fault.early:
                 machine.ask(**fault.wire)
-            good = AdbDevice(serial=serial, **native_words(host_runner))
+            good = AdbDevice(serial=serial, **native_arguments(host_runner))
             _judge(_limited(good, fault, work), fault.says, long_job, work)
             if fault.wire.get("kind") != "kill-daemon":
                 assert machine.left_running() == []
@@ -238,18 +240,18 @@ def test_adb(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: Nat
                 adb.run("connect", serial)
         if fault.returns and fault.space_bytes > 100 << 20:
             with adb.connected(machine) as serial:
-                again = AdbDevice(serial=serial, **native_words(host_runner))
+                again = AdbDevice(serial=serial, **native_arguments(host_runner))
                 assert again.run_job(long_job, work / "again").failure is None
                 assert machine.left_files() == []
 
 
 @pytest.mark.parametrize("fault", _marked(SSH_FAULTS))
-def test_ssh(
+def test_each_fault_of_ssh_is_reported(
     fault: Fault, long_job: Job, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ssh_board(arm=False, space_bytes=fault.space_bytes) as board:
         monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
-        good = SshDevice(host="board", **native_words(host_runner))
+        good = SshDevice(host="board", **native_arguments(host_runner))
         if fault.warm:
             assert good.run_job(long_job, work / "warm").failure is None
         fault.prepare(board)
@@ -266,7 +268,7 @@ def test_ssh(
             assert board.machine.left_files() == []
 
 
-def test_there_are_enough_faults() -> None:
+def test_at_least_40_different_faults_are_tested() -> None:
     names = [fault.name for fault in ADB_FAULTS] + [f"ssh-{fault.name}" for fault in SSH_FAULTS]
     assert len(set(names)) == len(names) >= 40
 

@@ -77,7 +77,7 @@ def test_an_unknown_operation_is_an_error_with_its_name(tmp_path: Path) -> None:
         compute_program(relu, {})
 
 
-def test_what_is_no_program_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_no_program_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a neural network"):
         read_program(b"\xa2\x1f\x00", tmp_path)
     with pytest.raises(ValueError, match="is no ML Program"):
@@ -89,7 +89,7 @@ def test_what_is_no_program_is_said(tmp_path: Path) -> None:
             read_program(data, tmp_path)
 
 
-def test_damage_is_refused_and_never_another_answer(tmp_path: Path) -> None:
+def test_a_damaged_program_is_refused_and_never_computes_something_else(tmp_path: Path) -> None:
     package = scaled(tmp_path / "a.mlpackage")
     path = next(package.rglob("model.mlmodel"))
     whole = path.read_bytes()
@@ -222,7 +222,7 @@ def as_given(value: Any) -> tuple[Array | str, ...]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{case[0]}-{at}" for at, case in enumerate(CASES)])
-def test_an_operation_is_what_onnx_means_by_it(case: int, tmp_path: Path) -> None:
+def test_an_operation_computes_what_its_onnx_operator_computes(case: int, tmp_path: Path) -> None:
     kind, given, op, feeds, attributes = CASES[case]
     found = OPERATIONS[kind](Arguments({name: as_given(value) for name, value in given.items()}))
     names = [f"i{index}" for index in range(len(feeds))]
@@ -247,7 +247,7 @@ def test_an_operation_is_what_onnx_means_by_it(case: int, tmp_path: Path) -> Non
     assert np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_every_operation_is_held_against_coremltools_or_onnx() -> None:
+def test_every_operation_is_compared_with_coremltools_or_onnx() -> None:
     held = {kind for kind, _ in list_cases()} | {case[0] for case in CASES}
     assert OPERATIONS.keys() - held == {"silu"}
 
@@ -259,7 +259,7 @@ def test_silu_is_x_times_its_sigmoid() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_one_opset_is_what_coremltools_infers() -> None:
+def test_the_operations_of_an_opset_compute_what_coremltools_computes() -> None:
     if find_spec("coremltools") is None:
         pytest.skip("coremltools is not installed")
     finished = subprocess.run(
@@ -270,7 +270,7 @@ def test_one_opset_is_what_coremltools_infers() -> None:
     assert "coremltools infers nothing of: avg_pool, batch_norm, conv, " in finished.stdout
 
 
-def test_values_that_lie_apart_are_told() -> None:
+def test_values_that_are_too_far_apart_are_a_problem() -> None:
     row = compare("exp", "float32", (np.nextafter(coreml_values.ROWS, 9),), (coreml_values.ROWS,))
     assert (row.problem, row.ulp) == ("", 1.0)
     assert (

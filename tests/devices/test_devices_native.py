@@ -17,8 +17,8 @@ from devices_models import (
     float_conv,
     make_job,
     noise_samples,
-    present,
     qdq_conv,
+    require_device,
     require_runner,
     run_in,
     text_model,
@@ -67,10 +67,12 @@ def test_the_runner_is_small(abi: str) -> None:
     ("native", "python", "kind"),
     [("host:native", "host", "float"), ("host:native", "host", "qdq"), ("arm64:native", "arm64", "qdq")],
 )
-def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, kind: str) -> None:
+def test_the_native_runner_gives_the_same_bits_as_the_one_in_python(
+    tmp_path: Path, native: str, python: str, kind: str
+) -> None:
     path = tmp_path / "f.onnx"
     job = make_job(float_conv(path) if kind == "float" else qdq_conv(path, np.uint8), "nnapi")
-    got = run_in(present(native, "nnapi"), job, tmp_path / "a")
+    got = run_in(require_device(native, "nnapi"), job, tmp_path / "a")
     want = run_in(find_device(python, load_target("nnapi")), job, tmp_path / "b")
     assert got.failure is None
     assert got.placement == want.placement
@@ -87,7 +89,7 @@ def test_arm64_runs_a_model_with_weights_beside_it(tmp_path: Path, work: Path) -
     proto = onnx.load(text_model(tmp_path / "m.onnx", body, w=weight))
     onnx.save(proto, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=0)
     sample = {"x": np.array([[2.0, 1.0]], np.float32)}
-    run = present("arm64:native").run_job(make_job(tmp_path / "m.onnx", "cpu", [sample]), work)
+    run = require_device("arm64:native").run_job(make_job(tmp_path / "m.onnx", "cpu", [sample]), work)
     assert run.failure is None
     (got,) = run.outputs
     assert np.array_equal(got["y"], sample["x"] @ weight)
@@ -126,7 +128,7 @@ def test_a_job_that_is_malformed_is_an_error(job: object, reason: str) -> None:
         ({"provider": "X", "library": "/no/such/ep.so"}, "/no/such/ep.so"),
     ],
 )
-def test_what_onnx_runtime_will_not_do_is_a_refusal(changes: dict[str, object], reason: str) -> None:
+def test_what_onnx_runtime_refuses_is_a_refusal(changes: dict[str, object], reason: str) -> None:
     library = str(require_runner(host_abi()).library)
     done = feed(b"", job={**JOB, "runtime": library, **changes})
     run = json.loads(done.stdout)
@@ -238,7 +240,7 @@ def run_plugin(job: Job, work: Path) -> DeviceRun:
 def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, form: str) -> None:
     path = qdq_conv(tmp_path / "f.onnx", np.uint8)
     job = make_job(path, "qnn")
-    simulator = present("qnn-htp-sim", "qnn")
+    simulator = require_device("qnn-htp-sim", "qnn")
     if form == "context":
         converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
         assert len(converted.files["context"]) == 2
@@ -262,7 +264,7 @@ def save_context(folder: Path, name: str | bytes) -> Path:
     return folder / "m.onnx"
 
 
-def test_the_files_of_a_context_are_named_by_its_nodes(tmp_path: Path) -> None:
+def test_the_binary_files_of_a_context_are_those_that_its_nodes_name(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"compiled")
     assert list(list_model_files(save_context(tmp_path, "c.bin"))) == ["m.onnx", "c.bin"]
     before = load_model(tmp_path / "m.onnx")

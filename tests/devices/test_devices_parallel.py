@@ -55,7 +55,9 @@ def test_remote_devices_run_side_by_side_and_one_device_or_machine_does_not() ->
 @pytest.mark.parametrize(
     ("cores", "free_bytes", "slots"), [(2, 64 << 30, 4), (8, 4 << 30, 2), (8, 1 << 20, 1), (4, None, 4)]
 )
-def test_this_machine_runs_as_many_as_its_cores_and_memory_bear(cores: int, free_bytes: int | None, slots: int) -> None:
+def test_this_machine_runs_as_many_at_once_as_cores_and_memory_allow(
+    cores: int, free_bytes: int | None, slots: int
+) -> None:
     assert count_slots(cores, free_bytes) == slots
 
 
@@ -77,7 +79,7 @@ def test_when_one_raises_the_children_of_the_others_end() -> None:
 
 
 @pytest.mark.parametrize("who", ["block", "call"])
-def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
+def test_background_calls_end_when_the_block_or_another_call_raises(who: str) -> None:
     start = time.monotonic()
     ended: list[str] = []
 
@@ -98,7 +100,7 @@ def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
     assert ended == ["was ended by SIGKILL"]
 
 
-def test_the_block_goes_on_while_calls_are_made_behind_it() -> None:
+def test_a_block_continues_while_calls_run_in_the_background() -> None:
     done = threading.Event()
     with in_background(done.wait, 1, 1) as begin:
         found = begin(20.0)
@@ -107,7 +109,7 @@ def test_the_block_goes_on_while_calls_are_made_behind_it() -> None:
     assert found.result()
 
 
-def test_more_calls_are_made_at_once_when_the_block_has_ended() -> None:
+def test_more_background_calls_run_at_once_after_the_block() -> None:
     begun: list[int] = []
     both = threading.Barrier(2)
 

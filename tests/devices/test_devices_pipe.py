@@ -17,8 +17,8 @@ from devices_models import (
     float_conv,
     make_job,
     noise_samples,
-    present,
-    pretend,
+    require_device,
+    run_fake_program,
     run_in,
     text_model,
 )
@@ -50,7 +50,7 @@ def run_piped(job: Job, work: Path, program: tuple[str, ...] = PYTHON, **changes
 
 def lie(work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) -> str | None:
     """Runs a program that reads everything and gives this answer, whatever the samples are."""
-    return pretend(work, answer, after, timeout_s=timeout_s, by_files=False).failure
+    return run_fake_program(work, answer, after, timeout_s=timeout_s, by_files=False).failure
 
 
 def test_a_pipe_gives_what_files_give(tmp_path: Path, work: Path) -> None:
@@ -108,20 +108,20 @@ def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:
         (HEAD.replace(b"1024", b"9999999999999"), "", "not that of its shape"),
     ],
 )  # fmt: skip
-def test_a_liar_fails(work: Path, answer: bytes, after: str, failure: str) -> None:
+def test_a_device_with_a_malformed_answer_fails(work: Path, answer: bytes, after: str, failure: str) -> None:
     assert failure in str(lie(work, answer, after))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"", OUTPUTS, OUTPUTS[:1000], OUTPUTS * 3 + RUN])
-def test_a_hang_is_ended_within_its_time(work: Path, answer: bytes) -> None:
+def test_a_device_that_hangs_is_stopped_in_time(work: Path, answer: bytes) -> None:
     start = time.monotonic()
     assert "ran out of time (1 s)" in str(lie(work, answer, "time.sleep(60)", timeout_s=1))
     assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("answer", [HEAD.replace(b'"y"', b'"z"'), OUTPUTS + b"hello\n", RUN + b"x"])
-def test_what_is_wrong_is_said_at_once(work: Path, answer: bytes) -> None:
+def test_a_malformed_answer_is_reported_without_waiting_for_the_process(work: Path, answer: bytes) -> None:
     start = time.monotonic()
     assert re.search("malformed|wrote more", str(lie(work, answer, "time.sleep(60)", timeout_s=60)))
     assert time.monotonic() - start < 30
@@ -146,7 +146,7 @@ def test_samples_that_cannot_be_read_are_the_callers_error(tmp_path: Path, work:
         run_piped(msgspec.structs.replace(job, samples=Samples(source="s", count=3, read=read)), work)
 
 
-def test_a_set_of_files_is_named_by_what_is_in_it(tmp_path: Path) -> None:
+def test_the_digest_of_a_set_of_files_covers_names_contents_and_modes(tmp_path: Path) -> None:
     """Names, contents and modes count; a file that was written again within its times does too."""
     (tmp_path / "a").write_text("one")
     digests = [digest_files({"m": tmp_path / "a"}), digest_files({"lib/m": tmp_path / "a"})]
@@ -197,11 +197,11 @@ def test_a_phone_and_a_board_bring_the_trace_back_and_keep_nothing(
         (-1, b"", "malformed"),
     ],
 )
-def test_a_program_that_lies_about_its_trace_is_found_out(
+def test_a_false_statement_about_a_trace_is_detected(
     size: int, trace: bytes, says: str, tmp_path: Path, work: Path
 ) -> None:
     last = encode_report(latency_ms=[1] * 6, trace_bytes=size)
-    failure = pretend(work, OUTPUTS * 3 + last + trace, job=traced(tmp_path), by_files=False).failure
+    failure = run_fake_program(work, OUTPUTS * 3 + last + trace, job=traced(tmp_path), by_files=False).failure
     assert failure is not None
     assert says in failure
 
@@ -217,7 +217,7 @@ QNN_OPTIONS = {"backend_type": "htp", "soc_model": "69"}
 
 
 def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
-    run = pretend(work, after="print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
+    run = run_fake_program(work, after="print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
     assert run.failure == "the program was ended by SIGSEGV: the end"
 
 
@@ -237,7 +237,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
     work: Path, program: str, status: str, emulates: bool, crashed: bool
 ) -> None:
     said = encode_report(status=status, latency_ms=[]) if status else b""
-    run = pretend(work, said, program, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
+    run = run_fake_program(work, said, program, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None
     assert run.crashed is crashed
     # That a session was made is known, also where it died then.
@@ -245,7 +245,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
 
 
 def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
-    run = pretend(work, OUTPUTS * 2, "os.abort()")
+    run = run_fake_program(work, OUTPUTS * 2, "os.abort()")
     assert "SIGABRT" in str(run.failure)
     assert run.outputs.count == 2
 
@@ -260,7 +260,7 @@ def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
     ],
 )
 def test_a_report_that_does_not_fit_is_a_failure(work: Path, change: dict[str, object], failure: str) -> None:
-    assert pretend(work, encode_report(**change)).failure == failure
+    assert run_fake_program(work, encode_report(**change)).failure == failure
 
 
 def test_a_model_that_the_runtime_refuses_is_a_failure(tmp_path: Path, work: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_model_that_the_runtime_refuses_is_a_failure(tmp_path: Path, work: Pat
     assert "no.such.domain" in str(run.failure)
 
 
-def test_an_output_that_is_no_tensor_comes_back_in_parts_that_must_be_expected(tmp_path: Path, work: Path) -> None:
+def test_an_output_that_is_no_tensor_comes_back_as_parts_and_fails_if_not_declared(tmp_path: Path, work: Path) -> None:
     body = "(float[2] x) => (seq(float[2]) y) { y = SequenceConstruct(x) }"
     run = Host().run_job(
         make_job(text_model(tmp_path / "s.onnx", body), "nnapi", [{"x": np.ones(2, np.float32)}]), work
@@ -296,13 +296,13 @@ def test_an_architecture_stands_for_its_soc_and_unknown_options_are_refused() ->
 
 
 def test_qnn_takes_neither_a_context_for_another_soc_nor_an_ort_file(tmp_path: Path, work: Path) -> None:
-    device = present("qnn-htp-sim:v73", "qnn")
+    device = require_device("qnn-htp-sim:v73", "qnn")
     proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
     helper.set_model_props(proto, {"ep_compatibility_info.QNNExecutionProvider": "v2:6:2.51.0:5.51.0:0:69:0:0"})
     onnx.save(proto, str(tmp_path / "f.onnx"))
     with pytest.raises(TargetError, match="a context for soc_model 69, not 43"):
         device.run_job(make_job(tmp_path / "f.onnx", "qnn"), work)
-    device = present("qnn-htp-sim", "qnn")
+    device = require_device("qnn-htp-sim", "qnn")
     job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "qnn"), model=tmp_path / "f.ort")
     assert "never takes" in str(device.run_job(job, work).failure)
 
@@ -314,9 +314,9 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
         device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), work)
 
 
-def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
+def test_the_last_words_of_a_failed_program_are_kept_without_terminal_codes(tmp_path: Path, work: Path) -> None:
     program = "print('loading\\x1b[2J', file=sys.stderr); print('no memory', file=sys.stderr); sys.exit(3)"
-    assert pretend(work, after=program).log.splitlines() == ["loading[2J", "no memory"]
+    assert run_fake_program(work, after=program).log.splitlines() == ["loading[2J", "no memory"]
     assert run_in(Host(), make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), tmp_path / "empty").log == ""
 
 

@@ -149,7 +149,7 @@ def test_openvino_runs_here_and_says_what_it_finds() -> None:
 
 
 @needs_openvino
-def test_hardware_that_openvino_does_not_find_is_named() -> None:
+def test_a_device_that_openvino_does_not_find_is_named() -> None:
     kinds = {one.kind for one in ask_provider("openvino").devices}
     missing = find_missing_provider("openvino", "npu")
     assert (missing is None) == ("npu" in kinds)
@@ -176,7 +176,7 @@ def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pyte
     assert load_target_here("cuda").name == "cuda"
 
 
-def test_a_processor_that_stands_for_a_gpu_is_no_hardware_to_recommend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_software_gpu_is_not_recommended_as_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalProvider, "find_missing", lambda _: None)
     for kind, chosen in (("cpu", False), ("gpu", True)):
         found = Found(devices=(FoundDevice(kind=kind, name="x", version="1"),))
@@ -186,7 +186,7 @@ def test_a_processor_that_stands_for_a_gpu_is_no_hardware_to_recommend(monkeypat
         assert ("webgpu" in targets, "openvino" in targets) == (chosen, True)
 
 
-def test_the_cpu_of_this_machine_is_chosen_unless_another_is_named() -> None:
+def test_openvino_runs_on_the_cpu_unless_another_device_is_named() -> None:
     assert choose_here(Recipe(targets=("auto",))).settings["arch"] in load_target("cpu").parameters["arch"].choices
     named = Recipe(targets=("auto",), settings={"arch": "arm64"})
     assert choose_here(named).settings == {"arch": "arm64"}
@@ -227,7 +227,7 @@ def test_the_plug_in_takes_what_the_rules_say_and_computes_what_the_cpu_does(mod
     assert np.abs(made["y"] - CpuSession(model.path, SessionSettings()).run(given)["y"]).max() <= 0.0501
 
 
-def test_without_a_driver_nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_swiftshader_no_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider, "_FOLDERS", (tmp_path,))
     find_swiftshader.cache_clear()
     try:
@@ -272,14 +272,14 @@ def test_the_job_holds_the_format_the_units_and_a_cache_of_its_own(core_ml: Job,
     assert len(set(caches)) == 4
 
 
-def test_every_units_that_a_name_may_have_finds_its_device() -> None:
+def test_each_compute_units_value_of_core_ml_is_a_device() -> None:
     for units in UNITS:
         assert find_device(f"coreml:{units}", load_target("coreml")).name == f"coreml:{units}"
     with pytest.raises(UsageError, match="did you mean 'coreml:"):
         find_device("coreml:npu", load_target("coreml"))
 
 
-def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
+def test_options_that_make_core_ml_fail_are_refused_before_the_run() -> None:
     with pytest.raises(TargetError, match="did you mean 'ModelFormat'"):
         coreml_options({"ModelFormats": "MLProgram"})
     with pytest.raises(TargetError, match="'MLprogram' is no ModelFormat"):

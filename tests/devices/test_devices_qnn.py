@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, present, run_in
+from devices_models import make_job, require_device, run_in
 from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model, save_net
 
@@ -43,7 +43,7 @@ def measure_simulator(model: Path, shape: tuple[int, ...], work: Path) -> float:
     """Returns the ratio in dB of what the CPU computes to the simulator's distance from it."""
     rng = np.random.default_rng(0)
     samples: list[Tensors] = [{"x": rng.uniform(-4, 4, shape).astype(np.float32)}]
-    run = run_in(present("qnn-htp-sim", "qnn"), make_job(model, "qnn", samples), work)
+    run = run_in(require_device("qnn-htp-sim", "qnn"), make_job(model, "qnn", samples), work)
     assert (run.failure, run.notes) == (None, ())
     wanted = CpuSession(model, SessionSettings()).run(samples[0])["y"]
     distance = wanted - next(iter(run.outputs))["y"]
@@ -52,7 +52,7 @@ def measure_simulator(model: Path, shape: tuple[int, ...], work: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(10, 20), (20, 8)])
-def test_the_fused_kernel_is_wrong_and_is_avoided(size: tuple[int, int], tmp_path: Path) -> None:
+def test_the_fused_silu_kernel_of_16_bits_is_wrong_and_is_avoided(size: tuple[int, int], tmp_path: Path) -> None:
     path, shape = write_silu(tmp_path / "m.onnx", *size), (1, 4, *size)
     # If this fails with a new version of QNN, its kernel is right, and the rewrite can go.
     assert measure_simulator(path, shape, tmp_path / "fused") < 20
@@ -71,7 +71,7 @@ def test_the_fused_kernel_is_wrong_and_is_avoided(size: tuple[int, int], tmp_pat
         (9, 9, "sd, sd", False),
     ],
 )
-def test_the_product_of_a_picture_is_parted(
+def test_a_silu_of_16_bits_on_an_image_is_split(
     rows: object, columns: object, factors: str, tmp_path: Path, *, changes: bool
 ) -> None:
     path = write_silu(tmp_path / "m.onnx", rows, columns, factors)
@@ -86,7 +86,7 @@ def test_the_product_of_a_picture_is_parted(
     assert np.abs(wanted - got).max() <= (0.00049 if changes else 0)
 
 
-def test_a_product_in_three_axes_stays(tmp_path: Path) -> None:
+def test_a_silu_of_three_axes_is_not_split(tmp_path: Path) -> None:
     text = GRAPH.replace("1,4,ROWS,COLUMNS", "1,4,9").replace("int8[4,4,1,1]", "int8[4,4,1]").replace("[1,1]", "[1]")
     text = text.replace("FACTORS", "cd, sd").replace("TYPE", "uint16").replace("MIDDLE", "32768")
     path = parse_model(text, tmp_path / "m.onnx")
@@ -94,7 +94,7 @@ def test_a_product_in_three_axes_stays(tmp_path: Path) -> None:
     assert measure_simulator(path, (1, 4, 9), tmp_path / "work") > 60
 
 
-def test_a_bundle_in_16_bits_is_built_so(tmp_path: Path) -> None:
+def test_a_build_in_16_bits_splits_silu(tmp_path: Path) -> None:
     path = parse_model(
         "g (float[1,4,10,10] x) => (float[1,4,10,10] y) <float[4,4,1,1] w = {1,2,3,4,5,-6,7,8,-9,1,2,3,4,5,6,7}>"
         " { c = Conv(x, w) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, w) }",
@@ -155,7 +155,7 @@ def with_blocks(soc: str) -> Target:
 
 def error_in_steps(model: Path, soc: str, work: Path) -> float:
     target = with_blocks(soc)
-    device = present("qnn-htp-sim", target)
+    device = require_device("qnn-htp-sim", target)
     rng = np.random.default_rng(1)
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
     run = run_in(device, msgspec.structs.replace(make_job(model, "qnn", samples), target=target), work)
@@ -177,7 +177,7 @@ def test_the_htp_computes_blocks_of_lpbq_as_the_file_says(tmp_path: Path, soc: s
 
 
 @pytest.mark.slow
-def test_blocks_of_other_scales_are_rounded_to_those(tmp_path: Path) -> None:
+def test_scales_that_lpbq_cannot_hold_are_rounded_and_lose_accuracy(tmp_path: Path) -> None:
     options = WeightOnlyOptions(form="int4", lpbq=True)
     light = compress_weights(load_model(make_product(tmp_path / "m.onnx")), options, tmp_path / "light.onnx").model
     model = between_16_bits(light.path, tmp_path / "q.onnx", free_scales=True)
@@ -185,7 +185,7 @@ def test_blocks_of_other_scales_are_rounded_to_those(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plain_blocks_have_scales_that_are_not_of_lpbq(tmp_path: Path) -> None:
+def test_blocks_without_lpbq_have_scales_that_lpbq_cannot_hold(tmp_path: Path) -> None:
     weight = numpy_helper.to_array(onnx.load(str(make_product(tmp_path / "m.onnx"))).graph.initializer[0])
     plain, snapped = (quantize_blocks(weight, 4, 32, lpbq=lpbq)[1] for lpbq in (False, True))
     assert (plain < 0).any()
@@ -194,7 +194,7 @@ def test_plain_blocks_have_scales_that_are_not_of_lpbq(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> None:
-    device, path = present("qnn-htp-sim", "qnn"), tmp_path / "m.onnx"
+    device, path = require_device("qnn-htp-sim", "qnn"), tmp_path / "m.onnx"
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 0]) for name in "xy")
     proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"], "relu")], "g", [x], [y]))
     onnx.save(proto, str(path))
@@ -222,7 +222,7 @@ def test_the_kernel_of_softplus_is_wrong_and_is_avoided(tmp_path: Path) -> None:
     assert measure_simulator(fixed.model.path, shape, tmp_path / "right") > 40
 
 
-def test_a_softplus_in_16_bits_is_quantized_so(tmp_path: Path) -> None:
+def test_a_build_in_16_bits_reshapes_softplus(tmp_path: Path) -> None:
     text = """g (float[1,4,8,6] x) => (float[1,4,8,6] y) <float[4,4,1,1] w = {WEIGHTS}> {
       c = Conv(x, w) s = Softplus(c) y = Conv(s, w) }"""
     weights = ",".join(f"{each:.3f}" for each in np.random.default_rng(0).normal(size=16))
@@ -257,7 +257,7 @@ def test_the_change_to_nhwc_leaves_a_transpose_at_the_end(result: str, tail: str
     assert [report.verdict == "yes" for report in reports.values()] == [False, bool(id_)]
     for path, report in reports.items():
         job = make_job(path, "qnn", [{"x": np.ones((1, 4, 8, 6), np.float32)}])
-        run = run_in(present("qnn-htp-sim", "qnn"), job, tmp_path / path.stem)
+        run = run_in(require_device("qnn-htp-sim", "qnn"), job, tmp_path / path.stem)
         # If the first of them runs as a whole with a new version of QNN, the rule of check can go.
         assert (run.failure is None and not run.notes) == (report.verdict == "yes")
 
@@ -270,7 +270,7 @@ def test_a_cast_of_uint8_makes_ones_and_is_avoided(tmp_path: Path) -> None:
     found = []
     for each in (path, fixed.path):
         job = make_job(each, "qnn", [sample], precision="fp32")
-        run = run_in(present("qnn-htp-sim", "qnn"), job, tmp_path / each.stem)
+        run = run_in(require_device("qnn-htp-sim", "qnn"), job, tmp_path / each.stem)
         found.append(np.abs(next(iter(run.outputs))["y"] + sample["x"]).max())
     # If the first is 0 with a new version of QNN, its kernel is right, and the rewrite can go.
     assert found == pytest.approx([62, 0], abs=0.1)
@@ -305,7 +305,7 @@ def test_a_layer_has_the_range_after_its_relu_behind_a_reshape_or_cannot_be_fina
         node.input[1:] = both_signs
     onnx.save(proto, str(out))
     sample = {"x": np.zeros((1, 64, 16), np.float32)}
-    run = present("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", [sample]), tmp_path)
+    run = require_device("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", [sample]), tmp_path)
     # If this fails with a new version of QNN, it takes such a Reshape.
     assert run.failure is not None
     assert "1002" in run.failure
@@ -313,13 +313,13 @@ def test_a_layer_has_the_range_after_its_relu_behind_a_reshape_or_cannot_be_fina
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("least", "is_right"), [(-6, False), (-1, True)])
-def test_floats_are_halves_and_the_logarithm_of_what_is_below_is_wrong(
+def test_floats_run_as_fp16_and_the_log_of_smaller_values_is_wrong(
     least: float, tmp_path: Path, *, is_right: bool
 ) -> None:
     text = "g (float[1,32] x) => (float[1,32] y) <float e = {1e-10}> { p = Mul(x, x) a = Add(p, e) y = Log(a) }"
     model = parse_model(text, tmp_path / "m.onnx")
     x = (10 ** np.random.default_rng(0).uniform(least, 0, (1, 32))).astype(np.float32)
-    run = present("qnn-htp-sim", "qnn").run_job(make_job(model, "qnn", [{"x": x}], precision="fp16"), tmp_path)
+    run = require_device("qnn-htp-sim", "qnn").run_job(make_job(model, "qnn", [{"x": x}], precision="fp16"), tmp_path)
     assert (run.failure, run.notes) == (None, ())
     wanted, found = CpuSession(model, SessionSettings()).run({"x": x})["y"], next(iter(run.outputs))["y"]
     assert bool(np.abs(wanted - found).max() < 0.05) == is_right

@@ -125,7 +125,7 @@ def test_an_npy_that_is_damaged_or_not_carried_is_an_error(tmp_path: Path, conte
     assert reason in done.stderr
 
 
-def test_a_model_that_is_refused_is_a_no(tmp_path: Path) -> None:
+def test_a_model_that_is_refused_gives_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.save(tmp_path / "in/x.npy", np.zeros((1, 9), np.float32))
     done = run_runner("--model", float_conv(tmp_path / "f.onnx"), "--inputs", tmp_path / "in")
@@ -161,7 +161,7 @@ def seal_bundle(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_bundle_proves_itself_on_the_machine(tmp_path: Path) -> None:
+def test_the_self_test_of_a_bundle_passes(tmp_path: Path) -> None:
     done = run_runner("--self-test", make_bundle(tmp_path / "b"))
     result = json.loads(done.stdout)
     assert (done.returncode, result["passed"]) == (0, True)
@@ -169,7 +169,7 @@ def test_a_bundle_proves_itself_on_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("off", [0.02, -0.02, float("nan"), float("inf")])
-def test_a_number_that_is_too_far_off_fails(tmp_path: Path, off: float) -> None:
+def test_the_self_test_fails_if_one_value_is_off(tmp_path: Path, off: float) -> None:
     done = run_runner("--self-test", make_bundle(tmp_path / "b", off=off))
     result = json.loads(done.stdout)
     assert (done.returncode, result["passed"]) == (1, False)
@@ -195,7 +195,7 @@ def test_an_altered_bundle_does_not_run(tmp_path: Path, name: str) -> None:
         ({"form": "context"}, "has no 'context'"),
     ],
 )
-def test_a_bundle_that_makes_no_sense_is_an_error(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+def test_a_contradictory_bundle_is_an_error(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     bundle = make_bundle(tmp_path / "b")
     done = run_runner("--self-test", seal_bundle(bundle, **changes))
     assert (done.returncode, done.stdout) == (2, "")

@@ -39,8 +39,8 @@ def bundle(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
 
 
-def keeps_its_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
-    """Holds a device to what an honest one does: all steps in one session, and the state costs it nothing."""
+def assert_keeps_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
+    """Asserts that a device runs all steps in one session, and that feeding the state back loses no accuracy."""
     watched = Watched(device=device)
     (run,) = verify_bundle(bundle, [watched]).runs
     assert run.passed, run.failures
@@ -50,25 +50,25 @@ def keeps_its_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
     assert len(watched.jobs) == jobs, "the golden samples, and all steps of all sequences"
 
 
-def test_the_host_keeps_a_session(bundle: Bundle) -> None:
-    keeps_its_state(bundle, Host())
+def test_the_host_keeps_one_session_for_all_steps(bundle: Bundle) -> None:
+    assert_keeps_state(bundle, Host())
 
 
-def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pollable_pipes_each_step_is_a_run_of_its_own(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_WAITS_FOR_PIPES", False)
-    keeps_its_state(bundle, Emulated(), jobs=1 + STEPS)
+    assert_keeps_state(bundle, Emulated(), jobs=1 + STEPS)
 
 
 @pytest.mark.slow
-def test_a_phone_and_a_board_keep_a_session(phone: Phone, bundle: Bundle, board: Board) -> None:
-    keeps_its_state(bundle, phone.device)
+def test_a_phone_and_a_board_keep_one_session_for_all_steps(phone: Phone, bundle: Bundle, board: Board) -> None:
+    assert_keeps_state(bundle, phone.device)
     assert phone.machine.left_running() == []
-    keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
+    assert_keeps_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
     assert board.machine.left_running() == []
 
 
-class Doing(Device, frozen=True, kw_only=True):
-    """A device that answers as `turns` say, and ends as `failure` says."""
+class Scripted(Device, frozen=True, kw_only=True):
+    """A device that yields the outputs of `turns`, and ends with `failure`."""
 
     turns: Callable[[Job], Iterator[Tensors]]
     failure: str | None = None
@@ -83,13 +83,13 @@ class Doing(Device, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, failure=self.failure)
 
 
-def look_twice(job: Job) -> Iterator[Tensors]:
-    """Looks at the first sample before it begins, as the NPU's simulator does, and may begin again."""
+def read_first_sample_twice(job: Job) -> Iterator[Tensors]:
+    """Reads the first sample before the run, as the NPU's simulator does."""
     next(iter(job.samples))
     yield from job.samples
 
 
-def begin_again(job: Job) -> Iterator[Tensors]:
+def repeat_first_sample(job: Job) -> Iterator[Tensors]:
     yield from islice(job.samples, 1)
     yield from job.samples
 
@@ -98,12 +98,12 @@ def ask(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path, *, failure: s
     """Runs two turns of one and of two samples on such a device, and returns what they gave."""
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(3), timeout_s=0.5)
     rows = [{"x": np.full(1, value, np.float32)} for value in (1, 2, 3)]
-    with open_session(Doing(turns=turns, failure=failure), job, tmp_path) as run:
+    with open_session(Scripted(turns=turns, failure=failure), job, tmp_path) as run:
         return [float(row["x"][0]) for turn in (rows[:1], rows[1:]) for row in run(turn)]
 
 
-@pytest.mark.parametrize("turns", [lambda job: iter(job.samples), look_twice])
-def test_turns_are_answered_in_their_order(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [lambda job: iter(job.samples), read_first_sample_twice])
+def test_steps_are_answered_in_order(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path) -> None:
     assert ask(turns, tmp_path) == [1, 2, 3]
 
 
@@ -116,10 +116,10 @@ def test_turns_are_answered_in_their_order(turns: Callable[[Job], Iterator[Tenso
         (lambda job: (sample for sample in job.samples for _ in "ab"), None, "2 of 1 samples came back"),
         # It waits for samples that nobody knows before it answers.
         (lambda job: iter(list(job.samples)), None, "0 of 1 samples came back"),
-        (begin_again, None, "answered cannot be run again"),
+        (repeat_first_sample, None, "answered cannot be run again"),
     ],
 )
-def test_a_device_that_does_otherwise_fails(
+def test_a_device_that_breaks_the_protocol_of_steps_fails(
     turns: Callable[[Job], Iterator[Tensors]], failure: str | None, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DeviceError, match=said):
@@ -153,7 +153,7 @@ def wait_until(wanted: bool, pipe: Path) -> bool:
     return True
 
 
-def test_what_a_killed_command_started_ends_too(tmp_path: Path) -> None:
+def test_child_processes_of_a_killed_command_end(tmp_path: Path) -> None:
     folder = tmp_path / "pipes"
     starter = subprocess.Popen([sys.executable, "-c", STARTER, str(folder), MODULES[0]])
     try:
@@ -167,7 +167,7 @@ def test_what_a_killed_command_started_ends_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_pipes_that_nobody_holds_are_not_waited_for(module: str, tmp_path: Path) -> None:
+def test_pipes_without_a_reader_are_not_waited_for(module: str, tmp_path: Path) -> None:
     for name in (ASK, ANSWER):
         os.mkfifo(tmp_path / name)
     argv = [sys.executable, "-P", "-m", module, str(tmp_path)]
@@ -175,7 +175,7 @@ def test_pipes_that_nobody_holds_are_not_waited_for(module: str, tmp_path: Path)
     assert finished.returncode != 0
 
 
-def test_a_served_pipe_waits_for_its_questions(tmp_path: Path) -> None:
+def test_a_served_pipe_waits_for_requests(tmp_path: Path) -> None:
     for name in (ASK, ANSWER):
         os.mkfifo(tmp_path / name)
     held = [os.open(tmp_path / name, os.O_RDWR) for name in (ASK, ANSWER)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from devices_models import present
+from devices_models import require_device
 from doc_pages import PAGES, ROOT, run_page
 from fixture_types import MakeOnce
 from group_models import make_speech
@@ -38,7 +38,7 @@ def work(make_once: MakeOnce, demo_bundles: Path) -> Path:
     def fill(folder: Path) -> None:
         _begin(folder)
         for target, device in (("nnapi", "android:x86_64"), ("qnn", "qnn-htp-sim")):
-            present(device, target)
+            require_device(device, target)
             bundle = shutil.copytree(
                 demo_bundles / f"digits_mobilenet-{target}", folder / "bundles" / f"model-{target}"
             )

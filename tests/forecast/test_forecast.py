@@ -49,7 +49,7 @@ def test_a_known_network_is_forecast_near_its_time_and_itself_is_the_nearest() -
     assert fitted.sum(list_amounts(networks["resnet50"].kinds)) == pytest.approx(measured, rel=0.5)
 
 
-def test_the_evidence_is_below_everything(tmp_path: Path) -> None:
+def test_a_forecast_has_the_lowest_evidence(tmp_path: Path) -> None:
     report = forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24"])
     assert report.evidence == Evidence.FORECAST.value
     assert all(one.is_at_least(Evidence.FORECAST) for one in Evidence)
@@ -169,7 +169,7 @@ def test_devices_with_one_number_of_the_soc_are_forecast_alike(tmp_path: Path) -
     assert [row.ms for row in rows[:2]] == [row.ms for row in rows[2:]]
 
 
-def test_the_fastest_is_what_mostly_was_unless_times_of_this_network_say_otherwise(tmp_path: Path) -> None:
+def test_the_precision_that_is_mostly_fastest_is_recommended_unless_known_times_differ(tmp_path: Path) -> None:
     path = _conv(tmp_path / "a.onnx", 64)
     bits: tuple[Bits, ...] = ("float", "w8a8")
     before = forecast(path, ["Galaxy S24"], bits)
@@ -198,11 +198,13 @@ def test_open_sizes_are_asked_for(
         (["--max-ms", "nan"], "no number"),
     ],
 )  # fmt: skip
-def test_wrong_words_are_answered_with_near_ones(arguments: list[str], said: str, refused: Callable[..., str]) -> None:
+def test_unknown_names_are_refused_with_the_nearest_valid_one(
+    arguments: list[str], said: str, refused: Callable[..., str]
+) -> None:
     assert said in refused("forecast", str(MODEL), *arguments)
 
 
-def test_a_limit_is_kept_missed_or_not_proven(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_is_met_missed_or_not_proven(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["forecast", str(MODEL), "--device", "Galaxy S24", "--precision", "w8a8", "--json"]
     assert run_command(command) == 0
     row = json.loads(capsys.readouterr().out)["rows"][0]
@@ -211,7 +213,7 @@ def test_a_limit_is_kept_missed_or_not_proven(capsys: pytest.CaptureFixture[str]
         assert run_command([*command, "--max-ms", str(limit)]) == code
 
 
-def test_what_was_not_measured_and_what_a_chip_does_not_compute_get_no_figure(tmp_path: Path) -> None:
+def test_chips_and_precisions_without_measurements_get_no_figure(tmp_path: Path) -> None:
     report = forecast(_conv(tmp_path / "a.onnx", 32), ["iPhone 17", "Pixel 9", "Dimensity 9400"], ["float"])
     assert [row.ms for row in report.rows] == [None] * 3
     assert "Neural Engine" in report.rows[0].note
@@ -225,7 +227,7 @@ def test_what_was_not_measured_and_what_a_chip_does_not_compute_get_no_figure(tm
     assert rows[0].note == "its NPU computes no floats"
 
 
-def test_a_network_unlike_all_is_told_and_its_interval_is_wide(tmp_path: Path) -> None:
+def test_a_network_unlike_all_measured_ones_gets_a_note_and_a_wide_interval(tmp_path: Path) -> None:
     path = parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,4096,4096] x) => (float[1,64,4096,4096] y)'
         "{ a = Exp(x) b = Sin(a) y = Exp(b) }",
@@ -237,7 +239,7 @@ def test_a_network_unlike_all_is_told_and_its_interval_is_wide(tmp_path: Path) -
     assert (row.high_ms or 0) / (row.low_ms or 1) > 2 * (near.high_ms or 0) / (near.low_ms or 1)
 
 
-def test_the_data_say_where_they_come_from() -> None:
+def test_the_data_name_their_sources() -> None:
     table = load_table()
     assert (table.package, table.version, table.licence) == ("qai-hub-models", "0.65.0", "BSD-3-Clause")
     assert "Redistributions in binary form must reproduce" in table.notice
@@ -334,7 +336,7 @@ runlist_vec = [
 """
 
 
-def test_a_plan_is_summed_by_the_unit_that_moves_the_bytes() -> None:
+def test_the_bytes_of_a_compiler_plan_are_summed_per_unit() -> None:
     assert read_plan(_PLAN) == Traffic(dram=4608, matrix=120, vector=8, operations=3)
 
 

@@ -21,7 +21,7 @@ import pytest
     ("", "qemu is missing: apt-get install qemu-user-static"),
     ("true", "needs a Mac"),
 ])
-def test_one(ci, reason, monkeypatch):
+def test_one_is_skipped(ci, reason, monkeypatch):
     monkeypatch.setenv("CI", ci)
     pytest.skip(reason)
 """

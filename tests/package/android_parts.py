@@ -40,8 +40,8 @@ def android_libraries(abi: str) -> Path:
     return LOADER.folder / abi
 
 
-def enter_phone(abi: str, work: Path) -> tuple[str, ...]:
-    """The prefix of a command that runs a program of an ABI; on Arm, with the CPU of a phone."""
+def find_phone_prefix(abi: str, work: Path) -> tuple[str, ...]:
+    """Returns the prefix of a command that runs a program of an ABI here; on Arm, emulated with the CPU of a phone."""
     emulator = find_emulator(abi)
     if emulator is None:
         pytest.skip("qemu-aarch64-static not found: apt-get install qemu-user-static")

@@ -41,7 +41,7 @@ def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, cod
     return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
 
 
-def test_the_archive_has_what_android_asks_for(unpacked: Path, repository: Path) -> None:
+def test_the_aar_has_the_entries_that_android_requires(unpacked: Path, repository: Path) -> None:
     manifest = ET.parse(unpacked / "AndroidManifest.xml").getroot()  # noqa: S314 - our own file
     level = "{http://schemas.android.com/apk/res/android}minSdkVersion"
     assert manifest.get("package") == PACKAGE
@@ -177,12 +177,12 @@ def test_maven_finds_the_archive(repository: Path) -> None:
 
 
 @pytest.mark.long
-def test_java_opens_the_bundle_on_the_simulator(java: list[str], unpacked: Path, tmp_path: Path) -> None:
+def test_the_java_loader_opens_the_bundle_on_the_simulator(java: list[str], unpacked: Path, tmp_path: Path) -> None:
     assert f"{QNN}: self-test passed with" in _check(java, unpacked, tmp_path, "open", "-", "--plugin", find_qnn())
 
 
 @pytest.mark.long
-def test_java_says_why_a_bundle_cannot_be_opened(java: list[str], unpacked: Path, tmp_path: Path) -> None:
+def test_the_java_loader_says_why_a_bundle_cannot_be_opened(java: list[str], unpacked: Path, tmp_path: Path) -> None:
     shown = _check(java, unpacked, tmp_path, "open", "-", code=1)
     assert "give the library of QNNExecutionProvider" in shown
     assert f"'{XNNPACK}' cannot be opened here" in shown

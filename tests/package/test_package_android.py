@@ -16,7 +16,7 @@ from android_parts import (
     android_headers,
     android_libraries,
     build_natives,
-    enter_phone,
+    find_phone_prefix,
     find_runtime,
     link_for_android,
 )
@@ -106,7 +106,7 @@ def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, cod
     return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
 
 
-def test_java_opens_the_first_bundle_that_the_phone_can(
+def test_the_java_loader_opens_the_first_bundle_that_the_phone_can_run(
     java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
 ) -> None:
     shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "open", "-"])
@@ -141,14 +141,16 @@ def test_java_refuses_an_older_onnxruntime(java: Sequence[str], unpacked: Path, 
 
 
 @pytest.mark.parametrize("name", ["golden/expected.npz", "model.onnx"])
-def test_java_names_an_altered_file(name: str, java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
+def test_the_java_loader_names_an_altered_file(name: str, java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
     shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
     flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)
     shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu", code=1)
     assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
 
 
-def test_java_unpacks_again_what_was_altered_on_the_device(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
+def test_the_java_loader_unpacks_a_file_again_that_was_altered_on_the_device(
+    java: Sequence[str], unpacked: Path, tmp_path: Path
+) -> None:
     _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
     (model,) = tmp_path.rglob("model.onnx")
     whole = model.read_bytes()
@@ -174,7 +176,7 @@ def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_pat
     package_bundles((bundles / XNNPACK, bundles / QNN), "tar", tmp_path / "board.tar")
     unpack_archive(tmp_path / "board.tar", tmp_path / "board")
     program = link_for_android(abi, tmp_path / "board" / "cpp" / "main.cc", tmp_path / "edgekit_run", make_once)
-    enter = enter_phone(abi, tmp_path)
+    enter = find_phone_prefix(abi, tmp_path)
     run: list[str | Path] = [*enter, program, android_libraries(abi) / LIBRARY, tmp_path / "board" / "bundles"]
     assert f"{XNNPACK}: self-test passed with" in run_program([*run, "--only", XNNPACK])
     assert "give the library of QNNExecutionProvider" in run_program([*run, "--only", QNN], code=1)

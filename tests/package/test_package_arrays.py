@@ -110,7 +110,7 @@ def run_stepped(stepped: Bundle, count: int) -> Sequence[Tensors]:
     return steps
 
 
-def hold_together(got: Sequence[Tensors], wanted: Sequence[Tensors]) -> None:
+def assert_close(got: Sequence[Tensors], wanted: Sequence[Tensors]) -> None:
     assert len(got) == len(wanted)
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.keys() == theirs.keys()
@@ -120,8 +120,10 @@ def hold_together(got: Sequence[Tensors], wanted: Sequence[Tensors]) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 12])
-def test_the_cpp_loader_fills_picks_and_cuts(program: list[str | Path], sized: Bundle, length: int) -> None:
-    hold_together(read_arrays(run_program([*program, "sizes", str(length)])), [run_sized(sized, length)])
+def test_the_cpp_loader_pads_a_sample_picks_a_size_and_cuts_its_outputs(
+    program: list[str | Path], sized: Bundle, length: int
+) -> None:
+    assert_close(read_arrays(run_program([*program, "sizes", str(length)])), [run_sized(sized, length)])
 
 
 def test_the_cpp_loader_takes_no_sample_that_is_too_long(program: list[str | Path]) -> None:
@@ -129,7 +131,7 @@ def test_the_cpp_loader_takes_no_sample_that_is_too_long(program: list[str | Pat
 
 
 def test_the_cpp_loader_feeds_state_back(program: list[str | Path], stepped: Bundle) -> None:
-    hold_together(read_arrays(run_program([*program, "steps", "5"])), run_stepped(stepped, 5))
+    assert_close(read_arrays(run_program([*program, "steps", "5"])), run_stepped(stepped, 5))
 
 
 def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
@@ -140,7 +142,7 @@ def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
     samples = [
         (np.arange(rows * 4, dtype=np.float32) + first).reshape(rows, 4) for rows in (1, 1, 3, 3, 1) for first in (1, 2)
     ]
-    hold_together(read_arrays(shown), [session.run({"x": sample}) for sample in samples])
+    assert_close(read_arrays(shown), [session.run({"x": sample}) for sample in samples])
 
 
 @pytest.fixture
@@ -164,13 +166,13 @@ def java(sized: Bundle, stepped: Bundle, make_once: MakeOnce, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
+def test_the_java_loader_pads_picks_a_size_cuts_and_feeds_state_back(
     java: list[str | Path], sized: Bundle, stepped: Bundle
 ) -> None:
     first, *steps = read_arrays(run_program([*java, "5", "4"]))
     # The first step of the second bundle has other names than the first bundle's outputs, all but `y`.
-    hold_together([first], [run_sized(sized, 5)])
-    hold_together(steps, run_stepped(stepped, 4))
+    assert_close([first], [run_sized(sized, 5)])
+    assert_close(steps, run_stepped(stepped, 4))
 
 
 @pytest.mark.long

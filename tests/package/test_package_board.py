@@ -87,7 +87,7 @@ def test_the_package_is_the_same_to_the_byte_wherever_the_bundles_lie(bundles: P
         assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
 
 
-def test_what_a_board_cannot_use_is_left_out_of_a_build_and_refused_by_name(bundles: Path, tmp_path: Path) -> None:
+def test_bundles_that_a_board_cannot_use_are_left_out_or_refused_if_named(bundles: Path, tmp_path: Path) -> None:
     report = package_bundles((bundles,), "zip", tmp_path / "out.zip")
     assert [variant.name for variant in report.bundles] == [
         QNN, "digits_mobilenet-coreml", XNNPACK, "digits_mobilenet-cpu",
@@ -108,7 +108,7 @@ def test_a_damaged_bundle_is_not_packed(bundles: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no.tar").exists()
 
 
-def test_a_signature_goes_along_and_a_key_is_asked_for(bundles: Path, tmp_path: Path) -> None:
+def test_a_package_contains_the_signature_and_checks_the_key(bundles: Path, tmp_path: Path) -> None:
     shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
     public = make_key(tmp_path / "key")
     with pytest.raises(BundleError, match="sign"):
@@ -129,7 +129,7 @@ def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program:
     assert f"{QNN}: self-test passed with" in shown
 
 
-def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
+def test_the_cpp_loader_never_falls_back_to_the_cpu_silently(program: Path, board: Path) -> None:
     shown = run_program([program, find_library(), board / "bundles", "--only", XNNPACK], code=1)
     assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
     shown = run_program([program, find_library(), board / "bundles"])
@@ -190,7 +190,7 @@ def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(dama
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
 
 
-def test_what_a_bundle_was_tuned_to_reaches_the_session_on_such_machines(bundles: Path, tmp_path: Path) -> None:
+def test_tuned_settings_reach_the_session_on_machines_of_their_class(bundles: Path, tmp_path: Path) -> None:
     shutil.copytree(bundles / CPU, tmp_path / CPU)
     here = class_of_this_machine()
     setting = SessionSetting(level=Level.EXTENDED, threads=1, config={"session.set_denormal_as_zero": "1"})
@@ -223,7 +223,9 @@ def test_what_a_bundle_was_tuned_to_reaches_the_session_on_such_machines(bundles
 
 
 @pytest.mark.parametrize(("name", "extras"), [(XNNPACK, ("golden",)), (XNNPACK, ("all",)), (QNN, ("forms", "onnx"))])
-def test_more_goes_along_when_asked_for(name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
+def test_extra_files_of_a_bundle_are_packed_on_request(
+    name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path
+) -> None:
     report = package_bundles((bundles / name,), "tar", tmp_path / "more.tar", extras=extras)
     unpack_archive(tmp_path / "more.tar", tmp_path / "more")
     manifest = open_bundle(bundles / name).manifest
@@ -244,7 +246,7 @@ def test_more_goes_along_when_asked_for(name: str, extras: tuple[Extra, ...], bu
         assert f"with {manifest.golden.samples} samples" in shown
 
 
-def test_a_package_can_carry_only_what_there_is() -> None:
+def test_an_unknown_kind_of_extra_files_is_refused() -> None:
     assert parse_extras(("onnx,golden", "golden")) == ("golden", "onnx")
     with pytest.raises(UsageError, match="--with 'form'") as raised:
         parse_extras(("form",))

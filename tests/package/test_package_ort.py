@@ -71,7 +71,7 @@ def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, pac
     assert "self-test passed" in shown
 
 
-def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, chosen: tuple[Path, ...]) -> None:
+def test_onnxruntime_sets_the_session_options_of_the_manifests(package: Path, chosen: tuple[Path, ...]) -> None:
     variants = _component(package)
     assert variants.keys() == {QNN, XNNPACK, PLAIN}
     for name, variant in variants.items():
@@ -82,7 +82,7 @@ def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, chosen: 
     assert variants[QNN]["compatibility_string"].startswith("v2:")
 
 
-def test_onnxruntime_refuses_a_session_key_that_cannot_be(program: Path, package: Path, tmp_path: Path) -> None:
+def test_onnxruntime_refuses_an_invalid_session_key(program: Path, package: Path, tmp_path: Path) -> None:
     shutil.copytree(package.parent / "golden", tmp_path / "golden")
     shutil.copytree(package, tmp_path / "package")
     file = tmp_path / "package" / NAME / "component.json"

@@ -88,7 +88,7 @@ def test_the_first_bundle_that_the_runtime_has_a_provider_for_is_opened_and_test
     assert f"{CPU}: self-test passed" in shown
 
 
-def test_on_ios_files_are_read_where_they_lie(run: Run, tmp_path: Path) -> None:
+def test_on_ios_files_are_read_from_the_app_without_a_copy(run: Run, tmp_path: Path) -> None:
     assert run(os="ios", only=CPU) == f"{CPU}: self-test passed\n"
     assert not (tmp_path / "documents").exists()
     assert "which ios has not" in run(os="ios", only=NNAPI, code=1)
@@ -128,9 +128,7 @@ def test_a_copy_that_was_cut_off_is_made_again(run: Run, tmp_path: Path) -> None
     run(only=CPU)
 
 
-def test_the_self_test_says_no_where_the_model_gives_something_else(
-    package: Path, compiled: Path, tmp_path: Path
-) -> None:
+def test_the_self_test_fails_if_outputs_differ(package: Path, compiled: Path, tmp_path: Path) -> None:
     """The table's tolerance and thresholds judge: with ones that nothing reaches, each is named."""
     table = (compiled / "src" / "bundles.js").read_text()
     shutil.copytree(compiled, tmp_path / "out")
@@ -152,7 +150,7 @@ def _session(package: Path, name: str) -> dict[str, Any]:
     return dict(session)
 
 
-def test_the_session_of_the_manifest_is_said_in_the_words_of_the_plug_in(package: Path) -> None:
+def test_session_options_of_the_manifest_are_translated_for_the_plug_in(package: Path) -> None:
     # COREML_FLAG_CREATE_MLPROGRAM is 0x010, COREML_FLAG_ONLY_ALLOW_STATIC_INPUT_SHAPES 0x008.
     assert _session(package, COREML) == {"executionProviders": [{"name": "coreml", "coreMlFlags": 24}]}
     assert _session(package, NNAPI) == {"executionProviders": [{"name": "nnapi"}]}
@@ -170,7 +168,7 @@ def test_the_session_of_the_manifest_is_said_in_the_words_of_the_plug_in(package
         (CPU, {"provider_options": {"intra_op_num_threads": "2"}}, "'intra_op_num_threads=2'"),
     ],
 )
-def test_what_the_plug_in_cannot_be_told_refuses_a_bundle(
+def test_a_bundle_with_options_that_the_plug_in_lacks_is_refused(
     name: str, change: Mapping[str, Any], reason: str | None, bundles: Path
 ) -> None:
     manifest = open_bundle(bundles / name).manifest

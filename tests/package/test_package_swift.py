@@ -52,7 +52,7 @@ def test_the_table_has_every_key_option_and_digest(package: Path, bundles: Path)
             assert f"(name: {json.dumps(file)}, sha256: {json.dumps(manifest.files[file].sha256)})" in table
 
 
-def test_the_table_has_what_a_bundle_was_tuned_to(bundles: Path, tmp_path: Path) -> None:
+def test_the_table_has_the_tuned_settings_of_a_bundle(bundles: Path, tmp_path: Path) -> None:
     shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
     phone = MachineClass(system="ios", machine="arm64", cores=6)
     setting = SessionSetting(arena=False, provider_options={"intra_op_num_threads": "2"})
@@ -71,7 +71,7 @@ def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, tm
     assert read_all(package) == read_all(tmp_path / "again")
 
 
-def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package: Path, tmp_path: Path) -> None:
+def test_a_swift_package_refuses_qnn_and_a_folder_with_files(bundles: Path, package: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="QNNExecutionProvider cannot be used"):
         package_bundles((bundles / QNN,), "swiftpm", tmp_path / "no")
     with pytest.raises(OutputError, match="holds something already"):

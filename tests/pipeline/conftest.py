@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from devices_models import present
+from devices_models import require_device
 from tiny_models import write_small_net
 
 from edgekit.recipe import Data
@@ -39,5 +39,5 @@ def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 @pytest.fixture(scope="session")
 def nnapi(without_arm: Callable[[str], str]) -> str:
     """The target nnapi, verified only in Android's library for x86-64."""
-    present("android:x86_64", "nnapi")
+    require_device("android:x86_64", "nnapi")
     return without_arm("nnapi")

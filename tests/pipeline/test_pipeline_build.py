@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
-from devices_models import present
+from devices_models import require_device
 from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bundle.folder import open_bundle
@@ -42,7 +42,7 @@ DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LAB
 def demo(make_once: Callable[[str, Callable[[Path], None]], Path]) -> BuildReport:
     """What `edgekit demo` makes."""
     for name, target in (("qnn-htp-sim", "qnn"), ("android", "xnnpack"), ("android:x86_64", "nnapi")):
-        present(name, target)
+        require_device(name, target)
 
     def fill(folder: Path) -> None:
         assert run_command(["demo", "-q", "--json", "--out", str(folder / "out")]) == 0
@@ -93,7 +93,7 @@ def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_every_run_says_what_it_is_worth(demo: BuildReport) -> None:
+def test_every_run_has_the_evidence_of_its_device(demo: BuildReport) -> None:
     worth = {
         bundle.target: {run.evidence.value for run in bundle.verify.runs} for bundle in demo.bundles if bundle.verify
     }
@@ -293,8 +293,8 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
     ("precision", "least_db"),
     [*(pytest.param(*given, marks=pytest.mark.long) for given in (("int16", 45), ("w4a16", 25))), ("w4a8", 25)],
 )
-def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
-    present("qnn-htp-sim", "qnn")
+def test_other_integer_precisions_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
+    require_device("qnn-htp-sim", "qnn")
     rng = np.random.default_rng(7)
     text = """(float[1,3,16,16] x) => (float[1,10] y) {
       c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, u)  r = Relu(c)  d = Conv<group=16, pads=[1,1,1,1]>(r, k)  s = Relu(d)
@@ -318,7 +318,7 @@ def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precisi
 @pytest.fixture
 def saturating(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     """A model whose 8-bit products of pairs saturate in 16 bits, in some channels, and what tells that."""
-    present("host:haswell")
+    require_device("host:haswell")
     text = """(float[1,8,8,8] x) => (float[1,10] y) { c = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(c)
       p = GlobalAveragePool(r)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }"""
     rng = np.random.default_rng(7)

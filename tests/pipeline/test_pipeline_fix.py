@@ -56,7 +56,7 @@ def _find(report: BuildReport, target: str) -> BundleSummary:
     return next(bundle for bundle in report.bundles if bundle.target == target)
 
 
-def _share(bundle: BundleSummary) -> tuple[bool, int]:
+def _read_check(bundle: BundleSummary) -> tuple[bool, int]:
     assert bundle.check is not None
     left = {node.op for node in bundle.check.node_list if not node.taken}
     return "HardSwish" in left, bundle.check.partitions
@@ -66,10 +66,10 @@ def test_a_target_gets_the_rewrites_by_which_it_takes_more(swishing: tuple[Path,
     recipe = Recipe(targets=("nnapi", "qnn"))
     fixed = build(*swishing, tmp_path / "fixed", recipe, verify=False)
     plain = build(*swishing, tmp_path / "plain", Recipe(targets=("nnapi", "qnn"), fix=False), verify=False)
-    assert _share(_find(plain, "nnapi"))[0]
-    assert not _share(_find(fixed, "nnapi"))[0]
-    assert _share(_find(fixed, "nnapi"))[1] < _share(_find(plain, "nnapi"))[1]
-    assert "split-hard-swish" in _told(_find(fixed, "nnapi"))
+    assert _read_check(_find(plain, "nnapi"))[0]
+    assert not _read_check(_find(fixed, "nnapi"))[0]
+    assert _read_check(_find(fixed, "nnapi"))[1] < _read_check(_find(plain, "nnapi"))[1]
+    assert "split-hard-swish" in _check_notes(_find(fixed, "nnapi"))
     assert any("split-hard-swish (2 nodes)" in note for note in _find(fixed, "nnapi").notes)
     # What has nothing to gain has the bytes that it has alone.
     models = [
@@ -79,7 +79,7 @@ def test_a_target_gets_the_rewrites_by_which_it_takes_more(swishing: tuple[Path,
     assert models[0] == models[1] != {}
 
 
-def test_the_option_leaves_the_graph_and_how_to_make_it_again_says_so(
+def test_no_fix_leaves_the_graph_and_is_recorded_in_the_manifest(
     swishing: tuple[Path, Data], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, data = swishing
@@ -96,7 +96,7 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
     assert bundle.notes[0].startswith("left as it is, because no session of the int8 model starts on nnapi")
     # What was dropped is not told.
     assert not any("pad-reflect" in note for note in bundle.notes)
-    _told(bundle)
+    _check_notes(bundle)
     assert bundle.check is not None
     assert bundle.check.verdict != "no"
 
@@ -115,19 +115,19 @@ def test_nodes_stay_in_float_before_rewrites_by_which_more_is_taken_go(tmp_path:
     data = Data(source=str(tmp_path / "data.npz"))
     bundle = _find(build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False), "nnapi")
     assert re.match(r"\d+ nodes stay in float \(Pad_q.*, because no session of the int8 model starts", bundle.notes[0])
-    assert _told(bundle) >= {"conv-to-planes", "pad-reflect"}
+    assert _check_notes(bundle) >= {"conv-to-planes", "pad-reflect"}
     assert bundle.check is not None
     assert bundle.check.taken_macs == 1
 
 
-def test_what_is_told_is_of_the_file_that_is_shipped(tmp_path: Path) -> None:
+def test_the_report_describes_the_file_that_is_shipped(tmp_path: Path) -> None:
     recipe = Recipe(targets=("nnapi",), precision="fp32")
     bundle = _find(build(*_make(MIRRORED, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
-    assert _told(bundle) or "left as it is" in bundle.notes[0]
+    assert _check_notes(bundle) or "left as it is" in bundle.notes[0]
 
 
 @pytest.mark.parametrize("name", ["kws_dscnn_float", pytest.param("vww_96_float", marks=pytest.mark.long)])
-def test_what_is_told_is_of_the_file_that_is_shipped_for_trained_nets_too(tmp_path: Path, name: str) -> None:
+def test_the_report_describes_the_file_that_is_shipped_for_trained_networks(tmp_path: Path, name: str) -> None:
     model = ZOO / f"models/{name}.onnx"
     if not model.is_file():
         pytest.skip(f"needs ../shared/zoo/models/{name}.onnx")
@@ -138,10 +138,10 @@ def test_what_is_told_is_of_the_file_that_is_shipped_for_trained_nets_too(tmp_pa
     recipe = Recipe(targets=("nnapi", "coreml"), dims={batch.dim_param: 1})
     report = build(model, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)
     for target in recipe.targets:
-        _told(_find(report, target))
+        _check_notes(_find(report, target))
 
 
-def _told(bundle: BundleSummary) -> set[str]:
+def _check_notes(bundle: BundleSummary) -> set[str]:
     """Returns the rewrites that notes tell, and holds notes and `check.json` against the bytes that are shipped."""
     assert bundle.path is not None
     # Rewrites change what they are given, so the nodes are listed first.
@@ -189,7 +189,9 @@ NAMED = """
         (CARRIED, "auto", "6 nodes stay in float (Concat_j, Reshape_c, Reshape_d)"),
     ],
 )
-def test_what_would_stop_the_session_stays_in_float(text: str, tmp_path: Path, precision: Precision, kept: str) -> None:
+def test_nodes_that_would_fail_the_session_stay_in_float(
+    text: str, tmp_path: Path, precision: Precision, kept: str
+) -> None:
     recipe = Recipe(targets=("nnapi",), precision=precision)
     bundle = _find(build(*_make(text, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
     assert bundle.notes[0].startswith(f"{kept}, because no session of the int8 model starts on nnapi")
@@ -210,7 +212,7 @@ def test_a_precision_that_was_asked_for_and_does_not_start_is_not_shipped_nor_ex
     assert not (tmp_path / "out" / "swishing-nnapi").exists()
 
 
-def test_a_fault_of_ours_leaves_the_other_targets_whole_and_a_file_to_send(
+def test_an_internal_error_fails_one_target_and_writes_a_report_to_send(
     swishing: tuple[Path, Data], tmp_path: Path
 ) -> None:
     odd = tmp_path / "odd"

@@ -33,7 +33,7 @@ def _write(folder: Path) -> tuple[Path, Path]:
     return model, folder / "d.npz"
 
 
-def test_an_input_is_frozen_and_the_data_may_hold_it_still(tmp_path: Path) -> None:
+def test_an_input_is_frozen_though_the_data_still_contain_it(tmp_path: Path) -> None:
     model, data = _write(tmp_path)
     recipe = Recipe(targets=("xnnpack",), dims={"N": 1}, freeze={"rate": 16000})
     report = build(model, Data(source=str(data)), tmp_path / "out", recipe, verify=False)
@@ -67,7 +67,7 @@ def test_the_command_line_freezes_and_takes_whole_shapes(
     assert "--shape x=1,5 does not fit the model's" in refused("check", str(model), "--shape", "x=1,5")
 
 
-def test_labels_want_the_samples_that_they_belong_to(tmp_path: Path) -> None:
+def test_labels_without_their_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no --eval") as raised:
         build(MODEL, Data(source=str(CALIBRATION), labels=LABELS), tmp_path / "out", Recipe(targets=("xnnpack",)))
     assert raised.value.hint == "add --eval DATA, the samples that the labels belong to"

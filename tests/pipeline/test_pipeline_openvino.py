@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
-from devices_models import present
+from devices_models import require_device
 
 from edgekit.devices.local.provider import OPENVINO
 from edgekit.jobs.build import build
@@ -15,7 +15,7 @@ from edgekit.target import find_group, load_target, target_names
 
 @pytest.fixture
 def openvino() -> None:
-    present("openvino", "openvino")
+    require_device("openvino", "openvino")
 
 
 def test_the_targets_of_pcs_are_a_group_and_no_part_of_all() -> None:

@@ -139,7 +139,7 @@ CONSTANTS_TEXT = (
 
 
 @pytest.mark.parametrize("target", ["nnapi", "xnnpack", "qnn", "cpu"])
-def test_the_session_is_told_to_keep_them(tmp_path: Path, target: str) -> None:
+def test_the_session_option_that_keeps_float_weights_between_q_and_dq_is_set(tmp_path: Path, target: str) -> None:
     rng = np.random.default_rng(0)
     weight = rng.normal(0, 1, (4, 4, 1, 1)).astype(np.float32)
     weight[0] *= 0.003

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import present
+from devices_models import require_device
 from stranger_models import STRANGERS, write_stranger
 
 from edgekit.data.samples import load_samples
@@ -38,7 +38,7 @@ _USUAL = {"squeeze and excitation", "steps of a sequence"}
 )
 def test_a_verdict_is_what_the_oracle_says(name: str, tmp_path: Path, without_arm: Callable[[str], str]) -> None:
     stranger = STRANGERS[name]
-    present(DEVICES[stranger.target], stranger.target)
+    require_device(DEVICES[stranger.target], stranger.target)
     write_stranger(stranger, tmp_path)
     net = Net(name=name, folder=tmp_path, answers=stranger.answers)
     (finding,) = judge_net(net, [without_arm(stranger.target)], tmp_path / "out").findings
@@ -85,7 +85,7 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("answers", MEASURES)
-def test_the_oracle_says_no(answers: Answers) -> None:
+def test_the_oracle_rejects_wrong_models(answers: Answers) -> None:
     rng = np.random.default_rng(4)
     wanted = rng.normal(size=(24, 1, 6, 8)).astype(np.float32)
     if answers == "boxes":
@@ -100,7 +100,7 @@ def test_the_oracle_says_no(answers: Answers) -> None:
     assert judge(answers, wanted, holed).state == "wrong"
 
 
-def test_who_contradicts_the_truth_is_counted() -> None:
+def test_verdicts_that_contradict_the_oracle_are_counted() -> None:
     def found(verdict: Verdict, state: State | None) -> Finding:
         truth = None if state is None else Truth(state=state)
         return Finding(target="qnn", verdict=verdict, reason="why", truth=truth)
@@ -121,7 +121,7 @@ def test_who_contradicts_the_truth_is_counted() -> None:
     assert sum(line.startswith("WRONG net qnn") for line in lines) == 4
 
 
-def test_the_table_holds_what_was_asked_for() -> None:
+def test_the_table_of_models_is_complete_and_has_no_model_twice() -> None:
     specs, packaged = read_specs()
     nets = list_nets()
     assert len({net.name for net in nets}) == len(nets) >= 120

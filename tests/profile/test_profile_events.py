@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from devices_models import make_job, noise_samples, present, qdq_conv, run_in
+from devices_models import make_job, noise_samples, qdq_conv, require_device, run_in
 
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
@@ -60,7 +60,7 @@ def test_kernels_belong_to_the_run_in_which_they_begin() -> None:
     assert [[step.duration_us for step in steps] for steps in runs] == [[30], [20]]
 
 
-def test_the_session_tells_what_it_took_to_load() -> None:
+def test_the_trace_has_the_time_of_the_sessions_initialization() -> None:
     trace = decode_trace(
         json.dumps([session("model_loading_uri", 0, 2500), session("session_initialization", 3000, 4500)]).encode()
     )
@@ -81,7 +81,7 @@ def test_what_is_no_trace_is_refused_in_one_line(data: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_names_from_a_device_cannot_steer_a_terminal() -> None:
+def test_names_from_a_device_have_no_terminal_codes() -> None:
     ((step,),) = decode(session("model_run", 0, 9), node("\x1b[31mred", "Co\nnv", 1, 2, output_size="x"))
     assert (step.name, step.op, step.bytes) == ("?[31mred", "Co?nv", 0)
 
@@ -146,7 +146,7 @@ def written(path: Path, *runs: dict[str, int]) -> Path:
 
 
 @pytest.mark.slow
-def test_operations_have_their_nodes_and_the_middle_of_their_cycles(tmp_path: Path) -> None:
+def test_operations_have_their_nodes_and_median_cycles(tmp_path: Path) -> None:
     sources = list_sources(read_graph(load_model(qdq_conv(tmp_path / "q.onnx", activation=np.uint8))))
     cold, *rest = ({"conv_token_1": cycles, "Transpose_token_6": 10} for cycles in (999, 30, 20, 40))
     runs = read_npu(written(tmp_path / "qnn.csv", cold, *rest))
@@ -185,8 +185,8 @@ def test_what_is_no_profile_is_refused_in_one_line(data: bytes, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_simulator_tells_what_runs_inside(tmp_path: Path) -> None:
-    device = present("qnn-htp-sim", "qnn")
+def test_the_profile_of_the_simulator_has_the_operations_inside(tmp_path: Path) -> None:
+    device = require_device("qnn-htp-sim", "qnn")
     model = qdq_conv(tmp_path / "q.onnx", activation=np.uint8)
     job = msgspec.structs.replace(make_job(model, "qnn", noise_samples(1)), trace=True, repeat=3)
     run = run_in(device, job, tmp_path / "work")

@@ -96,7 +96,7 @@ print(json.dumps(total))
 """
 
 
-def test_the_profiler_s_own_file_lies_beside_ours_for_scripts_of_the_guides(
+def test_the_profilers_own_file_is_written_next_to_the_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "t.json"
@@ -120,16 +120,14 @@ def test_the_profiler_s_own_file_lies_beside_ours_for_scripts_of_the_guides(
     assert all(0 < phase["arena_peak_bytes"] <= phase["arena_bytes"] for phase in runs)
 
 
-def test_a_session_that_outlasts_the_time_is_watched_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_session_that_takes_longer_than_the_time_limit_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = profile([str(MODEL), "--on", "host", "--seconds", "0.1", "--no-roofline"], capsys)["profiles"]
     assert found["overhead"] is None
     assert found["nodes"]
     assert any("0 of 3 rounds fitted into the time" in warning for warning in found["warnings"])
 
 
-def test_two_models_are_held_against_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
-) -> None:
+def test_two_profiles_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     a, b = qdq_conv(tmp_path / "q.onnx", activation=np.int8), float_conv(tmp_path / "f.onnx")
     report = profile([str(a), "--against", str(b), *NATIVE, "--no-roofline", "--seconds", "0.5"], capsys)
     assert [found["subject"] for found in report["profiles"]] == ["q.onnx", "f.onnx"]
@@ -148,7 +146,7 @@ def test_two_models_are_held_against_each_other(
         (["--against", "none.onnx"], "no file 'none.onnx'"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(
+def test_contradictory_options_are_refused_in_one_line(
     arguments: list[str], says: str, relu_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(relu_model) if word == "M" else word for word in arguments]
@@ -192,7 +190,7 @@ def causes(slow: DeviceProfile, fast: DeviceProfile) -> list[str]:
     return [cause.id for cause in find_causes(slow, fast, None, (), slow_is_a=True)]
 
 
-def test_fast_kernels_are_held_against_the_roof_and_shown_as_all_of_it_at_most() -> None:
+def test_fast_kernels_are_compared_with_the_peak_and_capped_at_100_percent() -> None:
     roof = Roof(float_gmacs=50, integer_gmacs=200, gbytes=10, cache_gbytes=40)
     busy = kernel("Conv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001)
     whole = kernel("QLinearConv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001, integers=True)
@@ -209,7 +207,7 @@ def test_fast_kernels_are_held_against_the_roof_and_shown_as_all_of_it_at_most()
     assert "100% of the roof" in describe_node(held)
 
 
-def test_what_a_machine_reaches_is_measured_once(tmp_path: Path, own_cache: Path) -> None:
+def test_the_peak_of_a_machine_is_measured_once(tmp_path: Path, own_cache: Path) -> None:
     asked: list[int] = []
 
     def run(job: Job, work: Path) -> DeviceRun:
@@ -233,7 +231,7 @@ def test_a_device_that_cannot_run_the_probe_says_why(tmp_path: Path, own_cache: 
     assert not (own_cache / "roofline").exists()
 
 
-def test_a_cause_is_named_where_it_costs_more_than_before() -> None:
+def test_a_cause_is_named_if_it_costs_more_than_in_the_other_profile() -> None:
     def with_casts(ms: float) -> DeviceProfile:
         one = Unasked(kind="casts", nodes=1, inserted=1, self_ms=ms, share=0.1)
         return device(kernel("Cast", ms, kind="casts"), unasked=(one,))
@@ -251,7 +249,7 @@ def test_a_cause_is_named_where_it_costs_more_than_before() -> None:
     assert "no-fast-integers" not in causes(device(slow, roof=plain), device(slow, roof=plain))
 
 
-def test_float_between_rounded_values_is_an_island(tmp_path: Path) -> None:
+def test_float_between_quantized_values_is_a_float_island(tmp_path: Path) -> None:
     graph = read_graph(load_model(qdq_conv(tmp_path / "q.onnx", activation=np.int8)))
     conv, done = kernel("Conv", 3.0, "conv"), kernel("QLinearConv", 3.0, "conv", integers=True, inputs=("int8[4]",))
     fast = device(conv, run_ms=5)
@@ -262,7 +260,7 @@ def test_float_between_rounded_values_is_an_island(tmp_path: Path) -> None:
     assert island.message.startswith("1 Conv compute in float")
 
 
-def test_layers_pair_up_through_fusion_and_rounding(tmp_path: Path) -> None:
+def test_layers_are_matched_through_fusion_and_quantization(tmp_path: Path) -> None:
     a = read_graph(load_model(float_conv(tmp_path / "f.onnx")))
     b = read_graph(load_model(qdq_conv(tmp_path / "q.onnx", activation=np.int8)))
     fused = (kernel("Conv", 2.0, "relu"),)
@@ -272,7 +270,7 @@ def test_layers_pair_up_through_fusion_and_rounding(tmp_path: Path) -> None:
     assert [(pair.a_ms, pair.b_ms) for pair in pairs] == [(2.0, 1.75)]
 
 
-def test_areas_are_as_large_as_their_weights() -> None:
+def test_the_areas_of_a_treemap_are_proportional_to_their_weights() -> None:
     parts = split_area([5.0, 3.0, 1.0, 1.0], (0.0, 0.0, 100.0, 50.0))
     assert [round(width * height) for _, _, width, height in parts] == [2500, 1500, 500, 500]
     assert split_area([], (0.0, 0.0, 1.0, 1.0)) == []
@@ -291,7 +289,7 @@ def test_what_the_profiler_writes_between_kernels_is_told_apart() -> None:
     assert msgspec.structs.replace(known, overhead=noisy).recording == 0.0
 
 
-def test_the_target_of_a_bundle_is_held_to_the_rules_that_ship(relu_model: Path) -> None:
+def test_the_target_of_a_bundle_is_checked_by_the_shipped_rules(relu_model: Path) -> None:
     """It has no folder: `edgekit profile BUNDLE` looked for rules in the working folder, and failed."""
     bundled = msgspec.structs.replace(load_target("xnnpack"), folder=Path())
     assert give_advice(load_model(relu_model), bundled, ()) == ()

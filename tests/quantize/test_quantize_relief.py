@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, present
+from devices_models import make_job, require_device
 from onnx import numpy_helper
 from quantize_models import make_model, make_samples, random_samples, sqnr_db
 
@@ -133,7 +133,7 @@ def test_eight_bits_in_a_concat_of_coarser_steps_are_wrong_and_are_avoided(tmp_p
         quantized = quantize_model(model, changed, calibration, out).model
         work = tmp_path / f"{is_right}"
         work.mkdir()
-        run = present("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", samples[:1]), work)
+        run = require_device("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", samples[:1]), work)
         assert (run.failure, run.notes) == (None, ())
         wanted, found = CpuSession(quantized.path, SessionSettings()).run(samples[0])["y"], next(iter(run.outputs))["y"]
         # If this fails with a new version of QNN, it requantizes rightly, and the wider inputs can go.

@@ -114,7 +114,7 @@ def test_a_comparison_of_models_is_a_page_too(browser: Browser) -> None:
     assert "conv7" in browser.find_one("ul").text
 
 
-def test_names_of_models_run_nothing(browser: Browser) -> None:
+def test_hostile_names_of_models_run_no_script(browser: Browser) -> None:
     page = render_verify(_hostile())
     browser.open(page)
     browser.open(render_build(_build()))
@@ -136,7 +136,7 @@ def test_a_page_follows_light_and_dark_and_prints_light(browser: Browser) -> Non
     assert len(browser.ask("Page.printToPDF")["data"]) > 10_000
 
 
-def test_worst_samples_are_shown_as_pictures(browser: Browser) -> None:
+def test_the_worst_samples_of_an_image_model_are_shown_as_images(browser: Browser) -> None:
     image = np.random.default_rng(0).normal(size=(1, 3, 40, 60)).astype(np.float32)
     uri = draw_image(image)
     assert uri is not None
@@ -150,7 +150,7 @@ def test_worst_samples_are_shown_as_pictures(browser: Browser) -> None:
     assert draw_image(np.zeros((1, 1, 28, 28), np.uint8)) is not None
 
 
-def test_a_page_of_the_largest_build_stays_small_and_whole(browser: Browser) -> None:
+def test_a_page_of_a_large_build_stays_small_and_complete(browser: Browser) -> None:
     located = Located(layer="conv7", runs=2, cuts=0, found_by="tensors", layers=LAYERS * 40)
     outputs = tuple(replace(GOOD.outputs[0], name=f"y{index}", worst_sample=index) for index in range(6))
     runs = tuple(replace(GOOD, device=name, outputs=outputs, located=located) for name in ("a", "b", "c"))
@@ -228,7 +228,7 @@ def test_a_bar_of_a_forecast_names_its_device(pages: dict[str, str], browser: Br
     assert browser.find_one(".chart .note").text.endswith(" ms")
 
 
-def test_a_strip_shows_who_takes_which_stretch(pages: dict[str, str], browser: Browser) -> None:
+def test_the_placement_strip_shows_partitions_and_cpu_in_order(pages: dict[str, str], browser: Browser) -> None:
     check = check_model(load_model(MODEL), load_target("coreml"))
     stretches = draw_strip(check)
     assert {part.kind for part in stretches} == {"taken", "left", "taken odd"}
@@ -251,7 +251,7 @@ def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> No
     assert notes[0] in shown
 
 
-def test_samples_are_those_that_ran() -> None:
+def test_the_sample_numbers_are_those_of_the_samples_that_ran() -> None:
     """Of 16 samples, spread over 32: a run that ended after 3 of them had the first, the middle and one between."""
     stopped = replace(GOOD, samples=3, planned_samples=16)
     assert stopped.find_places(32) == (0, 16, 8)
@@ -333,7 +333,7 @@ def _page_of(*nodes: CheckedNode) -> str:
     return page
 
 
-def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: Browser) -> None:
+def test_the_tooltip_of_a_node_has_its_reasons(browser: Browser) -> None:
     browser.open(_page_of(_node(0), _node(1, taken=False, reasons=("too <odd>",)), _node(2)))
     (chip,) = browser.find(".chip.left")
     (tip,) = browser.find(".chip.left .tip")
@@ -374,7 +374,7 @@ def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: Browser, 
     assert len(browser.find("details.graph")) == len(find_group("all"))
 
 
-def test_blocks_follow_the_places_and_rows_the_depth() -> None:
+def test_the_graph_has_a_block_for_each_partition_and_a_row_for_each_depth() -> None:
     blocks = list(draw_blocks(_check_of(_node(0), _node(1), _node(2, taken=False), _node(3))))
     assert [(block.place, len(block.chips)) for block in blocks] == [("taken", 2), ("left", 1), ("taken", 1)]
     first, second = blocks[0].chips
@@ -428,7 +428,7 @@ def test_a_hundred_thousand_kernels_are_shown_and_nothing_is_cut_off(width: int,
 
 
 @pytest.mark.slow
-def test_the_time_line_zooms_and_names_what_it_is_pointed_at(page: str, browser: Browser) -> None:
+def test_the_timeline_zooms_and_has_tooltips(page: str, browser: Browser) -> None:
     browser.open(page)
     canvas = browser.find_one(".timeline canvas")
     pixels = "return document.querySelector('.timeline canvas').toDataURL()"
@@ -441,6 +441,6 @@ def test_the_time_line_zooms_and_names_what_it_is_pointed_at(page: str, browser:
 
 
 @pytest.mark.slow
-def test_a_stranger_s_names_stay_text(page: str) -> None:
+def test_names_from_a_device_are_escaped(page: str) -> None:
     assert "</script><b>Evil" not in page
     assert page.count("</script>") == 2

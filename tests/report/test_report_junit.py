@@ -115,7 +115,7 @@ def test_each_output_of_each_device_is_a_case() -> None:
     assert skipped.get("message") == "no Mac; to run it: buy one"
 
 
-def test_what_else_a_run_is_judged_by_is_a_case() -> None:
+def test_each_other_gate_of_a_run_is_a_test_case() -> None:
     limit = TaskLimit(name="top1", max_drop=0.5)
     run = replace(
         GOOD,
@@ -197,7 +197,7 @@ def _hostile() -> VerifyReport:
     return _report(run, bundle=HOSTILE, skipped=(skipped,))
 
 
-def test_names_stay_in_their_place_in_xml() -> None:
+def test_hostile_names_do_not_change_the_structure_of_the_xml() -> None:
     suite = _suite(_hostile())
     assert suite.get("name") == CLEANED
     assert _names(suite) == [
@@ -239,7 +239,7 @@ def test_in_markdown_each_output_is_a_row_and_each_reason_a_line() -> None:
     assert "nothing ran" in render_markdown((_report(),))
 
 
-def test_times_are_a_row_each_and_names_mean_nothing_to_markdown() -> None:
+def test_bench_has_a_markdown_row_for_each_time_with_names_escaped() -> None:
     good = BenchRun(
         device="host", evidence=Evidence.EMULATED, provider="CPU", batch=4, median_ms=12.34, interval_ms=(12.0, 13.0),
         p95_ms=14.0, p99_ms=15.0, throughput_per_s=320.0, load_ms=99.6, peak_rss_bytes=50_000_000,
@@ -258,7 +258,7 @@ def test_times_are_a_row_each_and_names_mean_nothing_to_markdown() -> None:
 EXAMPLE = Path(__file__).parents[2] / "docs" / "first_steps.ipynb"
 
 
-def test_a_cell_that_ends_with_a_report_shows_its_page() -> None:
+def test_a_notebook_cell_that_ends_with_a_report_shows_its_page() -> None:
     shown = ek.show(_report(GOOD), height=300)._repr_html_()
     (page,) = re.findall(r'srcdoc="([^"]*)"></iframe>', shown)
     assert html.unescape(page) == render_verify(_report(GOOD))
@@ -271,7 +271,7 @@ def test_a_cell_that_ends_with_a_report_shows_its_page() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_example_runs_and_shows_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_notebook_runs_and_shows_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(EXAMPLE, as_version=4)
@@ -286,7 +286,7 @@ def test_the_example_runs_and_shows_its_reports(tmp_path: Path, monkeypatch: pyt
     assert outputs[2][0].data["text/plain"] not in {"", "''"}
 
 
-def test_names_stay_in_their_place_in_markdown_and_in_the_frame() -> None:
+def test_hostile_names_are_escaped_in_markdown_and_in_the_notebook_frame() -> None:
     text = render_markdown((_hostile(),))
     assert HOSTILE not in text
     assert "<script" not in text

@@ -61,7 +61,7 @@ def _report(**fields: object) -> BuildReport:
     return replace(report, **fields)
 
 
-def test_only_what_ran_and_reached_its_thresholds_passes_or_was_made_where_none_is_verified() -> None:
+def test_a_bundle_passes_if_its_runs_reached_their_limits_or_verification_was_off() -> None:
     report = _report()
     assert [bundle.passed for bundle in report.bundles] == [True, False, False, False]
     assert not report.passed
@@ -107,7 +107,7 @@ def test_the_table_says_pass_fail_and_nothing_ran() -> None:
     assert [word.split()[-1] for word in words] == ["pass", "fail", "ran", "bundle"]
 
 
-def test_remarks_tell_failures_skips_and_rewrites() -> None:
+def test_remarks_list_failures_skipped_devices_and_rewrites() -> None:
     remarks = list_remarks(_report())
     assert any("below 20 dB" in remark and remark.startswith("bad:") for remark in remarks)
     assert "good, bad, idle: phone skipped: not here; to run it: plug it in" in remarks
@@ -152,7 +152,7 @@ def report(tmp_path: Path) -> QuantizeReport:
     return quantize_for(tmp_path / "m.onnx", Data(source=str(tmp_path / "data.npz")), tmp_path / "q.onnx", recipe)
 
 
-def test_a_reason_is_said_once_and_large_constants_are_named(report: QuantizeReport) -> None:
+def test_each_reason_is_printed_once_and_large_float_constants_are_named(report: QuantizeReport) -> None:
     assert report.float_constants["dft"] == 64 * 64 * 2 + 64 * 4
     assert next(iter(report.float_constants)) == "dft"
     assert report.float_bytes == sum(report.float_constants.values())
@@ -164,7 +164,7 @@ def test_a_reason_is_said_once_and_large_constants_are_named(report: QuantizeRep
     )
 
 
-def test_a_recipe_keeps_large_constants_whole(report: QuantizeReport, tmp_path: Path) -> None:
+def test_a_recipe_keeps_large_constants_in_float32(report: QuantizeReport, tmp_path: Path) -> None:
     recipe, out = Recipe(targets=("cpu",), float_constants="float32"), tmp_path / "whole.onnx"
     whole = quantize_for(tmp_path / "m.onnx", Data(source=str(tmp_path / "data.npz")), out, recipe)
     assert (whole.float_constants["dft"], whole.narrow.bits) == (64 * 64 * 4, {})

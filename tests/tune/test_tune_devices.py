@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_bundle
-from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, run_in
+from devices_models import float_conv, make_job, noise_samples, qdq_conv, require_device, run_in
 from other_machine.board import Board
 from other_machine.client import Adb
-from other_machine.keeper import start_machine
+from other_machine.machine import start_machine
 
 from edgekit._ort import Level
 from edgekit.bench.subject import Opening
@@ -41,7 +41,9 @@ def tune(path: Path, device: str, runner: NativeRunner, budget_s: float = 0.4) -
     return tune_on(path, DeviceChoice(listed=(entry,)), Tuning(budget_s=budget_s), Opening())
 
 
-def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
+def test_settings_are_compared_on_a_phone_whose_model_is_recorded(
+    adb: Adb, tmp_path: Path, host_runner: NativeRunner
+) -> None:
     bundle = make_bundle(tmp_path, target="cpu").folder
     with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
         report = tune(bundle, f"adb:{serial}", host_runner)
@@ -69,7 +71,7 @@ def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner
         assert machine.left_files() == []
 
 
-def test_a_board_does_as_a_setting_says_and_tells_its_cores(
+def test_a_board_applies_a_setting_and_reports_its_cores(
     board: Board, tmp_path: Path, host_runner: NativeRunner
 ) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
@@ -101,14 +103,14 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
             measure(setup, Entrant(name="defaults"))
 
 
-def test_what_is_raced_of_a_provider_is_what_a_bundle_may_say() -> None:
+def test_only_options_that_a_bundle_may_state_are_tried() -> None:
     for provider, changes in PROVIDER_CHANGES.items():
         words = ((key, value) for change in changes for key, value in change.provider_options.items())
         assert [key for key, value in words if not re.fullmatch(checks.PROVIDER_OPTIONS[provider][key], value)] == []
 
 
-def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
-    device = present("qnn-htp-sim", "qnn")
+def test_the_simulator_gets_the_options_of_the_npu(tmp_path: Path) -> None:
+    device = require_device("qnn-htp-sim", "qnn")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "qnn", noise_samples(1))
     changes = [change.provider_options for change in PROVIDER_CHANGES["QNNExecutionProvider"]]
     options = {key: value for change in changes for key, value in change.items()}
@@ -123,8 +125,8 @@ def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_an_emulated_phone_has_as_many_xnnpack_threads_as_are_raced(tmp_path: Path) -> None:
-    device = present("android:x86_64", "xnnpack")
+def test_an_emulated_phone_has_the_xnnpack_threads_of_the_setting(tmp_path: Path) -> None:
+    device = require_device("android:x86_64", "xnnpack")
     job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack", noise_samples(1), precision="fp32")
     told = set_job(job, SessionSetting(provider_options={"intra_op_num_threads": "4"}))
     assert job.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "4"
@@ -144,7 +146,7 @@ def test_the_cores_are_those_of_the_device() -> None:
     assert read_class({"system": "Linux"}) is None
 
 
-def test_a_simulator_s_clock_is_told_to_say_nothing() -> None:
+def test_a_report_says_that_times_of_a_simulator_prove_nothing() -> None:
     report = TuneReport(
         subject="m",
         device="qnn-htp-sim",

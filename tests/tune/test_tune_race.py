@@ -50,7 +50,7 @@ def noisy(costs: Mapping[str, float], seed: int, spread: float = 0.03) -> Take:
     return take
 
 
-def test_equal_settings_are_hardly_ever_taken() -> None:
+def test_equally_fast_settings_are_rarely_chosen() -> None:
     taken = sum(
         race("group", HELD, entrants("a", "b", "c", "d"), noisy({}, seed), "latency").taken for seed in range(200)
     )
@@ -58,7 +58,7 @@ def test_equal_settings_are_hardly_ever_taken() -> None:
     assert taken <= 10
 
 
-def test_the_fastest_is_proven_and_a_gain_of_no_account_is_not_taken() -> None:
+def test_the_fastest_is_proven_and_a_negligible_gain_is_ignored() -> None:
     names = {"slow": 1.5, "fast": 0.8, "faster": 0.7, "equal": 1.0, "bad": 3.0}
     found = race("group", HELD, entrants(*names), noisy(names, 1), "latency")
     assert (found.taken, found.challenger) == (True, "faster")
@@ -73,7 +73,7 @@ def test_the_fastest_is_proven_and_a_gain_of_no_account_is_not_taken() -> None:
     assert "none was ahead by 1%" in found.reason
 
 
-def test_what_fails_is_out_and_says_why() -> None:
+def test_a_failing_setting_is_dropped_with_the_reason() -> None:
     def take(asked: Sequence[Entrant]) -> Sequence[Measurement]:
         return [
             Measurement(median_ms=0.5, fault="failed: no") if one.name == "bad" else Measurement(median_ms=1.0)
@@ -87,7 +87,7 @@ def test_what_fails_is_out_and_says_why() -> None:
     assert compare_fresh(HELD, Entrant(name="bad"), take, "latency") == "failed: no"
 
 
-def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
+def test_finished_rounds_are_saved_and_not_measured_again(tmp_path: Path) -> None:
     file, counts = tmp_path / "state.json", [0]
 
     def measure(_: Entrant) -> Measurement:
@@ -109,7 +109,7 @@ def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
         Journal(measure, 60.0, file, {"goal": "latency"})
 
 
-def test_the_order_is_turned_from_round_to_round() -> None:
+def test_the_order_of_settings_rotates_from_round_to_round() -> None:
     seen: list[str] = []
 
     def measure(entrant: Entrant) -> Measurement:
@@ -123,7 +123,7 @@ def test_the_order_is_turned_from_round_to_round() -> None:
     assert set(firsts) == {"a", "b", "c"}
 
 
-def test_a_journal_leaves_time_for_what_comes_after() -> None:
+def test_a_journal_reserves_time_for_later_stages() -> None:
     journal = Journal(lambda _: Measurement(median_ms=1.0), 1e-9)
     assert journal.take(entrants("a")) is not None
     assert journal.take(entrants("a")) is None
@@ -134,7 +134,7 @@ def test_a_journal_leaves_time_for_what_comes_after() -> None:
     assert endless.take(entrants("a"), until_s=60.0) is not None
 
 
-def test_the_front_leaves_out_what_another_beats() -> None:
+def test_the_pareto_front_has_no_dominated_setting() -> None:
     def tried(name: str, ms: float, size: int, db: float | None, fault: str | None = None) -> TriedSetting:
         return TriedSetting(
             entrant=Entrant(name=name), measurements=1, median_ms=ms, peak_rss_bytes=size, sqnr_db=db, fault=fault
@@ -163,7 +163,7 @@ def iter_measured(times: Sequence[float]) -> Callable[[Entrant], Measurement]:
     return lambda _: Measurement(median_ms=next(left), pace_ms=1.0)
 
 
-def test_outputs_beyond_the_gate_are_told() -> None:
+def test_outputs_beyond_the_limit_are_reported() -> None:
     wanted = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
 
     def one(value: np.ndarray) -> Samples:
@@ -184,7 +184,7 @@ def names_of(given: Circumstances) -> dict[str, list[str]]:
     return {group.name: [change.name for change in group.changes] for group in list_groups(given)}
 
 
-def test_the_space_fits_goal_provider_and_machine() -> None:
+def test_the_search_space_depends_on_goal_provider_and_machine() -> None:
     plain = names_of(Circumstances(goal="latency", provider="CPUExecutionProvider", cores=2, branches=False))
     assert list(plain) == ["threads", "optimization level", "switches"]
     assert plain["threads"] == ["no spinning", "1 thread"]
@@ -204,7 +204,7 @@ def test_the_space_fits_goal_provider_and_machine() -> None:
     assert {"batch 8", "2 runs at once"} <= set(many["calls"])
 
 
-def test_what_the_target_asks_for_is_no_change() -> None:
+def test_an_option_that_the_target_sets_is_no_change() -> None:
     asked = Session(config={"session.intra_op.allow_spinning": "0"}, provider_options={"intra_op_num_threads": "2"})
     found = names_of(Circumstances(goal="latency", provider="XnnpackExecutionProvider", cores=2, asked=asked))
     assert found["threads"] == ["1 thread"]
@@ -219,7 +219,7 @@ def test_changes_add_up_and_know_what_they_touch() -> None:
     assert all(one.touches for one in SWITCHES.changes)
 
 
-def test_no_time_decides_nothing_and_tells_what_was_seen() -> None:
+def test_without_time_nothing_is_decided_and_the_best_so_far_is_named() -> None:
     assert race("group", HELD, entrants("a"), lambda _: None, "latency").reason == TIME_OVER
     assert compare_fresh(HELD, HELD, lambda _: None, "latency") == TIME_OVER
     journal = Journal(lambda one: Measurement(median_ms=2.0 if one.name == "a" else 1.0), 60.0)

@@ -79,7 +79,7 @@ def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
     return tuned_for(msgspec.structs.replace(class_of_this_machine(), **machine), setting)
 
 
-def test_runners_do_as_a_setting_says(device: Device, tmp_path: Path) -> None:
+def test_runners_apply_the_session_options_of_a_setting(device: Device, tmp_path: Path) -> None:
     model = branches(tmp_path / "m.onnx")
     plain = open_subject(model, tmp_path / "w", Opening()).job_for(device)
     told = set_job(plain, EVERYTHING)
@@ -102,7 +102,7 @@ def test_a_setting_beyond_reason_is_refused(tmp_path: Path) -> None:
     assert "'inter_threads' is larger than 1024" in str(run.failure)
 
 
-def test_branches_are_seen(tmp_path: Path) -> None:
+def test_a_graph_with_branches_is_told_from_a_chain(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y) { a = Relu(x) y = Add(a, x) }'
     chain = parse_model(text, tmp_path / "chain.onnx")
     host = find_device("host", load_target("cpu"))
@@ -119,7 +119,9 @@ def assert_ends_in_time(rounds: list[dict[str, Any]], budget_s: float) -> None:
         assert sum(seconds for seconds, _ in taken[:number]) + slowest * taken[number][1] <= budget_s
 
 
-def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+def test_the_json_of_tune_has_its_documented_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+) -> None:
     model = branches(tmp_path / "m.onnx")
     (page, state) = tmp_path / "t.html", tmp_path / "s.json"
     arguments = ["tune", str(model), "--on", "host:native", "--time-budget", "2s", "-q", "--html", str(page)]
@@ -170,7 +172,7 @@ def test_a_setting_in_a_bundle_holds_on_its_machines_only(tmp_path: Path) -> Non
     assert find_tuned(again, host) == SessionSetting(threads=3)
 
 
-def test_a_signature_goes_with_the_bundle_that_it_was_of(tmp_path: Path) -> None:
+def test_tuning_a_bundle_removes_its_signature(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path, target="cpu")
     public = make_key(tmp_path / "k")
     sign_bundle(bundle.folder, tmp_path / "k", PASSED)
@@ -180,13 +182,13 @@ def test_a_signature_goes_with_the_bundle_that_it_was_of(tmp_path: Path) -> None
         open_bundle(bundle.folder, key=public)
 
 
-def test_a_joined_bundle_is_left_alone(tmp_path: Path) -> None:
+def test_a_bundle_of_several_targets_is_not_tuned(tmp_path: Path) -> None:
     joined = join_bundles([make_bundle(tmp_path, target="cpu")], tmp_path / "j")
     with pytest.raises(BundleError, match="tune the bundle before you join it"):
         require_bundle(joined.folder / joined.index.variants[0].folder)
 
 
-def test_a_setting_may_ask_for_no_more_than_a_bundle(tmp_path: Path) -> None:
+def test_a_setting_may_use_only_options_that_a_bundle_may_state(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path, target="cpu")
     for setting in (
         SessionSetting(config={"ep.context_file_path": "1"}),

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundle_models import make_detector_bundle, make_scenes, save_detector
-from devices_models import present
+from devices_models import require_device
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -42,7 +42,7 @@ def test_the_bundle_opens_and_tests_what_has_a_fixed_shape(bundle: Bundle) -> No
     [("host", "nnapi"), ("host:native", "nnapi"), ("emulated", "coreml"), ("android:x86_64", "xnnpack")],
 )
 def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: str) -> None:
-    device = present(name, target)
+    device = require_device(name, target)
     (run,) = verify_bundle(make_detector_bundle(tmp_path, target), [device], layers=True).runs
     outputs = {output.name: output for output in run.outputs}
     assert run.failure is None

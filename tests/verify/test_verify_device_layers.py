@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
-from devices_models import Altering, present
+from devices_models import Altering, require_device
 from onnx import helper
 from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
@@ -34,7 +34,7 @@ FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 
 
 def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = None) -> Located:
-    device = present(name, target)
+    device = require_device(name, target)
     return find_device_layer(device if layer is None else turning(device, layer), job, work)
 
 

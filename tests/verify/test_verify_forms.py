@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import edit_json
-from devices_models import present
+from devices_models import require_device
 from msgspec.structs import replace
 from onnx import numpy_helper
 from verify_devices import InProcess, from_list
@@ -155,7 +155,7 @@ def test_a_file_that_an_app_cannot_use_fails_the_run(bundles: dict[str, Bundle],
 
 
 def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build: Path) -> None:
-    device = present("ios-sim", "coreml")
+    device = require_device("ios-sim", "coreml")
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
@@ -168,7 +168,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
 
 
 def test_android_s_own_binary_opens_the_files_of_a_bundle(bundles: dict[str, Bundle]) -> None:
-    report = verify_bundle(bundles["cpu"], [present("android:x86_64", "cpu")])
+    report = verify_bundle(bundles["cpu"], [require_device("android:x86_64", "cpu")])
     (run,) = report.runs
     assert report.passed, run.failures
     assert {file.file: set(file.provider_nodes) for file in run.files} == {

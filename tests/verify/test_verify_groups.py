@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from devices_models import present
+from devices_models import require_device
 from fixture_types import MakeOnce
 from group_models import make_speech
 from msgspec.structs import replace
@@ -101,7 +101,7 @@ def test_a_device_that_does_not_hear_fails_by_the_metric_and_none_proves_nothing
 
 @pytest.mark.slow
 def test_a_group_passes_in_qnns_simulator(tmp_path: Path) -> None:
-    present("qnn-htp-sim", "qnn")
+    require_device("qnn-htp-sim", "qnn")
     path, source = make_speech(tmp_path, samples=4), str(tmp_path / "speech.npz")
     data = Data(source=source, evaluation=source, labels=tmp_path / "speech.txt")
     build_group(path, data, tmp_path / "out", Recipe(targets=("qnn",), forms=("onnx",)), verify=False)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_contents
-from devices_models import Altering, present
+from devices_models import Altering, require_device
 from exported_models import draw_inputs, export_bert
 from msgspec.structs import replace
 from onnx import helper, numpy_helper
@@ -96,7 +96,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_layers_that_fall_back_fail_the_run(
     tmp_path: Path, device: str, target: str, change: Change, lost: str, names: str
 ) -> None:
-    inner = present(device, target)
+    inner = require_device(device, target)
     bundle = make_network_bundle(tmp_path, target)
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
@@ -111,7 +111,7 @@ def test_layers_that_fall_back_fail_the_run(
 @pytest.mark.slow
 def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(tmp_path: Path) -> None:
     target = load_target("xnnpack")
-    inner = present("android:x86_64", "xnnpack")
+    inner = require_device("android:x86_64", "xnnpack")
     bert = export_bert(tmp_path / "bert.onnx", "torchscript17")
     drawn = [draw_inputs(bert, seed) for seed in range(4)]
     stacked = {name: np.stack([each[name] for each in drawn]) for name in drawn[0]}

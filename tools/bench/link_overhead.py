@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE / "tests" / "devices"), str(HERE / "tests")]
 from devices_models import make_job  # noqa: E402 - the tests' own modules
 from other_machine.board import ssh_board  # noqa: E402
 from other_machine.client import adb_server  # noqa: E402
-from other_machine.keeper import start_machine  # noqa: E402
+from other_machine.machine import start_machine  # noqa: E402
 
 from edgekit._ort import CPU_PROVIDER  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402

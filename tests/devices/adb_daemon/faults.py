@@ -53,7 +53,7 @@ class Faults:
         self.fault = Fault(**values)
 
     def takes(self, kind: str, service: str) -> bool:
-        """True, once, where a service asks for a fault that it makes itself."""
+        """Returns True, and uses the fault up, if it is set for a service that causes it itself."""
         if self.fault.kind != kind or not self.fault.meets(service):
             return False
         self.fault.times -= 1

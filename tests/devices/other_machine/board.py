@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from other_machine.keeper import OtherMachine, require, start_machine
+from other_machine.machine import OtherMachine, require, start_machine
 from other_machine.wire import Wire
 
 _ENTER = """#!/bin/sh

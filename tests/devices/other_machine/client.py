@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from other_machine.keeper import OtherMachine, require
+from other_machine.machine import OtherMachine, require
 
 
 class Adb:

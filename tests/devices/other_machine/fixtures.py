@@ -1,4 +1,4 @@
-"""What tests of devices in several rooms need: an adb server that knows only their own devices, and runners."""
+"""Fixtures for tests of devices in several folders: an adb server with only the tests' devices, and runners."""
 
 import os
 from collections.abc import Generator
@@ -13,7 +13,7 @@ from edgekit.devices.local.runner import NativeRunner, host_abi
 from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb, adb_server
-from other_machine.keeper import OtherMachine, start_machine
+from other_machine.machine import OtherMachine, start_machine
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ class Phone(msgspec.Struct, frozen=True, kw_only=True):
 @pytest.fixture
 def phone(adb: Adb, host_runner: NativeRunner) -> Generator[Phone]:
     with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
-        yield Phone(machine=machine, device=AdbDevice(serial=serial, **native_words(host_runner)))
+        yield Phone(machine=machine, device=AdbDevice(serial=serial, **native_arguments(host_runner)))
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Generator[Board]:
 
 
 @pytest.fixture
-def native_board(board: Board, host_runner: NativeRunner) -> SshDevice:  # noqa: ARG001 - it is there as long
+def native_board(board: Board, host_runner: NativeRunner) -> SshDevice:  # noqa: ARG001 - keeps the board running
     """The board with the runner of this machine."""
-    return SshDevice(host="board", **native_words(host_runner))
+    return SshDevice(host="board", **native_arguments(host_runner))
 
 
-def native_words(runner: NativeRunner) -> dict[str, Any]:
-    """Returns what a device is told so that a native runner runs there, on one thread of the CPU."""
+def native_arguments(runner: NativeRunner) -> dict[str, Any]:
+    """Returns the arguments of a device on which a native runner runs, on one thread of the CPU."""
     return {"runner": runner.program, "library": runner.library, "provider": CPU_PROVIDER, "threads": 1}

@@ -25,7 +25,7 @@ _LARGE = 512 << 20
 
 
 class OtherMachine:
-    """A machine that runs: what it holds and what runs in it, seen from here."""
+    """A running machine: its files and its processes, seen from here."""
 
     def __init__(self, child: subprocess.Popen[str], ready: dict[str, int]) -> None:
         self.child = child
@@ -46,23 +46,23 @@ class OtherMachine:
         return answer
 
     def files(self) -> list[str]:
-        """Returns what lies on the machine's disk."""
+        """Returns the files on the machine's disk."""
         data = self.root / "data"
         return sorted(str(path.relative_to(data)) for path in data.rglob("*"))
 
     def left_files(self) -> list[str]:
-        """Returns what lies there of a run or of a transfer that has not ended."""
+        """Returns the files of runs and transfers that have not ended."""
         return [name for name in self.files() if "part-" in name or "run-" in name]
 
     def left_running(self, *, within_s: float = 5.0) -> list[str]:
-        """Returns what still runs after some seconds, at once where nothing does: what is killed takes a moment."""
+        """Returns the processes that still run after `within_s`; returns at once when there is none."""
         deadline = time.monotonic() + within_s
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return found
 
     def processes(self) -> list[str]:
-        """Returns the command lines of what runs in the namespace, but for its first process."""
+        """Returns the command lines of the processes in the namespace, without its first one."""
         own = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found: list[str] = []
         for entry in Path("/proc").iterdir():
@@ -76,8 +76,8 @@ class OtherMachine:
 
 @contextlib.contextmanager
 def start_machine(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generator[OtherMachine]:
-    """Yields a machine; skips where this machine cannot make one."""
-    with tempfile.TemporaryDirectory(prefix="edgekit-far-") as folder:
+    """Yields a machine; skips the test where namespaces cannot be made."""
+    with tempfile.TemporaryDirectory(prefix="edgekit-machine-") as folder:
         spec = {
             "root": str(arm_root() if arm else folder),
             "qemu": require("qemu-aarch64-static", "qemu-user-static") if arm else "",
@@ -104,7 +104,7 @@ def start_machine(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generat
 
 
 def require(program: str, package: str) -> str:
-    """Returns the path of a program; skips where it is not installed."""
+    """Returns the path of a program; skips the test if it is not installed."""
     path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
     if path is None:
         pytest.skip(f"{program} not found: apt-get install {package}")
@@ -124,7 +124,7 @@ def arm_root() -> Path:
 
 
 def _fill(root: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="edgekit-far-") as work:
+    with tempfile.TemporaryDirectory(prefix="edgekit-machine-") as work:
         archive = f"{work}/root.tar"
         made = subprocess.run(
             ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", f"--include={_PACKAGES}",
@@ -132,7 +132,7 @@ def _fill(root: Path) -> None:
             capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": work},
         )  # fmt: skip
         if made.returncode:
-            pytest.skip(f"mmdebstrap cannot make the far side's root: {made.stderr.strip()[-300:]}")
+            pytest.skip(f"mmdebstrap cannot make the other machine's root: {made.stderr.strip()[-300:]}")
         unpack = ["tar", "-xf", archive, "-C", str(root), "--no-same-owner", "--exclude=./dev/*"]
         subprocess.run(unpack, check=True, capture_output=True)
     for name in ("system/bin", "data", "proc", "sys", "dev", "site", "tmp"):
@@ -151,7 +151,7 @@ def _fill(root: Path) -> None:
 
 
 def _getprop(abi: str) -> str:
-    """Returns the program that tells Android's properties."""
+    """Returns the text of a program that prints Android's system properties."""
     values = {"ro.product.cpu.abi": abi, "ro.build.version.release": "14", "ro.product.model": "Edge Fake 1",
               "ro.soc.model": "SM8650"}  # fmt: skip
     cases = "".join(f"{key}) echo '{value}';;\n" for key, value in values.items())
