@@ -2,14 +2,11 @@
 
 import numpy as np
 import pytest
+from tiny_models import spec
 
 from edgekit.errors import UsageError
 from edgekit.model.state import State, feed_back, first_state, match_state, resolve_state, run_steps
 from edgekit.model.tensors import Tensors, TensorSpec
-
-
-def spec(name: str, *shape: int | str | None, dtype: str = "float32") -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
 @pytest.mark.parametrize(

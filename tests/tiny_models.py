@@ -8,7 +8,12 @@ import onnx
 from onnx import numpy_helper, parser
 
 from edgekit.model.model import Model, load_model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, TensorSpec
+
+
+def spec(name: str, *shape: int | str | None, dtype: str = "float32") -> TensorSpec:
+    """Returns a tensor's name, type and shape."""
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
 def with_versions(text: str) -> str:

@@ -356,16 +356,15 @@ def _read_load() -> float | None:
 
 
 def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
-    why_not = "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
+    if found.chosen == found.defaults or found.final is None:
+        return msgspec.structs.replace(found, applied="nothing: the defaults stay")
     # Times in an emulator are times of the machine on which it runs.
     if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
         why_not = f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
-    if found.chosen == found.defaults:
-        why_not = "the defaults stay"
-    if why_not:
         return msgspec.structs.replace(found, applied=f"nothing: {why_not}")
-    if found.machine is None or found.final is None:
-        return found
+    if found.machine is None:
+        why_not = f"'{found.device}' does not say what kind of machine it is"
+        return msgspec.structs.replace(found, applied=f"nothing: {why_not}")
     done = apply_setting(
         path,
         TunedSession(

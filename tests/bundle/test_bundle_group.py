@@ -14,7 +14,7 @@ import pytest
 from bundle_models import edit_json, flip_byte
 from fixture_types import MakeOnce
 from group_models import make_digits, make_talk, run_program, talk_on
-from tiny_models import parse_model
+from tiny_models import parse_model, spec
 
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
@@ -31,14 +31,10 @@ from edgekit.bundle.group.wiring import (
 from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
-from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.model.tensors import Tensors
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, read_opset
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import GroupBuild
-
-
-def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
 def talk_members() -> dict[str, Interface]:

@@ -138,6 +138,11 @@ def noise_samples(count: int = 3) -> list[Tensors]:
     return [{"x": rng.normal(0, 1, SHAPE).astype(np.float32)} for _ in range(count)]
 
 
+def round_to_half(value: Array) -> Array:
+    """Returns float32 values as fp16 holds them."""
+    return value.astype(np.float16).astype(np.float32)
+
+
 def run_in(device: Device, job: Job, folder: Path) -> DeviceRun:
     """Runs a job in a new folder."""
     folder.mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, qdq_conv, require_device, run_in, text_model
+from devices_models import float_conv, make_job, qdq_conv, require_device, round_to_half, run_in, text_model
 from test_devices_android_nnapi import FLOAT_OPERATIONS, compute, float_model, load, network_of, run_on_nnapi, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -44,10 +44,6 @@ def dense_rows(count: int = 2) -> list[Tensors]:
     return [{"x": rng.normal(0, 1, (1, 8)).astype(np.float32)} for _ in range(count)]
 
 
-def half(value: Array) -> Array:
-    return value.astype(np.float16).astype(np.float32)
-
-
 def test_in_nchw_each_operation_is_its_formula_too(tmp_path: Path, work: Path) -> None:
     path = float_model(tmp_path / "float.onnx")
     rng = np.random.default_rng(6)
@@ -71,9 +67,9 @@ def test_half_precision_rounds_the_inputs_and_outputs_of_each_operation(tmp_path
     assert "NNAPI was allowed half precision: here each operation reads and gives halves" in found.notes
     bias = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
     for row, got in zip(rows, found.outputs, strict=True):
-        summed = half(half(row["x"]) @ half(WEIGHTS).T + half(bias))
-        np.testing.assert_allclose(got["y"], half(1 / (1 + np.exp(-summed))), atol=1e-3, rtol=0)
-        assert np.array_equal(got["y"], half(got["y"]))
+        summed = round_to_half(round_to_half(row["x"]) @ round_to_half(WEIGHTS).T + round_to_half(bias))
+        np.testing.assert_allclose(got["y"], round_to_half(1 / (1 + np.exp(-summed))), atol=1e-3, rtol=0)
+        assert np.array_equal(got["y"], round_to_half(got["y"]))
 
 
 def test_a_relaxed_network_computes_in_half_precision() -> None:
@@ -87,7 +83,7 @@ def test_a_relaxed_network_computes_in_half_precision() -> None:
     value = np.array([40000, 1, 2048.5, 0.2], np.float32)
     got = np.frombuffer(compute(computer, value.tobytes()), np.float32)
     with np.errstate(over="ignore"):
-        assert np.array_equal(got, half(half(value) + half(constant)))
+        assert np.array_equal(got, round_to_half(round_to_half(value) + round_to_half(constant)))
     assert np.isinf(got[0])
     assert computer.describe().relaxed
 

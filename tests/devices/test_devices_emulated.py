@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import ENDS, SHAPE, float_conv, make_job, qdq_conv, text_model
+from devices_models import ENDS, SHAPE, float_conv, make_job, qdq_conv, round_to_half, text_model
 from onnx import helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -20,10 +20,6 @@ def run_one(job: Job, work: Path) -> Array:
     run = Emulated().run_job(job, work)
     assert run.failure is None
     return next(iter(run.outputs))["y"]
-
-
-def half(value: Array) -> Array:
-    return value.astype(np.float16).astype(np.float32)
 
 
 def text_job(path: Path, body: str, x: Array, *, left: tuple[str, ...] = ()) -> Job:
@@ -47,7 +43,7 @@ HIGH, PAIR = np.array([[300.0]], np.float32), np.array([[4.0, 0.1]], np.float32)
 
 # A graph, its input, the nodes that stay on the CPU, and its output; to ONNX 1 is float and 10 is float16.
 CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
-    "a taken node reads and gives halves": (ADDED, X, (), half(half(X) + half(W))),
+    "a taken node reads and gives halves": (ADDED, X, (), round_to_half(round_to_half(X) + round_to_half(W))),
     "a node that stays on the CPU is not rounded": (ADDED, X, ("n0",), X + W),
     "a value beyond half is infinite": (
         "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }", HIGH, (), np.array([[np.inf]])
@@ -60,7 +56,7 @@ CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
     ),
     "integers and branches pass through": (BRANCHES, PAIR, ("n2",), -PAIR),
     "whole numbers are not rounded": (
-        "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }", PAIR, (), half(PAIR).T
+        "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }", PAIR, (), round_to_half(PAIR).T
     ),
     "a change of type rounds nothing": (
         "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }", np.array([100_001]), (), np.array([100_001])
@@ -79,7 +75,7 @@ def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: 
     body = "(float[1,1] x) => (float[1,1] y, float[1,1] z) <float[1] w = {0.1}> { y = Add(x, w) z = Add(x, w) }"
     run = Emulated().run_job(text_job(tmp_path / "m.onnx", body, x, left=("n1",)), work)
     (got,) = run.outputs
-    assert got["y"] == half(np.array(0.1, np.float32))
+    assert got["y"] == round_to_half(np.array(0.1, np.float32))
     assert got["z"] == np.float32(0.1)
 
 
@@ -100,7 +96,7 @@ def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
     path = text_model(tmp_path / "w.onnx", body, w=np.array([0.3], np.float16))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
-    np.testing.assert_array_equal(got, half(half(x) + np.float32(np.float16(0.3))))
+    np.testing.assert_array_equal(got, round_to_half(round_to_half(x) + np.float32(np.float16(0.3))))
 
 
 def test_weights_that_are_graph_inputs_too_stay_optional(tmp_path: Path, work: Path) -> None:
@@ -115,7 +111,7 @@ def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> Non
     # 8 times 1.1249 are 8 whole pixels; rounded to half it is 1.125, and there would be 9.
     path = text_model(tmp_path / "r.onnx", body, s=np.array([1, 1, 1.1249, 1.1249], np.float32))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
+    expected = CpuSession(path, SessionSettings()).run({"x": round_to_half(x)})["y"]
     np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), expected)
 
 
@@ -124,9 +120,9 @@ def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: 
     region = np.array([0, 0, 0.1, 0.1, 1, 1, 0.9, 0.9], np.float32)
     path = text_model(tmp_path / "r.onnx", body, r=region, s=np.array([1, 4, 8, 8], np.int64))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
+    expected = CpuSession(path, SessionSettings()).run({"x": round_to_half(x)})["y"]
     got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
-    np.testing.assert_array_equal(got, half(expected))
+    np.testing.assert_array_equal(got, round_to_half(expected))
 
 
 def test_fp32_is_left_alone(tmp_path: Path, work: Path) -> None:

@@ -57,6 +57,11 @@ def run_program(argv: Sequence[str | Path], *, code: int = 0) -> str:
     return done.stdout
 
 
+def run_check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, code: int = 0) -> str:
+    """Runs `standalone/Check.java` on the assets of an unpacked archive; returns what it prints."""
+    return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
+
+
 def load_program(path: Path) -> Any:
     """A program of a package as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

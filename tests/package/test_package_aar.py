@@ -6,7 +6,7 @@
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -14,7 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import find_runtime
-from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, find_qnn, join_jars, read_all, require_program, run_program
+from package_loaders import (
+    NNAPI,
+    PACKAGE,
+    QNN,
+    XNNPACK,
+    find_qnn,
+    join_jars,
+    read_all,
+    require_program,
+    run_check,
+    run_program,
+)
 from package_maven import ANDROID, GET, ORT, fetch_jar, maven_repository, run_maven
 
 from edgekit._files import digest_file
@@ -35,10 +46,6 @@ POM = "{http://maven.apache.org/POM/4.0.0}"
 def java(checker: str) -> list[str]:
     """The command that runs `standalone/Check.java` with ONNX Runtime for desktops, which takes QNN's simulator."""
     return ["java", "-cp", join_jars(checker, fetch_jar(ORT)), f"{PACKAGE}.Check"]
-
-
-def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, code: int = 0) -> str:
-    return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
 
 
 def test_the_aar_has_the_entries_that_android_requires(unpacked: Path, repository: Path) -> None:
@@ -178,12 +185,12 @@ def test_maven_finds_the_archive(repository: Path) -> None:
 
 @pytest.mark.long
 def test_the_java_loader_opens_the_bundle_on_the_simulator(java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    assert f"{QNN}: self-test passed with" in _check(java, unpacked, tmp_path, "open", "-", "--plugin", find_qnn())
+    assert f"{QNN}: self-test passed with" in run_check(java, unpacked, tmp_path, "open", "-", "--plugin", find_qnn())
 
 
 @pytest.mark.long
 def test_the_java_loader_says_why_a_bundle_cannot_be_opened(java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    shown = _check(java, unpacked, tmp_path, "open", "-", code=1)
+    shown = run_check(java, unpacked, tmp_path, "open", "-", code=1)
     assert "give the library of QNNExecutionProvider" in shown
     assert f"'{XNNPACK}' cannot be opened here" in shown
     assert "XNNPACK" in shown

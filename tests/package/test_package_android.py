@@ -21,7 +21,7 @@ from android_parts import (
     link_for_android,
 )
 from bundle_models import flip_byte
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_program
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_check, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
@@ -102,10 +102,6 @@ def wrap_usage(readme: str) -> str:
     )
 
 
-def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str, code: int = 0) -> str:
-    return run_program([*java, unpacked / "assets" / PACKAGE, work, *arguments], code=code)
-
-
 def test_the_java_loader_opens_the_first_bundle_that_the_phone_can_run(
     java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
 ) -> None:
@@ -136,7 +132,7 @@ def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_s
 
 
 def test_java_refuses_an_older_onnxruntime(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
-    shown = _check(java, unpacked, tmp_path, "older", XNNPACK, code=1)
+    shown = run_check(java, unpacked, tmp_path, "older", XNNPACK, code=1)
     assert f"'{XNNPACK}' needs ONNX Runtime 1.1000.0, this is 1.29.0" in shown
 
 
@@ -144,18 +140,18 @@ def test_java_refuses_an_older_onnxruntime(java: Sequence[str], unpacked: Path, 
 def test_the_java_loader_names_an_altered_file(name: str, java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
     shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
     flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)
-    shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu", code=1)
+    shown = run_check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu", code=1)
     assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
 
 
 def test_the_java_loader_unpacks_a_file_again_that_was_altered_on_the_device(
     java: Sequence[str], unpacked: Path, tmp_path: Path
 ) -> None:
-    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
+    run_check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
     (model,) = tmp_path.rglob("model.onnx")
     whole = model.read_bytes()
     flip_byte(model)
-    _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
+    run_check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
     assert model.read_bytes() == whole
 
 
