@@ -307,7 +307,7 @@ def test_what_xnnpack_takes_and_miscomputes_is_rewritten(id_: str, body: str, tm
         # Without the session entry, ONNX Runtime puts the Transpose back into the Gemm.
         own, _ = disable_harmful(target, onnx.load(str(each.path)).graph)
         job = msgspec.structs.replace(make_job(each.path, "xnnpack", samples, precision="fp32"), target=own)
-        run = run_in(present("android:x86_64", "xnnpack"), job, tmp_path / each.path.stem)
+        run = run_in(require_device("android:x86_64", "xnnpack"), job, tmp_path / each.path.stem)
         wanted = CpuSession(each.path, SessionSettings()).run(samples[0])["y"]
         found.append(float(np.abs(next(iter(run.outputs))["y"] - wanted).max()))
     # If the first is small with a new version of ONNX Runtime, its kernel is right, and the rule can go.
