@@ -48,7 +48,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_samples(self) -> int:
-        """How many held-out samples every candidate is judged by; a clearly worse one is then judged no further."""
+        """How many held-out samples judge what large float constants lose in fewer bits."""
         return min(4, max(2, self.judging_samples // 4))
 
     @property

@@ -25,7 +25,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import relieve_step
-from edgekit.quantize.mixed_precision.score import grids_to_inputs, judge_candidate, judge_grids, strip_weights
+from edgekit.quantize.mixed_precision.score import grids_to_inputs, judge_candidate, open_judge, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq import place_plan
 from edgekit.quantize.ranges import TensorRange
@@ -128,13 +128,14 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     assert not {tensor.name for tensor in stripped.graph.initializer} & {*names}
     outputs = [value.name for value in stripped.graph.output]
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
-    found = judge_grids(stripped, compared, statistics, fed, few=4)
+    judge = open_judge(stripped, compared, statistics)
+    found = {name: judge(values, -np.inf) for name, values in fed.items()}
     assert [value.name for value in stripped.graph.output] == outputs
     assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
     assert found["mse"] == pytest.approx(alone["mse"], abs=0.2)
-    # Clearly worse after a few samples: by how much these say.
-    assert found["cut"] == pytest.approx(alone["cut"], abs=3)
-    assert found["cut"] < max(found.values()) - 1
+    assert found["cut"] == pytest.approx(alone["cut"], abs=0.2)
+    # Where another is better, no more samples are run than show that.
+    assert found["cut"] < judge(fed["cut"], found["mse"]) < found["mse"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "qnn", "nnapi"])
@@ -150,7 +151,7 @@ def test_what_is_moved_out_of_a_constant_keeps_its_scale(tmp_path: Path, target:
 
 @pytest.mark.parametrize(
     ("target", "steps", "kept", "floats"),
-    [("qnn", [1, 3, 7], 7, set[str]()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
+    [("qnn", [1, 3, 7], 3, set[str]()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
 )
 def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
     collapsing: tuple[Model, Calibration], tmp_path: Path, target: str, steps: list[int], kept: int, floats: set[str]

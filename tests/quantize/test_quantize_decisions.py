@@ -15,7 +15,6 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.accuracy.loss import ratio_db
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.score import find_clearly_worse
 from edgekit.quantize.objective import find_enlarged, measure_classes, measure_loss, measure_scores
 from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
@@ -99,11 +98,6 @@ def test_a_method_that_keeps_decisions_wins_over_one_that_keeps_power(
 
     scenes = [{"x": np.random.default_rng(9).normal(0, 1, (1, 5, 16, 16)).astype(np.float32)}]
     assert changed(plan) < changed(other) / 2
-
-
-def test_what_is_clearly_behind_is_judged_no_further() -> None:
-    judged = {"best": 30.0, "near": 29.1, "far": 28.5}
-    assert find_clearly_worse(judged) == {"far": 1.5}
 
 
 HEAD = "g (float[1,5,16,16] x)"

@@ -32,7 +32,6 @@ from edgekit.quantize.mixed_precision.score import (
     grids_to_inputs,
     has_held_out,
     judge_candidate,
-    judge_grids,
     open_judge,
     strip_weights,
 )
@@ -284,16 +283,18 @@ def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
 def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto) -> dict[str, float]:
     """Returns the ratio in dB with the ranges of the first method, and with those of the others while time is left.
 
-    `placed` is the QDQ form of the draft with the first method.
+    For a method that is worse than one before, it is an upper bound. `placed` is the QDQ form of the draft with the
+    first method.
     """
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
     (stripped, fed), effort = plans_to_inputs(draft, plans, placed), draft.effort
-    return judge_grids(
-        stripped, draft.compared, draft.statistics, fed, most=effort.judging_samples, few=effort.first_samples,
-        at_once=effort.at_once,
-    )  # fmt: skip
+    judge = open_judge(stripped, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
+    ratios = dict[str, float]()
+    for method, values in fed.items():
+        ratios[method] = judge(values, max(ratios.values(), default=-math.inf))
+    return ratios
 
 
 def plans_to_inputs(

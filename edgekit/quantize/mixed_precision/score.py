@@ -190,8 +190,6 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-# A candidate is clearly worse from this difference on: a choice.
-_CLEARLY_DB = 1.0
 EQUAL_DB = 0.1
 """Ratios that differ by less, 2 % of the noise power, count as equal: a choice."""
 
@@ -277,57 +275,6 @@ def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.
     proto.graph.initializer.extend(each for each in model.graph.initializer if each.name not in names)
     _feed(proto, [each for each in model.graph.initializer if each.name in names])
     return proto
-
-
-def judge_grids(
-    qdq: onnx.ModelProto,
-    compared: tuple[ComparedTensor, ...],
-    statistics: Path,
-    grids: Mapping[str, Tensors],
-    *,
-    most: int | None = None,
-    few: int,
-    at_once: int | None = None,
-) -> dict[str, float]:
-    """Returns the ratio in dB of each of several sets of scales and zero points, inputs of a graph with float weights.
-
-    They are judged by all held-out samples, or the first `most`. A set that is clearly worse on the first `few` is run
-    no further: its ratio is the best one minus its difference on these. `at_once` runs are in parallel.
-
-    Raises:
-        UsageError: the statistics are gone.
-    """
-    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
-    powers: dict[str, list[Array]] = {name: [] for name in grids}
-    lags = dict[str, float]()
-
-    def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
-        return session.run({**task[1], **grids[task[0]]})
-
-    def rate() -> dict[str, float]:
-        return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in lags}
-
-    pairs = islice(read_held_out(statistics), most)
-    for part in (islice(pairs, few), pairs):
-        tasks = ((name, *pair) for pair in part for name in grids if name not in lags)
-        for (name, _, expected), found in map_in_order(run, tasks, at_once):
-            powers[name].append(_all_powers(names, expected, found))
-        if not lags:
-            lags = find_clearly_worse(rate())
-    ratios = rate()
-    best = max(ratios.values())
-    return ratios | {name: best - lag for name, lag in lags.items()}
-
-
-def find_clearly_worse(judged: Mapping[str, float]) -> dict[str, float]:
-    """Returns the candidates that are clearly worse than the best, each with the difference in dB."""
-    best = max(judged.values())
-    return {name: best - each for name, each in judged.items() if best - each > _CLEARLY_DB}
-
-
-def _rate(powers: Array) -> float:
-    """Returns the ratio of powers [samples, tensors, 2] of signal and noise."""
-    return join_ratios([ratio_db(*power) for power in powers.sum(axis=0)])
 
 
 def _open_compared(
