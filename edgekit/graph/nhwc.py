@@ -60,7 +60,7 @@ def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order], layers: 
     if op in layers:
         return (0, rank - 1, *range(1, rank - 1)) if rank >= 3 else None
     if op in _ANY:
-        return next((orders[name] for name in node.input if len(orders.get(name, ())) == rank), None)
+        return next((orders[name] for name in node.input if name in orders and len(orders[name]) == rank), None)
     if op == "Concat":
         computed = [name for name in node.input if name not in graph.constants]
         moved = [orders[name] for name in computed if name in orders]
