@@ -29,7 +29,6 @@ BENCHES = (
     Bench("speed", "quantize_ratio.py --growth", "and grows with the nodes, not with their square"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
     Bench("speed", "peak_memory.py", "models of 90 MB to 3 GB are prepared, checked and made smaller in little memory"),
-    Bench("speed", "link_overhead.py", "what adb and ssh add to a run"),
     Bench("speed", "file_sizes.py", "INT8 files against the floor of weights and scales"),
     Bench("verify", "seeded_faults.py --layers 1 --kinds promised", "a seeded fault is found, and its layer named"),
     Bench("verify", "false_alarms.py", "at most one honest run in 1,000 is accused of lying"),
