@@ -304,7 +304,7 @@ class Android(Device, frozen=True, kw_only=True):
         requested = job.target.session.provider_options.get(_POOL, "1")
         if request.provider_options.get(_POOL, requested) != requested:
             pool = request.provider_options[_POOL]
-            yield f"XNNPACK had {pool} of {requested} threads, which compute the same: here they would wait in turn"
+            yield f"XNNPACK had {pool} of {requested} threads: more compute the same, and wait for each other here"
         facts = None if served is None else served.read_facts(compute.Facts)
         if facts is None:
             return
