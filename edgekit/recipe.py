@@ -13,7 +13,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
-from edgekit.serialize import name_choices, read_toml
+from edgekit.serialize import name_valid, read_toml
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
@@ -101,7 +101,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     buckets: dict[str, tuple[int, ...]] = {}
     pad: dict[str, float] = {}
     freeze: dict[str, float] = {}
-    settings: dict[str, str] = {}
+    settings: Mapping[str, str | int] = {}
     precision: PrecisionChoice = "auto"
     samples: int | None = None
     max_drop: float | None = None
@@ -118,7 +118,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forecast: ForecastGoal | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        # One that is made in Python is held to the types that a file is held to, but may give settings as numbers.
+        # One that is made in Python is held to the types that a file is held to. Settings may be numbers; they are kept
+        # as text.
         for field in msgspec.structs.fields(Recipe):
             given = getattr(self, field.name)
             if given is msgspec.UNSET:
@@ -130,7 +131,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             except msgspec.ValidationError as error:
                 raise UsageError(
                     f"a Recipe has {given!r:.60} as '{field.name}': {error}",
-                    hint=name_choices(str(error), field.type) or "help(edgekit.Recipe) says what it holds",
+                    hint=name_valid(str(error), field.type) or "help(edgekit.Recipe) says what it holds",
                 ) from error
 
 
@@ -222,7 +223,7 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
 
 
 def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
-    mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
+    mine = {key: value for key, value in recipe.settings.items() if key in target.parameters}
     target = _keep_forms(load_target(name, mine), recipe.forms or (_SHARING if recipe.buckets else ()), recipe.buckets)
     choose_precision(target, recipe.precision)
     changes = recipe.thresholds.get(target.name, {})
@@ -231,9 +232,8 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
         thresholds = msgspec.convert(msgspec.to_builtins(target.thresholds) | changes | named, Thresholds)
     except msgspec.ValidationError as error:
         limits = ", ".join(Thresholds.__struct_fields__)
-        raise UsageError(
-            f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=f"limits: {limits}"
-        ) from error
+        hint = name_valid(str(error), Thresholds) or f"limits: {limits}"
+        raise UsageError(f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=hint) from error
     if recipe.max_drop is not None:
         least = 1 - recipe.max_drop / 100
         thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)

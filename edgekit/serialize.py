@@ -57,7 +57,9 @@ def read_toml(
     except (msgspec.DecodeError, UnicodeDecodeError) as fault:
         said = keys(str(fault)) if callable(keys) else keys
         named = ", ".join(getattr(kind, "__struct_fields__", ()))
-        hint = name_choices(str(fault), kind) or said or f"the keys are {named}"
+        valid = name_valid(str(fault), kind)
+        # A caller knows more of its keys, but not of the values that one takes.
+        hint = said if said and "unknown field" in str(fault) else valid or said or f"the keys are {named}"
         raise error(f"'{path}' is malformed: {fault}", hint=hint) from fault
 
 
@@ -80,17 +82,19 @@ def suggest_key(said: str, valid: Iterable[str], otherwise: str) -> str:
     return suggest_name(unknown[1], valid) if unknown else otherwise
 
 
-def name_choices(said: str, kind: Any) -> str:
-    """Returns a hint with the valid values where msgspec says that one is none of a type, "" where it says otherwise.
+def name_valid(said: str, kind: Any) -> str:
+    """Returns a hint with what is valid where msgspec says that a key or a value is none of a type, else "".
 
-    `kind` is the type that was read, `said` the message, which has the path of the value in it.
+    `kind` is the type that was read, `said` the message, which has the path in it.
     """
-    found = re.match(r"Invalid enum value .*?(?: - at `\$(.*)`)?$", said)
+    found = re.match(r"(?:Invalid enum value|Object contains unknown field `([^`]*)`).*?(?: - at `\$(.*)`)?$", said)
     if found is None:
         return ""
     here = [msgspec.inspect.type_info(kind)]
-    for key in re.findall(r"\.(\w+)|\[", found[1] or ""):
+    for key in re.findall(r"\.(\w+)|\[", found[2] or ""):
         here = [inner for outer in here for inner in _enter(outer, key)]
+    if found[1] is not None:
+        return suggest_name(found[1], [name for each in here for name in _list_fields(each)])
     values = [value for each in here for value in _list_values(each)]
     return f"valid: {', '.join(map(str, dict.fromkeys(values)))}" if values else ""
 
@@ -107,6 +111,17 @@ def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Ty
             yield outer.value_type
         case msgspec.inspect.VarTupleType():
             yield outer.item_type
+        case _:
+            pass
+
+
+def _list_fields(kind: msgspec.inspect.Type) -> Iterator[str]:
+    match kind:
+        case msgspec.inspect.UnionType():
+            for member in kind.types:
+                yield from _list_fields(member)
+        case msgspec.inspect.StructType():
+            yield from (field.encode_name for field in kind.fields)
         case _:
             pass
 

@@ -1,9 +1,11 @@
 """A recipe changes what it names, and says what is wrong with it in one line."""
 
+from pathlib import Path
+
 import pytest
 
 from edgekit.errors import UsageError
-from edgekit.recipe import PrecisionChoice, Recipe, choose_precision, load_targets
+from edgekit.recipe import PrecisionChoice, Recipe, choose_precision, load_recipe, load_targets
 from edgekit.target import load_target
 
 
@@ -46,3 +48,25 @@ def test_a_recipe_leaves_out_forms_on_devices_too() -> None:
     assert load_targets(Recipe(targets=("qnn",), forms=("context", "onnx")))[0] == load_target("qnn")
     with pytest.raises(UsageError, match="target 'qnn' loads none of the forms full"):
         load_targets(Recipe(targets=("qnn",), forms=("full",)))
+
+
+def test_a_setting_may_be_a_number_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("[settings]\napi_level = 31\n")
+    assert load_recipe(tmp_path / "r.toml").settings == {"api_level": "31"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("target = ['cpu']", "did you mean 'targets'?"),
+        ("[metric]\nname = 'top1'\nmax_drp = 1", "did you mean 'max_drop'?"),
+        ("[outputs]\ny = 'clases'", "valid: classes, embedding"),
+        ("forms = ['onnx', 'orx']", "valid: context, full"),
+        ("samples = 'all'", "the keys are targets"),
+    ],
+)
+def test_a_wrong_key_or_value_is_told_what_is_valid_there(tmp_path: Path, text: str, hint: str) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_recipe(tmp_path / "r.toml")
+    assert hint in caught.value.hint

@@ -20,7 +20,7 @@ from edgekit.model.state import State
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
 from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
-from edgekit.serialize import name_choices, read_toml
+from edgekit.serialize import name_valid, read_toml
 from edgekit.target import TaskLimit, Thresholds, load_target
 
 _Value = TypeVar("_Value")
@@ -80,10 +80,7 @@ class Source(msgspec.Struct, frozen=True):
             problem, _, where = str(error).partition(" - at `$")
             unknown = re.search(r"unknown field `([^`]*)`", problem)
             inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
-            fields = getattr(kind, "__struct_encode_fields__", ())
-            is_top_level = unknown and not where.strip("`")
-            otherwise = name_choices(str(error), kind) or "edgekit schema prints the keys"
-            hint = suggest_name(unknown[1], fields) if unknown and is_top_level else otherwise
+            hint = name_valid(str(error), kind) or "edgekit schema prints the keys"
             raise self.refuse((*key_path, *inner), problem, hint=hint) from error
 
     def require_name(self, name: str, known: Mapping[str, object], what: str, *place: str) -> None:

@@ -69,7 +69,7 @@ def test_a_model_has_its_own_table_of_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "where", "hint"),
     [
-        ("source =", "sauce =", "line 5, column 1: models.digits.data.sauce: Object contains unknown field", "schema"),
+        ("source =", "sauce =", "line 5, column 1: models.digits.data.sauce: Object contains unknown field", "source"),
         ("api_level = 31", "api_level = true", "line 8, column 1: targets.nnapi.settings: Expected", "schema"),
         ("api_level =", "api_levle =", "line 8, column 1: targets.nnapi.settings: ", "api_level"),
         ("min_cosine", "min_cosin", "line 11, column 1: targets.mine.thresholds: ", "min_cosine"),

@@ -55,7 +55,7 @@ def test_paths_are_text_and_settings_numbers_from_end_to_end(tmp_path: Path) -> 
     assert edgekit.load_samples(Path(data), prepared.inputs).count == 32
     given = edgekit.Data(source=tmp_path / "d.npz", labels=None, golden=str(tmp_path))  # type: ignore[arg-type]
     assert (given.source, given.golden) == (data, tmp_path)
-    recipe = edgekit.Recipe(targets=("cpu",), precision="fp32", settings={"weights": 8})  # type: ignore[dict-item]
+    recipe = edgekit.Recipe(targets=("cpu",), precision="fp32", settings={"weights": 8})
     assert recipe.settings == {"weights": "8"}
     recipe = edgekit.Recipe(targets=("cpu",), precision="fp32")
     edgekit.build(model, edgekit.Data(source=data), str(tmp_path / "out"), recipe, verify=False)
