@@ -48,6 +48,11 @@ WITH = {
     "unsqueeze-arg": """g (float[2,3,4] x) => (int64[2,1,4] y, int64[2,3,1] z)
         { y = ArgMax<axis=1>(x) z = ArgMin<axis=-1, select_last_index=1>(x) }""",
     "cast-by-int32": "g (uint8[2,3] x) => (float[2,3] y) { a = Cast<to=1>(x) y = Neg(a) }",
+    "gate-first": """g (float[2,3] x) => (float[2,3] y)
+        { a = Neg(x) h = HardSigmoid<alpha=0.16666667, beta=0.5>(a) y = Mul(a, h) }""",
+    "batch-norm-to-conv": """g (float[2,3,4] x, float[2,3] u) => (float[2,3,4] y, float[2,3] z)
+        <float[3] s = {1, -2, 0.5}, float[3] b = {0.25, 1, -3}, float[3] m = {1, 0, -1}, float[3] v = {0.5, 2, 4}>
+        { y = BatchNormalization(x, s, b, m, v) z = BatchNormalization<epsilon=0.1>(u, s, b, m, v) }""",
     "flat-softmax": """g (float[1,2,3,4] x) => (float[1,2,3,4] y)
         <float[2,2,1,1] w = {1,2,3,4}> { a = Conv(x, w) b = Relu(a) y = Softmax<axis=3>(b) }""",
     "index-to-int32": (
@@ -137,6 +142,12 @@ WITH = {
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
+    # The gate is first already, has another slope, or is that of another value.
+    "gate-first": """g (float[2,3] x) => (float[2,3] y, float[2,3] z, float[2,3] t)
+        { a = Neg(x) h = HardSigmoid<alpha=0.16666667, beta=0.5>(a) y = Mul(h, a)
+        k = HardSigmoid(a) z = Mul(a, k) t = Mul(x, h) }""",
+    "batch-norm-to-conv": """g (float[2,3,4] x, float[3] s) => (float[2,3,4] y)
+        <float[3] b = {0.25, 1, -3}, float[3] v = {0.5, 2, 4}> { y = BatchNormalization(x, s, b, b, v) }""",
     # Behind no layer, along another axis, and behind a Reshape, through which no Transpose goes.
     "flat-softmax": """g (float[1,2,3,4] x) => (float[1,2,3,4] y, float[1,2,3,4] z, float[1,2,12] t)
         <float[2,2,1,1] w = {1,2,3,4}, int64[3] f = {1,2,12}>
@@ -236,6 +247,7 @@ TOLERANCE = {
     # Without the rounding to 11 bits of the mantissa.
     "half-to-float": 2e-3,
     "plain-gemm": 1e-6,
+    "batch-norm-to-conv": 1e-5,
     "matmul-to-2d": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,

@@ -1,6 +1,7 @@
 """Activation functions: Clip, PRelu, HardSwish, GELU and Softmax, fused into one node or split into simpler ones."""
 
 import math
+from collections.abc import Sequence
 from itertools import permutations
 
 import numpy as np
@@ -163,7 +164,7 @@ def part_silu(writer: Writer) -> None:
 
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
 def flatten_softplus(writer: Writer) -> None:
-    """Computes a 16-bit Softplus of four axes in three axes, between Reshapes, for QNN.
+    """Computes a float or 16-bit Softplus of four axes in three axes, between Reshapes, for QNN.
 
     For shape [N, C, H, W] QNN's kernel is wrong at some sizes (targets/qnn/NOTES.md), also in float after a 16-bit
     input; for three axes it is right. Each Reshape gets pairs of Q and DQ with the existing scales. A Softplus before
@@ -172,19 +173,41 @@ def flatten_softplus(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     shape, read = graph.static_shape(node.output[0]), _made_by(graph, node.input[0], "DequantizeLinear")
     written = [reader for reader in graph.readers(node.output[0]) if reader.op_type == "QuantizeLinear"]
-    if shape is None or len(shape) != _IMAGE_AXES or read is None or not read.has_input(2) or len(written) != 1:
+    if shape is None or len(shape) != _IMAGE_AXES:
+        return
+    if read is None and not written:
+        three, four = _sizes_in_three(writer, shape)
+        made = writer.add("Softplus", [writer.add("Reshape", [node.input[0], three], "flat")], "made")
+        writer.add("Reshape", [made, four])
+    if read is None or not read.has_input(2) or len(written) != 1:
         return
     zero, after = graph.constants.get(read.input[2]), written[0]
     again = [reader for each in graph.readers(after.output[0]) for reader in graph.readers(each.output[0])]
     is_mish = any(reader.op_type == "Tanh" for reader in again)
     if zero is None or zero.data_type != onnx.TensorProto.UINT16 or is_mish or not after.has_input(2):
         return
-    three, four = (
-        writer.constant(part, sizes, "int64") for part, sizes in (("three", [*shape[:2], -1]), ("four", shape))
-    )
+    three, four = _sizes_in_three(writer, shape)
     flat = _requantize(writer, writer.add("Reshape", [node.input[0], three], "flat"), read, "flat")
     made = _requantize(writer, writer.add("Softplus", [flat], "made"), after, "made")
     writer.add("Reshape", [made, four])
+
+
+def _sizes_in_three(writer: Writer, shape: Sequence[int]) -> tuple[str, str]:
+    """Returns the names of the shape with the last axes joined, and of the shape itself."""
+    return writer.constant("three", [*shape[:2], -1], "int64"), writer.constant("four", shape, "int64")
+
+
+@node_rewrite("gate-first", {"Mul"}, since=6, floats=True)
+def put_gate_first(writer: Writer) -> None:
+    """Writes x * HardSigmoid(x) as HardSigmoid(x) * x, for QNN.
+
+    In the first form, with the slope of HardSwish, the provider fuses both in float, and what comes out is
+    x * HardSwish(x); in the second it does not (targets/qnn/NOTES.md).
+    """
+    x, gate = writer.node.input
+    made = made_by(writer.graph, gate, "HardSigmoid")
+    if made is not None and made.input[0] == x and is_near(read_float(made, "alpha", 0.2), 1 / 6):
+        writer.add("Mul", [gate, x])
 
 
 def _requantize(writer: Writer, name: str, like: Node, part: str) -> str:

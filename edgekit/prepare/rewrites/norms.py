@@ -280,3 +280,28 @@ def split_embed_norm(writer: Writer) -> None:
         writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
     add("LayerNormalization", norm, axis=-1, epsilon=read_float(node, "epsilon", 1e-12))
+
+
+_PLANES = (3, 4)
+
+
+@node_rewrite("batch-norm-to-conv", {"BatchNormalization"}, since=9, floats=True)
+def batch_norm_to_conv(writer: Writer) -> None:
+    """Rewrites a BatchNormalization of 3 or 4 axes as a Conv of each channel, and others as Mul and Add, for QNN.
+
+    Between integers QNN's kernel is wrong for some gains and variances (targets/qnn/NOTES.md). The weight of the Conv
+    is one number per channel, which a scale per channel holds exactly.
+    """
+    graph, node = writer.graph, writer.node
+    shape, parts = graph.value(node.input[0]).shape, [graph.inline(name) for name in node.input[1:5]]
+    gain, shift, mean, variance = (None if part is None else part.astype(np.float64) for part in parts)
+    if gain is None or shift is None or mean is None or variance is None or not shape or any(node.output[1:]):
+        return
+    gain = gain / np.sqrt(variance + float(node.attributes.get("epsilon", 1e-5)))
+    shift, ones = shift - mean * gain, (1,) * (len(shape) - 2)
+    if len(shape) in _PLANES:
+        weight = writer.constant("weight", gain.reshape(-1, 1, *ones))
+        writer.add("Conv", [node.input[0], weight, writer.constant("shift", shift)], group=gain.size)
+    else:
+        scaled = writer.add("Mul", [node.input[0], writer.constant("gain", gain.reshape(-1, *ones))], "scaled")
+        writer.add("Add", [scaled, writer.constant("shift", shift.reshape(-1, *ones))])
