@@ -122,6 +122,7 @@ _INSTALL = "edgekit devices install android"
 _COMPUTE_MODULE = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
+_FACTS = msgspec.json.Decoder(compute.Facts)
 
 
 class Android(Device, frozen=True, kw_only=True):
@@ -305,7 +306,7 @@ class Android(Device, frozen=True, kw_only=True):
         if request.provider_options.get(_POOL, requested) != requested:
             pool = request.provider_options[_POOL]
             yield f"XNNPACK had {pool} of {requested} threads: more compute the same, and wait for each other here"
-        facts = None if served is None else served.read_facts(compute.Facts)
+        facts = None if served is None else served.read_facts(_FACTS)
         if facts is None:
             return
         if facts.relaxed:

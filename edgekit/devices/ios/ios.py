@@ -35,6 +35,7 @@ from edgekit.target import Target
 _DEFINED = re.compile(r"\bdarwin_(\w+)")
 
 _CLASS = "OBJC_CLASS_$_"
+_FACTS = msgspec.json.Decoder(Facts)
 
 
 def list_stand_ins() -> frozenset[str]:
@@ -283,7 +284,7 @@ class IosSimulator(Device, frozen=True, kw_only=True):
         argv += [str(LOADER.find_program(ABI)), "--pipe"]
         with serving(pipes, _COMPUTE_MODULE, job.timeout_s) if job.samples.count else nullcontext() as served:
             run = run_program(self, argv, job, request, work, emulates=True)
-        notes, facts = run.notes, served.read_facts(Facts) if served else None
+        notes, facts = run.notes, served.read_facts(_FACTS) if served else None
         if facts and facts.operations:
             count = sum(facts.operations.values())
             note = f"Core ML's program was written by the provider; edgekit computed its {count} operations"

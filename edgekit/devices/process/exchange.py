@@ -83,6 +83,11 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_bytes: Count
 
 
+# Made once, as the module is imported: devices run side by side, and msgspec 0.22 ends the process (a null pointer) if
+# a thread decodes a type while another one is the first to look at its fields.
+_RESULT, _HEADER = msgspec.json.Decoder(RunnerResult), msgspec.json.Decoder(list[_Entry])
+
+
 def decode_run(data: bytes) -> RunnerResult:
     """Returns a program's report of its run.
 
@@ -92,7 +97,7 @@ def decode_run(data: bytes) -> RunnerResult:
     if len(data) > MAX_RESULT_BYTES:
         raise _malformed(Path("run.json"), f"it is larger than {MAX_RESULT_BYTES} bytes")
     try:
-        return msgspec.json.decode(data, type=RunnerResult)
+        return _RESULT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(Path("run.json"), str(error)) from error
 
@@ -175,7 +180,7 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
     try:
-        entries = msgspec.json.decode(line, type=list[_Entry])
+        entries = _HEADER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(path, f"its header is wrong: {error}") from error
     names = [entry.name for entry in entries]

@@ -95,10 +95,10 @@ class Served(msgspec.Struct, kw_only=True):
     folder: Path
     said: str = ""
 
-    def read_facts(self, kind: type[_Facts]) -> _Facts | None:
-        """Returns what was computed, None if the process did not report it."""
+    def read_facts(self, decoder: msgspec.json.Decoder[_Facts]) -> _Facts | None:
+        """Returns what was computed, None if the process did not report it; see `exchange.py` on the decoder."""
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(self.said, type=kind)
+            return decoder.decode(self.said)
         return None
 
 
