@@ -296,6 +296,16 @@ def test_kernels_that_are_wrong_in_float_are_avoided(id_: str, tmp_path: Path) -
     assert measure_simulator(fixed.model.path, (1, 4, 20, 8), tmp_path / "right") > 40
 
 
+def test_a_softplus_that_ends_a_model_is_flattened_in_16_bits(tmp_path: Path) -> None:
+    text = f"g (float[1,4,10,20] x) => (float[1,4,10,20] y) <{_WEIGHTED}> {{ c = Conv(x, w) y = Softplus(c) }}"
+    path = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 4, 10, 20)).astype(np.float32))
+    recipe = Recipe(targets=("qnn",), precision="int16", forms=("onnx",))
+    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
+    assert bundle.path is not None, bundle.failure
+    assert Counter(node.op_type for node in onnx.load(str(bundle.path / "model.onnx")).graph.node)["Reshape"] == 2
+
+
 @pytest.mark.slow
 def test_a_batch_normalization_alone_is_quantized_as_a_conv(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

@@ -171,7 +171,11 @@ def flatten_softplus(writer: Writer) -> None:
     Tanh, as in Mish, is right and stays.
     """
     graph, node = writer.graph, writer.node
-    shape, read = graph.static_shape(node.output[0]), _made_by(graph, node.input[0], "DequantizeLinear")
+    read = _made_by(graph, node.input[0], "DequantizeLinear")
+    rounded = None if read is None else _made_by(graph, read.input[0], "QuantizeLinear")
+    # Where a model ends with the Softplus, the quantizer writes no shape of what the last Q reads.
+    names = (node.output[0], node.input[0], *(() if rounded is None else rounded.input[:1]))
+    shape = next((found for found in map(graph.static_shape, names) if found), None)
     written = [reader for reader in graph.readers(node.output[0]) if reader.op_type == "QuantizeLinear"]
     if shape is None or len(shape) != _IMAGE_AXES:
         return
