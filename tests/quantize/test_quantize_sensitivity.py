@@ -46,7 +46,7 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     statistics = Path(calibration.statistics)
     qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
     known: Noises = {}
-    bound = Bound(worst=3, most=21, samples=4)
+    bound = Bound(worst=3, most=21, samples=4, guesses={})
     some = rank_activations(graph, qdq, compared, statistics, bound=bound, known=known)
     assert rank_activations(graph, qdq, compared, statistics, bound=bound, known=known) == some
     every = rank_activations(graph, qdq, compared, statistics)
@@ -71,7 +71,7 @@ def test_the_worst_of_many_are_found_in_spans_and_come_first(at: int) -> None:
         judged.append(len(spans))
         return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
 
-    ratios = search_spans(141, judge, worst=8, most=99)
+    ratios = search_spans([1.0] * 141, judge, worst=8, most=99)
     assert np.argsort(ratios)[:3].tolist() == [at, 30, 70]
     assert [ratios[index] for index in (at, 30, 70)] == pytest.approx([0, 10, 20], abs=0.01)
     assert sum(judged) <= 56 < len(ratios) == np.isfinite(ratios).sum()
@@ -84,7 +84,7 @@ def test_few_are_judged_alone_since_what_two_do_may_cancel() -> None:
         seen.extend(spans)
         return [0.0] * len(spans)
 
-    search_spans(9, judge, worst=8, most=99)
+    search_spans([1.0] * 9, judge, worst=8, most=99)
     assert sorted(map(len, seen)) == [1] * 9
 
 
@@ -96,7 +96,7 @@ def test_both_halves_of_a_span_are_judged_where_runs_are_short(*, both: bool, co
         judged.append(len(spans))
         return [0.0 if 72 in span else 60.0 for span in spans]
 
-    ratios = search_spans(141, judge, 8, 99, judges_both=both)
+    ratios = search_spans([1.0] * 141, judge, 8, 99, judges_both=both)
     assert judged[1] == count
     assert np.argmin(ratios) == 72
 

@@ -45,7 +45,7 @@ _FEW_RELIEVED = 8
 _MOST_NOISE = 0.5
 # How many tensors a ranking looks for: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, 80, 160)
-_STEPS, _STEPS_16 = 255, 65535
+_STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
@@ -309,7 +309,7 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples)
+    bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
     errors = rank_activations(
         draft.graph, build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate"), draft.compared,
         draft.statistics, memo.budget, bound=bound, known=memo.noises.setdefault(measured, {}),
@@ -323,3 +323,14 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     if not memo.budget.left_out:
         memo.ranked[key] = noise
     return noise
+
+
+def _guess_noise(draft: Draft) -> dict[str, float]:
+    """Returns a guess of the relative noise of each activation: the step over the range of 99.9 % of its values."""
+    plan, ranges = draft.plan, draft.calibration.ranges
+    guesses: dict[str, float] = {}
+    for name, span in ranges.get(_MOST_VALUES, ranges["minmax"]).items():
+        whole = plan.ranges[name]
+        scale = plan.grids[name].scale if name in plan.grids else (whole.high - whole.low) / _STEPS
+        guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
+    return guesses

@@ -6,7 +6,7 @@ the nodes after the cut are run.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
@@ -128,6 +128,7 @@ _FIRST_SPANS, _SPANS_EACH = 16, 7
 _PARTS = 7
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
+_TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
 _Pair = tuple[Tensors, Tensors]
 """Inputs of a held-out sample, and the float model's tensors for them."""
@@ -150,11 +151,13 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
         worst: how many activations are sought.
         most: the largest number of spans that are judged.
         samples: by how many held-out samples.
+        guesses: a guess of the noise of each activation, by name, which decides what is judged first.
     """
 
     worst: int
     most: int
     samples: int
+    guesses: Mapping[str, float]
 
 
 def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[TensorError, ...]:
@@ -173,23 +176,30 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
 
 
 def search_spans(
-    count: int,
+    guesses: Sequence[float],
     judge: Callable[[Sequence[range]], Sequence[float]],
     worst: int,
     most: int,
     *,
     judges_both: bool = False,
 ) -> list[float]:
-    """Returns the ratio in dB of each of `count` items in a row, by bisection: `judge` measures spans of items.
+    """Returns the ratio in dB of each of several items in a row, by bisection: `judge` measures spans of items.
 
     The noise of items about adds up, so the span with the most noise is halved first, until the `worst` items are
     isolated, or 7 x `worst` or `most` spans were judged. With `judges_both` both halves are judged, else only the
     first, and the second gets the rest of the noise. Items that are not isolated share their span's noise equally.
+    `guesses` of the noise of each item decide where spans begin and are halved, so that bad items are isolated soon.
     """
-    most = min(_SPANS_EACH * worst, most)
+    count, most = len(guesses), min(_SPANS_EACH * worst, most)
+    mass = np.cumsum([0.0, *guesses])
+
+    def cut(target: float) -> int:
+        return int(np.searchsorted(mass, target, side="right")) - 1
+
     # Few items are judged one by one: the noise of two may also cancel.
-    parts = count if count <= most else _FIRST_SPANS
-    first = [range(*pair) for pair in pairwise(dict.fromkeys(index * count // parts for index in range(parts + 1)))]
+    targets = [mass[-1] * index / _FIRST_SPANS for index in range(_FIRST_SPANS + 1)]
+    ends = [*range(count + 1)] if count <= most else [cut(target) for target in targets]
+    first = [range(*pair) for pair in pairwise(dict.fromkeys(ends))]
     spans = [(ratio, span.start, span.stop, True) for span, ratio in zip(first, judge(first), strict=False)]
     heapify(spans)
     judged, alone = len(spans), list[tuple[float, int, int, bool]]()
@@ -199,7 +209,7 @@ def search_spans(
             alone.append((ratio, start, stop, True))
             continue
         # A single item that got the rest of the noise is judged now.
-        middle = max((start + stop) // 2, start + 1)
+        middle = max(min(max(cut((mass[start] + mass[stop]) / 2), start + 1), stop - 1), start + 1)
         halves = [range(start, middle), *([range(middle, stop)] if middle < stop else [])]
         seen = halves if judges_both else halves[:1]
         found, judged = [*judge(seen)], judged + len(seen)
@@ -244,14 +254,14 @@ def rank_activations(
     ratios, alone = [np.inf] * len(names), [range(index, index + 1) for index in range(len(names))]
     # For few activations, judging each by all samples takes no more runs than a search.
     if bound is not None and len(names) * len(held) > min((_SPANS_EACH + bound.samples) * bound.worst, bound.most):
+        guesses = [bound.guesses.get(name, 0.0) for name in names]
+        # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
+        total = max(sum(guesses), _TINY)
+        guesses = [each / total + 1 / len(guesses) for each in guesses]
         samples = samples[: bound.samples]
         few = samples[: max(1, _SPANS_EACH * bound.worst // len(names))]
         ratios = search_spans(
-            len(names),
-            lambda spans: [*switched.judge(spans, few)],
-            bound.worst,
-            bound.most,
-            judges_both=bound.samples > 1,
+            guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most, judges_both=bound.samples > 1
         )
         worst = sorted(alone, key=lambda span: ratios[span.start])[: bound.worst]
         alone = worst if len(few) < len(samples) else []
