@@ -38,77 +38,49 @@ SLOWEST = 4.0
 """A mutant hangs if its tests take this many times as long as with the right code."""
 LEAST_KILLED = 0.85
 TESTS = {
-    "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py",
-    "verify/task_scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
-    "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
-    "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
-    "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
-    "verify/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
-    "verify/suspects.py": "verify/test_verify_suspects.py",
-    "verify/placement.py": (
-        "verify/test_verify_placement.py "
-        "--deselect=tests/verify/test_verify_placement.py::test_layers_that_fall_back_fail_the_run"
-    ),
-    "verify/history.py": "verify/test_verify_history.py",
-    "verify/layers/on_device.py": "verify/test_verify_device_layers.py -mnot(slow)",
-    "verify/task_metrics.py": "quantize/test_quantize_predict.py",
-    "bundle/multi.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
-    "bundle/sign.py": "bundle/test_bundle_sign.py verify/test_verify_recorded.py",
-    "bundle/checks.py": (
-        "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py bundle/test_bundle_group_open.py "
-        "bundle/test_bundle_multi.py bundle/test_bundle_trust.py"
-    ),
-    "quantize/plan.py": "quantize/test_quantize_plan.py",
-    "quantize/mixed_precision/auto.py": (
-        "quantize/test_quantize_choose.py "
-        "quantize/test_quantize_equalize.py::test_unequal_channels_come_back "
-        "quantize/test_quantize_equalize.py::test_unequal_channels_before_a_sigmoid_come_back_in_8_bits"
-    ),
-    "quantize/mixed_precision/candidates.py": "quantize/test_quantize_choose.py",
-    "quantize/mixed_precision/relief.py": "quantize/test_quantize_choose.py quantize/test_quantize_relief.py",
-    "quantize/ranges.py": "quantize/test_quantize_ranges.py quantize/test_quantize_histogram.py",
-    "quantize/equalization/equalize.py": (
-        "quantize/test_quantize_equalize.py --deselect=tests/quantize/test_quantize_equalize.py::test_the_command"
-    ),
-    "quantize/gptq.py": "quantize/test_quantize_gptq.py quantize/test_quantize_four_bits.py",
-    "quantize/rounding.py": "quantize/test_quantize_gptq.py quantize/test_quantize_four_bits.py",
-    "quantize/graph/compared_tensors.py": "quantize/test_quantize_compared_tensors.py",
-    "quantize/mixed_precision/score.py": "quantize/test_quantize_compared_tensors.py",
-    "quantize/accuracy/loss.py": (
-        "quantize/test_quantize_compared_tensors.py quantize/test_quantize_predict.py quantize/test_quantize_compare.py"
-    ),
-    "check/rules/rules.py": "check/test_check_rules.py",
-    "check/report.py": "check/test_check_verdicts.py",
-    "check/check.py": "check/test_check_verdicts.py check/test_check_placement.py",
-    "convert/ort_format/canonical.py": "convert/test_convert_canonical.py",
-    "convert/equality.py": "convert/test_convert_equality.py",
-    "prepare/rewrites/activations.py": "prepare/test_prepare_rewrites.py",
-    "devices/local/emulated.py": "devices/test_devices_emulated.py",
-    "prepare/basic.py": "prepare/test_prepare_clean.py",
+    "verify/metrics/tensor_metrics.py": "metrics",
+    "verify/task_scores.py": "gate tasks",
+    "verify/metrics/intervals.py": "metrics gate",
+    "verify/metrics/outputs.py": "metrics gate",
+    "verify/metrics/fidelity.py": "honesty",
+    "verify/own_model.py": "own_model stand_in honesty",
+    "verify/suspects.py": "suspects",
+    "verify/placement.py": "placement",
+    "verify/history.py": "history",
+    "verify/layers/on_device.py": "device_layers",
+    "verify/task_metrics.py": "tasks",
+    "bundle/multi.py": "sign archive multi",
+    "bundle/sign.py": "sign verify/recorded",
+    "bundle/checks.py": "manifest folder group_open multi trust",
+    "quantize/plan.py": "plan",
+    "quantize/mixed_precision/auto.py": "effort time_budget choose equalize",
+    "quantize/mixed_precision/candidates.py": "narrow time_budget choose",
+    "quantize/mixed_precision/relief.py": "sensitivity relief choose",
+    "quantize/ranges.py": "ranges histogram",
+    "quantize/equalization/equalize.py": "equalize",
+    "quantize/gptq.py": "gptq four_bits",
+    "quantize/rounding.py": "gptq four_bits",
+    "quantize/graph/compared_tensors.py": "readouts compared_tensors",
+    "quantize/mixed_precision/score.py": "sensitivity narrow four_bits compared_tensors choose",
+    "quantize/accuracy/loss.py": "compared_tensors predict compare",
+    "check/rules/rules.py": "rules",
+    "check/report.py": "verdicts",
+    "check/check.py": "verdicts placement",
+    "convert/ort_format/canonical.py": "canonical census",
+    "convert/equality.py": "equality",
+    "prepare/rewrites/activations.py": "rewrites",
+    "devices/local/emulated.py": "emulated",
+    "prepare/basic.py": "clean",
 }
-"""Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first."""
+"""Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
+`verify/` is tests/verify/test_verify_gate.py."""
 
-_OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Add: (ast.Sub,),
-    ast.Sub: (ast.Add,),
-    ast.Mult: (ast.Div,),
-    ast.Div: (ast.Mult,),
-    ast.FloorDiv: (ast.Mult,),
-    ast.Mod: (ast.Mult,),
-    ast.Pow: (ast.Mult,),
-    ast.BitAnd: (ast.BitOr,),
-    ast.BitOr: (ast.BitAnd,),
-}
+# Operators by the names of their classes in `ast`, and those that may stand there by mistake.
+_OPERATORS = {
+    "Lt": "LtE GtE", "LtE": "Lt Gt", "Gt": "GtE LtE", "GtE": "Gt Lt", "Eq": "NotEq", "NotEq": "Eq", "Is": "IsNot",
+    "IsNot": "Is", "In": "NotIn", "NotIn": "In", "Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult",
+    "FloorDiv": "Mult", "Mod": "Mult", "Pow": "Mult", "BitAnd": "BitOr", "BitOr": "BitAnd",
+}  # fmt: skip
 _NAMES = {"min": "max", "any": "all", "minimum": "maximum", "floor": "ceil", "argmin": "argmax"}
 _SWAPPED = {**_NAMES, **{new: old for old, new in _NAMES.items()}}
 
@@ -170,16 +142,16 @@ def _change(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
     match node:
         case ast.Compare(ops=ops):
             for place, op in enumerate(ops):
-                for new in _OPERATORS[type(op)]:
-                    yield _replaced(node, ops=[*ops[:place], new(), *ops[place + 1 :]])
+                for new in _list_mistaken(op):
+                    yield _replaced(node, ops=[*ops[:place], new, *ops[place + 1 :]])
         case ast.BoolOp(op=op, values=values):
             yield _replaced(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
             for place in range(len(values)):
                 kept = values[:place] + values[place + 1 :]
                 yield kept[0] if len(kept) == 1 else _replaced(node, values=kept)
         case ast.BinOp(op=op) | ast.AugAssign(op=op):
-            for new in _OPERATORS.get(type(op), ()):
-                yield _replaced(node, op=new())
+            for new in _list_mistaken(op):
+                yield _replaced(node, op=new)
         case ast.UnaryOp(operand=operand):
             yield operand
         case _:
@@ -204,8 +176,18 @@ def _change_leaf(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
             yield ast.Pass()
 
 
+def _list_mistaken(op: ast.AST) -> list[Any]:
+    return [getattr(ast, name)() for name in _OPERATORS.get(type(op).__name__, "").split()]
+
+
 def _replaced(node: ast.AST, **fields: object) -> Any:
     return type(node)(**{**dict(ast.iter_fields(node)), **fields})
+
+
+def list_tests(module: str) -> list[str]:
+    """Returns the test files that the table names for a module."""
+    named = (name if "/" in name else f"{module.split('/', maxsplit=1)[0]}/{name}" for name in TESTS[module].split())
+    return ["tests/{0}/test_{0}_{1}.py".format(*name.split("/")) for name in named]
 
 
 def _run_tests(root: Path, names: Sequence[str]) -> None:
@@ -217,7 +199,7 @@ def _run_tests(root: Path, names: Sequence[str]) -> None:
     os.environ["PYTHONPATH"] = str(root)
     sys.dont_write_bytecode = True
     argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={root / 'work'}"]
-    os._exit(pytest.main([*argv, *(name if name.startswith("-") else f"tests/{name}" for name in names)]))
+    os._exit(pytest.main([*argv, *names]))
 
 
 class Bench(msgspec.Struct, frozen=True):
@@ -228,7 +210,7 @@ class Bench(msgspec.Struct, frozen=True):
 
     def run(self, module: str, limit_s: float) -> Outcome:
         """Runs the tests of a module until the first failure, or until a time limit."""
-        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, TESTS[module].split()))
+        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, list_tests(module)))
         child.start()
         child.join(limit_s)
         if child.exitcode is None:
@@ -236,7 +218,7 @@ class Bench(msgspec.Struct, frozen=True):
             child.join()
             return "hung"
         if child.exitcode in {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED}:
-            sys.exit(f"these are no tests: {TESTS[module]}")
+            sys.exit(f"these are no tests: {' '.join(list_tests(module))}")
         return "killed" if child.exitcode else "survived"
 
     def measure(self, module: str) -> None:
