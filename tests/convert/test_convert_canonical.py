@@ -1,11 +1,12 @@
 """Canonical files: the same bytes always, the same results, and nothing unknown let through."""
 
+import importlib
 import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +15,23 @@ from convert_models import ARM, RUNTIME, ZOO, make_branches, make_float, make_qd
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format import canonical, tables
-from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, sort_tables
+from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, repair_saved, sort_tables
 from edgekit.convert.ort_format.report import inspect_ort
-from edgekit.convert.ort_format.tables import ROOT, SCHEMA, UNIONS, Record, Value, number, open_tables, records, table
+from edgekit.convert.ort_format.tables import (
+    ROOT,
+    SCHEMA,
+    UNIONS,
+    Record,
+    Value,
+    number,
+    open_tables,
+    records,
+    table,
+    text,
+)
 from edgekit.errors import ModelError
 
+STATE: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 RAW = {"session.save_model_format": "ORT", "session.qdqisint8allowed": "1"}
 SAVE = {"optimization.minimal_build_optimizations": "save"}
 
@@ -88,6 +101,56 @@ def test_a_shuffled_file_gives_the_same_results_and_the_same_bytes(tmp_path: Pat
     assert np.array_equal(run_ort(tmp_path / "shuffled.ort", (1, 3, 4, 4)), before)
     canonicalize_file(tmp_path / "shuffled.ort")
     assert (tmp_path / "shuffled.ort").read_bytes() == canonical_bytes
+
+
+def test_names_are_sorted_as_texts_and_numbers_by_their_value() -> None:
+    tensors: list[Record] = [{"name": b"b1"}, {"name": b"a2"}]
+    nodes: list[Record] = [{"index": (256).to_bytes(4, "little")}, {"index": (2).to_bytes(4, "little")}]
+    given: Record = {"initializers": tensors, "nodes": nodes}
+    assert sort_tables(given, "Graph") == {"initializers": tensors[::-1], "nodes": nodes[::-1]}
+
+
+def read_arguments(op: str) -> dict[str, list[tuple[int, int]]]:
+    """Returns the arguments of each type of an operator, by ONNX Runtime's own schema: (0, 2) is the third input."""
+    domain, name, version = op.split(":")
+    every = STATE.get_all_operator_schema()
+    (schema,) = (s for s in every if (s.domain, s.name, s.since_version) == (domain, name, int(version)))
+    found: dict[str, list[tuple[int, int]]] = {}
+    for kind, arguments in enumerate((schema.inputs, schema.outputs)):
+        for index, each in enumerate(arguments):
+            # A type that is no parameter has the name of its argument.
+            is_parameter = each.typeStr in {constraint.type_param_str for constraint in schema.type_constraints}
+            found.setdefault(each.typeStr if is_parameter else each.name, []).append((kind, index))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("action", "outputs", "opset", "op"),
+    [
+        ("MatMul", 1, 17, ":QLinearMatMul:10"), ("MatMul", 1, 20, ":QLinearMatMul:10"),
+        ("MatMul", 1, 21, ":QLinearMatMul:21"), ("MatMul", 0, 21, "com.microsoft:MatMulIntegerToFloat:1"),
+        ("dropSplitQDQ", 1, 17, ":Split:13"), ("dropSplitQDQ", 1, 18, ":Split:18"), ("Conv", 1, 17, None),
+    ],
+)  # fmt: skip
+def test_a_saved_optimization_gets_its_operator_and_the_types_of_its_kernel(
+    action: str, outputs: int, opset: int, op: str | None
+) -> None:
+    saved: Record = {"action_id": action.encode(), "nodes_to_optimize_indices": {"num_outputs": bytes([outputs])}}
+    entries: list[Record] = [{"runtime_optimization_records": [saved]}]
+    imports: list[Record] = [{"domain": b"", "version": bytes([opset])}]
+    kernels: Record = {"op_kernel_type_str_args": []}
+    graph: Record = {"runtime_optimizations": {"records": entries}}
+    repair_saved({"model": {"graph": graph, "opset_import": imports}, "kernel_type_str_resolver": kernels})
+    assert saved.get("produced_op_ids") == (None if op is None else [op.encode()])
+    for kernel in records(kernels, "op_kernel_type_str_args"):
+        assert text(kernel, "op_id") == op
+        assert read_arguments(op or "") == {
+            text(each, "kernel_type_str"): [
+                (number(argument, "arg_type"), number(argument, "index")) for argument in records(each, "args")
+            ]
+            for each in records(kernel, "kernel_type_str_args")
+        }
+    assert len(records(kernels, "op_kernel_type_str_args")) == (op is not None)
 
 
 def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path) -> None:
