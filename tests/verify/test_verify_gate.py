@@ -275,6 +275,7 @@ def test_where_no_number_of_samples_would_do_none_is_named() -> None:
     assert find_enough(100, 1.0, -1.0) is None
     assert find_enough(100, 2.0, 1.0) == 400
     assert find_enough_hits(100, 0.9, 0.9) is None
+    assert find_enough_hits(100, 1.0, 0.9) == 101
     enough = find_enough_hits(6, 1.0, 0.9)
     assert enough is not None
     assert wilson_interval(enough, enough)[0] >= 0.9 > wilson_interval(enough - 1, enough - 1)[0]

@@ -12,7 +12,7 @@ from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.target import Thresholds
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.intervals import bootstrap_sqnr
+from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.run_report import RunReport
 
@@ -127,6 +127,21 @@ def test_the_bootstrap_holds_the_figure_and_repeats_itself() -> None:
     assert two == pytest.approx(
         sorted(metrics.sqnr_db([one]) for one in errors[:2])
     )  # each alone in a quarter of draws
+    nothing = measure(np.zeros((1, 20)), np.ones((1, 20)))
+    assert bootstrap_sqnr([nothing, nothing]) == (-metrics.DB_LIMIT, -metrics.DB_LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("parts", "share", "interval"),
+    [
+        ([[1, 4]], 0.25, None),
+        ([[0, 4], [4, 4]], 0.5, (0.0, 1.0)),  # each alone in a quarter of draws
+        ([[3, 4], [3, 4]], 0.75, (0.75, 0.75)),
+        ([[0, 0], [0, 0]], 1.0, (1.0, 1.0)),
+    ],
+)
+def test_a_share_is_that_of_the_sums(parts: list[list[int]], share: float, interval: tuple[float, float]) -> None:
+    assert bootstrap_share(np.array(parts)) == (share, interval)
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000])

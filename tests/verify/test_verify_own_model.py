@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
 
+from edgekit._ort import Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
 from edgekit.data.samples import Samples, order_for_runs
@@ -15,9 +16,10 @@ from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
+from edgekit.prepare.constants import DISABLED
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form
-from edgekit.verify.own_model import run_own_model
+from edgekit.verify.own_model import choose_settings, find_self_test_fault, run_own_model
 from edgekit.verify.run import verify_bundle
 
 
@@ -73,6 +75,32 @@ def test_an_app_s_self_test_fails_where_verify_does(bundle: Bundle) -> None:
 
     assert ask(bundle, None, move(0.9 * limit))[0] == ""
     assert "an app's self-test fails there: output 'y' is farther than" in ask(bundle, None, move(1.1 * limit))[0]
+
+
+def test_a_tolerance_of_an_output_that_nothing_is_expected_of_is_no_fault(bundle: Bundle) -> None:
+    more = replace(bundle.manifest.golden, tolerance={**bundle.manifest.golden.tolerance, "z": 1.0})
+    got = list(read_outputs(bundle.golden))
+    for golden in (bundle.manifest.golden, more):
+        assert not [*find_self_test_fault(restate(bundle, golden=golden), range(len(got)), from_list(got))]
+    assert [*find_self_test_fault(bundle, range(len(got)), from_list([{"y": row["y"] + 9} for row in got]))]
+
+
+def test_only_a_file_of_ort_format_is_optimized_and_as_the_manifest_says(bundle: Bundle) -> None:
+    told = restate(bundle, session_config={DISABLED: "ConstantFolding"})
+    forms: tuple[Form, ...] = ("onnx", "runtime")
+    for form in forms:
+        assert choose_settings(told, form, Path("model.onnx")) == SessionSettings(level=Level.DISABLED)
+    assert choose_settings(told, "runtime", Path("model.ort")).config[DISABLED] == "ConstantFolding"
+    assert DISABLED not in choose_settings(restate(bundle, session_config={}), "runtime", Path("model.ort")).config
+
+
+@pytest.mark.parametrize(("precision", "file"), [("w8a8", "model.onnx"), ("fp16", "model.runtime.ort")])
+def test_of_half_precision_the_file_that_ran_is_the_own_model(bundle: Bundle, precision: str, file: str) -> None:
+    samples = from_list([{"x": np.ones((1, 2), np.float32)}])
+    stated = restate(bundle, precision=precision)
+    own, _ = run_own_model(stated, "runtime", samples, KnownOutputs(room_bytes=1 << 20))
+    assert own is not None
+    assert own.source == f"the bundle's '{file}' here"
 
 
 def run_own(bundle: Bundle, samples: Samples) -> list[Tensors]:

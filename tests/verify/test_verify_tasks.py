@@ -43,7 +43,7 @@ def spoken(*texts: str) -> list[Tensors]:
 def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() -> None:
     assert score("top1", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 0.5
     assert score("top3", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 1.0
-    assert score("top5", ranked(9), [8]) == 0.0
+    assert score("top5", ranked(9, 9), [3, 4]) == 0.5
     flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
     assert score("top1", flat, list(range(10))) == 0.1
     assert score("top5", flat, list(range(10))) == 0.1
@@ -164,6 +164,9 @@ def test_mean_average_precision() -> None:
     assert score("map", [right, right], labels) == pytest.approx(1.0)
     assert score("map", [right, wrong], labels) == pytest.approx(51 / 101, abs=0.01)
     assert score("map", [wrong, wrong], labels) == 0.0
+    # An overlap of 0.68 counts at the limits 0.50 to 0.65 of ten.
+    near = {**right, "boxes": np.array([box]) + 4.0}
+    assert score("map", [near, near], labels) == pytest.approx(0.4)
     report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
     assert report.interval is not None
     assert report.interval[0] < -0.5 < report.interval[1] < -0.3
