@@ -13,7 +13,7 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.auto import Judged, prefer_draft
+from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax, prefer_draft
 from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Judgement,
@@ -24,7 +24,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     learn_roundings,
     needs_moments,
 )
-from edgekit.quantize.mixed_precision.relief import relieve_step
+from edgekit.quantize.mixed_precision.relief import keep_float, relieve_step
 from edgekit.quantize.mixed_precision.score import grids_to_inputs, judge_candidate, open_judge, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq import place_plan
@@ -97,6 +97,25 @@ def test_few_samples_give_minmax_with_corrected_biases(net: Model, tmp_path: Pat
     calibration = calibrate_model(net, random_samples(net, count=4), work=tmp_path / "few")
     plan = plan_quantization(net, calibration, load_target("nnapi"), "int8")
     assert (plan.method, plan.rounding, plan.judged) == ("minmax", "bias", ())
+    without = msgspec.structs.replace(calibration, statistics="")
+    plan = plan_quantization(net, without, load_target("nnapi"), "int8")
+    assert (plan.method, plan.rounding, plan.judged) == ("minmax", "nearest", ())
+
+
+def test_plain_minmax_leaves_the_same_tensors_out_of_8_bits_with_their_exact_range(
+    net: Model, many: Calibration
+) -> None:
+    graph, target = read_float_graph(net), load_target("qnn")
+    name = graph.nodes[0].output[0]
+    draft = draft_plan(net, graph, many, target, "int8")
+    plan = msgspec.structs.replace(draft, method="mse", rounding="bias", wide={name: TensorRange(low=-0.1, high=0.1)})
+    plan = keep_float(graph, plan, (name, *graph.outputs))
+    stock = plan_minmax(net, many, target, plan)
+    assert (stock.method, stock.rounding, stock.float_nodes) == ("minmax", "nearest", plan.float_nodes)
+    assert stock.wide == {name: many.ranges["minmax"][name]}
+    reasons = {node.name: node.reason for node in plan.float_nodes}
+    assert reasons[graph.nodes[0].name] == f"it makes or reads '{name}', which 16 bits do not hold"
+    assert reasons[graph.nodes[-1].name] == "it makes or reads 'y', which 8 bits do not hold"
 
 
 def test_statistics_that_are_gone_are_named(net: Model, many: Calibration) -> None:
@@ -253,6 +272,9 @@ def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model,
     assert prefer_draft(first, second, 1.5) is first
     assert prefer_draft(second, first, -1.0) is second
     assert prefer_draft(first, None, 1.0) is first
+    learned = Candidate(method="mse", rounding="gptq", relieved=(), sqnr_db=30.0)
+    more = msgspec.structs.replace(first.found, candidates=(learned, *first.found.candidates))
+    assert (first.quick_db, Judged(draft=draft, found=more).quick_db) == (20.0, 20.0)
 
 
 def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_ranges_of_the_one_before(

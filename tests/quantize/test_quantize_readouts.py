@@ -14,7 +14,7 @@ from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
-from edgekit.quantize.graph.compared_tensors import are_raw_scores
+from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.ranges import sigmoid
@@ -169,6 +169,8 @@ def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_pa
 
 
 def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
+    assert list_raw_scores({"s": (1, 9, 1), "b": (1, 9, 4)}) == {"s"}
+    assert list_raw_scores({"s": (1, 9, 1), "t": (1, 9, 1)}) == list_raw_scores({"s": (9,), "b": (9, 4)}) == set()
     rng = np.random.default_rng(0)
     assert not are_raw_scores(rng.normal(size=1000) * 30)
     assert not are_raw_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))
