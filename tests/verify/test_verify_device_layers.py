@@ -18,10 +18,11 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, read_proto
-from edgekit.verify.layers.comparison import Located
+from edgekit.verify.layers.comparison import LayerReport, Located
 from edgekit.verify.layers.on_device import (
     find_device_layer,
     find_least_db,
+    find_wrong_layer,
     locate_on_device,
     plan_cuts,
     plan_probes,
@@ -98,7 +99,7 @@ def test_one_wrong_weight_is_enough(models: tuple[Model, Model], tmp_path: Path)
         return weight
 
     device = Altering(device=InProcess(), change=lambda proto: change_weights(proto, "conv2", flip))
-    assert find_device_layer(device, job_of(models[1]), tmp_path).layer == "conv2"
+    assert find_device_layer(device, job_of(models[1], samples=make_images(1)), tmp_path).layer == "conv2"
 
 
 def withhold(job: Job, run: DeviceRun) -> dict[str, Any]:
@@ -218,6 +219,35 @@ def test_the_worst_output_of_a_beginning_counts(figures: dict[str, Any], least: 
     assert find_least_db([report, OutputReport(name="z", samples=2, sqnr_db=50.0)]) == least
     assert find_least_db([]) == -math.inf
     assert find_least_db([OutputReport(name="z", samples=2, exact_match=1.0)]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("ratios", "steps", "least_db", "named"),
+    [
+        ([60.0, 29.9, 10.0, None], None, 40.0, "1"),
+        ([60.0, 30.0, None, 10.0], None, 40.0, "2"),
+        ([60.0, 40.1, 61.0], None, 14.0, None),
+        ([60.0, 40.0, 61.0], None, 14.0, "1"),
+        ([60.0, 40.0, 61.0], None, 15.0, None),
+        ([60.0, 9.0, 61.0], (2.0, 0.5), 40.0, None),
+        ([60.0, 9.0, 61.0], (2.0, 0.5), 14.0, "1"),
+        ([60.0, 61.0], (2.1, 0.5), 40.0, "0"),
+        ([60.0, 61.0], (2.0, 0.6), 40.0, "0"),
+        ([], None, -math.inf, None),
+    ],
+)
+def test_a_layer_is_wrong_by_its_own_error_or_far_below_the_others_where_outputs_are(
+    ratios: list[float | None], steps: tuple[float, float] | None, least_db: float, named: str | None
+) -> None:
+    channel_steps, offset_steps = ((steps[0], 0.1), steps[1]) if steps else (None, None)
+    layers = [
+        LayerReport(
+            name=str(place), op="Conv", tensor="t", sqnr_db=0.0, max_abs=0.0, own_sqnr_db=ratio, own_bias=0.0,
+            offset_steps=offset_steps, channel_steps=channel_steps,
+        )
+        for place, ratio in enumerate(ratios)
+    ]  # fmt: skip
+    assert find_wrong_layer(layers, least_db) == named
 
 
 def weakening(factor: float, *layers: int) -> Altering:

@@ -198,14 +198,21 @@ def find_device_layer(
         for probe in probes
         if probe.tensor in errors
     )
-    bad = next((layer for layer in layers if _is_wrong(layer)), None)
+    bad = find_wrong_layer(layers, find_least_db(outputs))
+    return Located(layer=bad, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
+
+
+def find_wrong_layer(layers: Sequence[LayerReport], least_db: float) -> str | None:
+    """Returns the name of the first layer that is wrong by itself, or None.
+
+    If none is, but the outputs are wrong (`least_db` is the least SQNR of them), the layer with the lowest SQNR of its
+    own is named, if it is clearly below the median.
+    """
+    if (bad := next((layer for layer in layers if _is_wrong(layer)), None)) is not None:
+        return bad.name
     known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
-    # If the outputs are wrong, the layer with the lowest SQNR of its own is named, if it is clearly below the median.
     is_outlier = bool(known) and known[0][0] <= known[len(known) // 2][0] - _OUTLIER_DB
-    if bad is None and is_outlier and find_least_db(outputs) < _LEAST_DB:
-        bad = layers[known[0][1]]
-    name = None if bad is None else bad.name
-    return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
+    return layers[known[0][1]].name if is_outlier and least_db < _LEAST_DB else None
 
 
 def _describe(operation: Operation) -> str:
