@@ -179,6 +179,7 @@ def scored(**fields: Any) -> TaskReport:
         ({"max_drop": 2.0, "gate": "estimate"}, {}, ""),
         ({"max_drop": 1.9, "gate": "estimate"}, {}, "is 2.00 points worse than the float model, more than 1.9"),
         ({"max_drop": 2.0}, {"interval": None}, "has too few samples (100) for an interval"),
+        ({"max_drop": 1.0}, {"interval": None}, "is 2.00 points worse than the float model, more than 1"),
         ({"max_drop": 0.03}, {"unit": "dB"}, ""),
         ({"max_drop": 0.01}, {"unit": "dB"}, "is 0.02 points worse"),
         ({"max_drop": 1.0}, {"higher_is_better": False, "interval": (-0.03, 0.01)}, ""),

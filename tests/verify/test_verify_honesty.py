@@ -153,6 +153,15 @@ def test_outputs_that_are_too_large_to_keep_are_held_by_their_sketches() -> None
     assert find_unfaithful(own, own, late) == {"y": "follows the sample before, not its own"}
 
 
+@pytest.mark.parametrize("broken", [None, np.full((1, 8), np.nan), np.zeros((1, 4)), np.full((1, 8), "0")])
+def test_an_output_that_did_not_come_back_whole_has_no_origin(broken: Array | None) -> None:
+    rows = [np.random.default_rng(seed).normal(size=(1, 8)) for seed in range(12)]
+    own, late = rows_of(rows), list[Tensors]({"y": row} for row in (rows[0], *rows[:-1]))
+    assert find_unfaithful(own, own, from_list(late)).keys() == {"y"}
+    late[3] = {} if broken is None else {"y": broken}
+    assert find_unfaithful(own, own, from_list(late)) == {}
+
+
 @pytest.mark.parametrize(("level", "is_told"), [(1.0, True), (100.0, False)])
 def test_outputs_that_do_not_follow_their_inputs_are_told(level: float, is_told: bool) -> None:
     rng = np.random.default_rng(4)

@@ -13,7 +13,7 @@ from edgekit.target import Thresholds
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
-from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.metrics.outputs import ClassChange, OutputReport, judge_output
 from edgekit.verify.run_report import RunReport
 
 
@@ -257,6 +257,8 @@ def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> No
     for report, wanted in ((compare(got), best), (compare(*tables), least)):
         assert report.worst_answers is not None
         assert (report.worst_answers.wanted.place, report.worst_answers.got.place) == (wanted, least)
+    assert compare(got).changes == (ClassChange(wanted=best, got=least, samples=1),)
+    assert compare(ROWS).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,7 @@ def test_masks_have_an_intersection_over_union() -> None:
     report = compare([{"y": found}], [{"y": wanted}])
     assert report.iou == pytest.approx((4 / 12 + 4 / 12) / 2)
     assert (report.exact_match, report.worst_sample, report.worst_position) == (0.5, 0, 0)
+    assert compare([{"y": found}], [{"y": 300 * wanted}]).iou is None
     # Of booleans only True is a class: False would have two thirds.
     true: list[Tensors] = [{"y": np.array([True, True, False, False])}]
     assert compare([{"y": np.array([True, False, False, False])}], true).iou == 0.5

@@ -192,6 +192,9 @@ def test_weights_of_seven_bits_do_not_saturate(models: tuple[Model, Model], tmp_
             tensor.CopyFrom(numpy_helper.from_array(halved.astype(np.int8), tensor.name))
     onnx.save(proto, str(tmp_path / "seven.onnx"))
     assert (may_saturate(models[1].path), may_saturate(tmp_path / "seven.onnx")) == (True, False)
+    (tmp_path / "m.ort").write_bytes(b"ORTM")
+    assert not may_saturate(tmp_path / "m.ort")
+    assert not may_saturate(tmp_path / "none.onnx")
 
 
 def test_another_version_of_the_htp_is_named(bundle: Bundle) -> None:
@@ -216,7 +219,10 @@ def test_saved_optimisations_that_were_ignored_are_a_finding() -> None:
         (lambda x: x[:, ::-1], "channels are in the other order"),
         (lambda x: np.moveaxis(x, 1, -1).reshape(x.shape), "in the other layout"),
         (lambda x: x * 255, "times 255, not normalised"),
+        (lambda x: x / 255, "divided by 255, normalised twice"),
         (lambda x: x * 2 - 1, "from -1 to 1 instead of 0 to 1"),
+        (lambda x: (x + 1) / 2, "from 0 to 1 instead of -1 to 1"),
+        (lambda x: (x - x.mean()) / x.std(), "with their mean and deviation taken out once more"),
         (lambda x: np.roll(x, 3, 2), "nobody"),
         (lambda x: x, "nobody"),
     ],
