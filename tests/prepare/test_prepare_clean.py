@@ -11,7 +11,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.basic import guard_half, strip_casts
+from edgekit.prepare.basic import guard_half, strip_casts, write_scalers
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
 
@@ -106,6 +106,19 @@ def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> No
     assert all(np.array_equal(expected[name], got[name]) for name in expected)
 
 
+@pytest.mark.parametrize(
+    ("values", "opset", "op"),
+    [("offset = [1.5], scale = [0.3]", 7, "Mul"), ("offset = [1.5], scale = [0.3]", 6, "Scaler"),
+     ("scale = [0.3]", 7, "Scaler"), ("offset = [1.5]", 7, "Scaler")],
+)  # fmt: skip
+def test_a_scaler_stays_where_no_operators_can_replace_it(tmp_path: Path, values: str, opset: int, op: str) -> None:
+    text = f"g (float[2,3] x) => (float[2,3] y) {{ y = ai.onnx.ml.Scaler<{values}>(x) }}"
+    model = make_model(text, tmp_path / "m.onnx", opset=opset, imports=', "ai.onnx.ml" : 1')
+    proto = onnx.load(str(model.path))
+    write_scalers(proto)
+    assert proto.graph.node[-1].op_type == op
+
+
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
     text = "g (float[3] x) => (float[3] y) { [same] a = Abs(x) [same] b = Neg(a) y = Exp(b) }"
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
@@ -120,7 +133,7 @@ def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
     onnx.save(proto, str(path))
     written = onnx.load(str(prepare_model(load_model(path), tmp_path / "out.onnx", {}).path))
     assert {entry.key: entry.value for entry in written.metadata_props} == {"author": "me", "stride": "32"}
-    assert written.producer_name == "exporter"
+    assert (written.producer_name, written.graph.name) == ("exporter", "g")
     assert [(entry.domain, entry.version) for entry in written.opset_import] == [("", 17)]
 
 

@@ -158,5 +158,7 @@ def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
     qnn, nnapi = (plan_quantization(model, calibration, load_target(name), "int8") for name in ("qnn", "nnapi"))
     assert bool(qnn.wide) == found
     assert "l" not in qnn.wide
+    fine = plan_quantization(model, calibration, load_target("qnn"), "int16")
+    assert (fine.wide, "Resize" in {node.op for node in fine.float_nodes}) == ({}, False)
     assert ("Resize" in {node.op for node in nnapi.float_nodes}) == found
     assert "Conv" not in {node.op for node in nnapi.float_nodes}

@@ -107,7 +107,9 @@ def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
         read_float_graph(net),
         plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
     )
-    proto, names = switch_activations(build_qdq(graph, plan, Path(calibration.statistics), "m"), graph)
+    qdq = build_qdq(graph, plan, Path(calibration.statistics), "m")
+    proto, names = switch_activations(qdq, graph)
+    assert switch_activations(qdq, graph, only=names[1:])[1] == names[1:]
     sample = next(iter(random_samples(net)))
     off = CpuSession(proto.SerializeToString(), WEIGHTS_ONLY).run({**sample, SWITCHES: np.zeros(len(names), bool)})
     on = CpuSession(proto.SerializeToString(), WEIGHTS_ONLY).run({**sample, SWITCHES: np.ones(len(names), bool)})
