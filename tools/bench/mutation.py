@@ -39,7 +39,7 @@ SLOWEST = 4.0
 LEAST_KILLED = 0.85
 TESTS = {
     "verify/metrics/tensor_metrics.py": "metrics",
-    "verify/task_scores.py": "gate tasks",
+    "verify/task_scores.py": "gate tasks own_model",
     "verify/metrics/intervals.py": "metrics gate",
     "verify/metrics/outputs.py": "metrics gate",
     "verify/metrics/fidelity.py": "honesty",
@@ -55,7 +55,7 @@ TESTS = {
     "quantize/plan.py": "plan",
     "quantize/mixed_precision/auto.py": "effort time_budget choose equalize",
     "quantize/mixed_precision/candidates.py": "narrow time_budget choose",
-    "quantize/mixed_precision/relief.py": "sensitivity relief choose",
+    "quantize/mixed_precision/relief.py": "sensitivity relief decisions choose",
     "quantize/ranges.py": "ranges histogram",
     "quantize/equalization/equalize.py": "equalize",
     "quantize/gptq.py": "gptq four_bits",
@@ -70,7 +70,7 @@ TESTS = {
     "convert/equality.py": "equality",
     "prepare/rewrites/activations.py": "rewrites",
     "devices/local/emulated.py": "emulated",
-    "prepare/basic.py": "clean",
+    "prepare/basic.py": "clean outside",
 }
 """Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
 `verify/` is tests/verify/test_verify_gate.py."""
