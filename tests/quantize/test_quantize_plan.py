@@ -23,7 +23,7 @@ def test_float_precision_is_refused(net: Model, calibration: Calibration) -> Non
 
 def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibration) -> None:
     other = msgspec.structs.replace(calibration, model_sha256="0" * 64)
-    with pytest.raises(DataError, match=r"not of 'conv_net\.onnx'"):
+    with pytest.raises(DataError, match=r"another model than 'conv_net\.onnx'"):
         plan_quantization(net, other, load_target("qnn"), "int8")
 
 
