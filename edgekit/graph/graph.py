@@ -102,7 +102,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return numbers if len(numbers) == len(entries) else None
 
 
-class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False, weakref=True):
     """A graph with its nodes in file order, without Constant nodes: these are `constants`, as in ONNX Runtime.
 
     `proto` is the graph's protobuf, `model` the whole model's: opsets, functions, metadata. `values` has the types and

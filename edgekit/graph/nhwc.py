@@ -7,6 +7,7 @@ of the graph stays there.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from edgekit.graph.constants import MAIN_DOMAINS
 from edgekit.graph.graph import Graph, Node
@@ -20,6 +21,8 @@ LAID_OUT = frozenset({
     "SpaceToDepth", "Upsample",
 })  # fmt: skip
 """The operators that QNN wants with channels last."""
+# The result for each graph in use: a rule asks for it at each node.
+_KNOWN: WeakKeyDictionary[Graph, dict[frozenset[str], dict[str, Order]]] = WeakKeyDictionary()
 # Operators through which a Transpose of the first input is pushed.
 _FIRST = frozenset({
     "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh",
@@ -46,6 +49,14 @@ def find_orders(graph: Graph, layers: Collection[str] = LAID_OUT) -> dict[str, O
 
     `layers` are the operators that the provider takes and wants with channels last.
     """
+    known = _KNOWN.setdefault(graph, {})
+    kinds = frozenset(layers)
+    if kinds not in known:
+        known[kinds] = _find_orders(graph, kinds)
+    return known[kinds]
+
+
+def _find_orders(graph: Graph, layers: Collection[str]) -> dict[str, Order]:
     orders: dict[str, Order] = {}
     for node in graph.nodes:
         order = _order_after(graph, node, orders, layers) if node.domain in MAIN_DOMAINS else None
