@@ -5,6 +5,7 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 """
 
 import importlib
+import importlib.metadata
 import os
 from types import FunctionType
 
@@ -58,6 +59,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version("edgekit-onnx")
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
     # Reports lie below the pages that draw them: whoever takes them from here may end a notebook's cell with one.

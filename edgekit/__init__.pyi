@@ -38,3 +38,5 @@ from edgekit.target import load_target as load_target
 from edgekit.target import target_names as target_names
 from edgekit.verify.report import VerifyReport as VerifyReport
 from edgekit.verify.run import verify_bundle as verify_bundle
+
+__version__: str

@@ -33,6 +33,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = edgekit.buidl  # type: ignore[attr-defined]
 
 
+def test_the_version_is_that_of_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "edgekit", "--version"], capture_output=True, text=True, check=True)
+    assert edgekit.__version__ in done.stdout
+
+
 def test_help_does_not_load_onnxruntime() -> None:
     code = "import sys; from edgekit.cli.main import run_command; run_command(['--help']); print('onnx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
