@@ -402,11 +402,13 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     sums = [[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1], [0.16, 0.16], [0.2**0.5, 0]]
     assert record.tolist() == pytest.approx(np.array(sums))
     lost = ((1.7 / 2.3 - 0.9 / 2.1) + (0.7 / 1.3 - 0.9 / 2.1)) / 2
-    loss = measure.judge([record] * 3)
-    assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
-    doubt = sum(0.48 * ((1 + own / union) / (3 * union)) ** 2 for own, union in ((1.7, 2.3), (0.7, 1.3)))
-    reach = 1.959964 * (16 * doubt / 4 + (0.3 * lost) ** 2) ** 0.5
-    assert loss.interval == pytest.approx((max(lost - reach, -1.0), min(lost + reach, 1.0)))
+    for count, is_sure in ((3, False), (300, True)):
+        loss = measure.judge([record] * count)
+        assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
+        doubt = sum(0.16 / count * ((1 + own / union) / union) ** 2 for own, union in ((1.7, 2.3), (0.7, 1.3)))
+        reach = 1.959964 * (16 * doubt / 4 + (0.3 * lost) ** 2) ** 0.5
+        assert loss.interval == pytest.approx((max(lost - reach, -1.0), min(lost + reach, 1.0)))
+        assert (-1 < lost - reach < lost + reach < 1) is is_sure
     turned = measure.record(chances[..., :2], chances[:, ::-1, :2], reading)
     assert measure.judge([turned] * 3).estimate == pytest.approx(1.7 / 2)  # only the class that there was counts
     rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 6)
@@ -428,6 +430,9 @@ def test_images_lose_by_the_noise_that_is_added_to_their_own() -> None:
     )
     assert measure.judge([np.array([0.01, 10**-4.0, 0.0, 1.0])]).estimate == pytest.approx(10 * np.log10(1 + 100) / 40)
     assert measure.judge([np.array([0.04, 4 * 10**-4.0, 1.0, 3.0])]).estimate == pytest.approx(
+        10 * np.log10(1 + 100) / 40
+    )
+    assert measure.judge([np.array([0.0025, 0.25 * 10**-4.0, 0.0, 0.5])]).estimate == pytest.approx(
         10 * np.log10(1 + 100) / 40
     )
     assert measure.judge([np.array([0.0, 0.1, 0.0, 1.0])]).estimate == pytest.approx(0, abs=1e-9)

@@ -211,7 +211,7 @@ def test_runs_are_recorded_come_back_and_are_compared(bundle: Bundle, report: Ve
     file = tmp_path / "h.sqlite"
     bad = verify_bundle(bundle, [InProcess(failure="died")])
     assert [record_report(file, item) for item in (report, bad)] == [1, 2]
-    assert [(run.id, run.passed) for run in list_runs(file)] == [(1, True), (2, False)]
+    assert [(run.id, run.passed, run.verdict) for run in list_runs(file)] == [(1, True, "pass"), (2, False, "fail")]
     assert read_run(file, 1).report == report
     last = find_last_good(file, bad)
     assert last is not None

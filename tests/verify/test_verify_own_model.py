@@ -132,21 +132,21 @@ def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bu
     assert [[each.of for each in one.agreements] for one in (plain, judged)] == [["classes"], ["variance", "energy"]]
 
 
-@pytest.mark.parametrize(("shift", "verdict"), [(0, "pass"), (1, "not proven")])
+@pytest.mark.parametrize(("wrong", "verdict"), [(0, "pass"), (9, "pass"), (15, "not proven"), (30, "not proven")])
 def test_a_float_model_that_is_no_better_than_chance_proves_nothing(
-    bundle: Bundle, tmp_path: Path, shift: int, verdict: str
+    bundle: Bundle, tmp_path: Path, wrong: int, verdict: str
 ) -> None:
     model = load_model(bundle.folder.parents[1] / "line.onnx")
     rows = np.random.default_rng(3).uniform(-1, 1, size=(30, 1, 2)).astype(np.float32)
     samples = from_list([{"x": row} for row in rows])
     (tmp_path / "plain").mkdir()
     classes = [int(row["y"].argmax()) for row in read_outputs(make_golden(model, samples, tmp_path / "plain"))]
-    labels = [(label + shift) % 2 for label in classes]
+    labels = [(label + (place < wrong)) % 2 for place, label in enumerate(classes)]
     report = verify_bundle(bundle, [InProcess()], golden=make_golden(model, samples, tmp_path, labels=labels))
     assert report.verdict == verdict
     assert all("no better than chance among 2 classes" in line for line in report.unproven)
     assert report.runs[0].accuracy is not None
-    assert report.runs[0].accuracy.reference == 1 - shift
+    assert report.runs[0].accuracy.reference == 1 - wrong / 30
 
 
 @pytest.mark.parametrize(("shift", "verdict"), [(0, "pass"), (1, "not proven")])
