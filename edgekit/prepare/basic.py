@@ -191,11 +191,10 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     config = external_config(folder) | {"session.disable_prepacking": "1"}
     if keeps_weights_on_disk(model):
         config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
-    quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
     settings = SessionSettings(
         level=Level.BASIC,
         config=config,
-        disabled_optimizers=_QDQ_CHANGERS if quantized else (),
+        disabled_optimizers=_QDQ_CHANGERS,
         threads=1,
         libraries=model.custom_ops,
     )
