@@ -17,6 +17,7 @@ from edgekit.quantize.ranges import (
     saturation_of,
     sigmoid,
     snap_range,
+    softmax,
     tail_error,
 )
 
@@ -179,3 +180,9 @@ def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, le
     assert function(far) == pytest.approx(function(np.array([least, least])), abs=4e-3)
     if most < np.inf:
         assert function(-far) == pytest.approx(function(np.array([most, most])), abs=4e-3)
+
+
+def test_a_softmax_of_far_values_does_not_overflow() -> None:
+    values = np.array([[0.0, 800.0], [-800.0, -800.0]])
+    np.testing.assert_allclose(softmax(values), [[0.0, 1.0], [0.5, 0.5]], atol=1e-12)
+    np.testing.assert_allclose(softmax(values, axis=None), [[0.0, 1.0], [0.0, 0.0]], atol=1e-12)
