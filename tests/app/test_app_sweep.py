@@ -133,7 +133,7 @@ def test_a_cell_that_kills_its_process_fails_alone(
     first, second = TEXT.split("[models.two]")
     (folder / "edgekit.toml").write_text(first + "[models.two]" + second.replace("samples.npz", "deadly:make"))
     # Both in one process, and once more the one that was not finished.
-    monkeypatch.setattr("edgekit.app.workers._SHARES", 1)
+    monkeypatch.setattr("edgekit.app.workers._SHARES_PER_WORKER", 1)
     monkeypatch.setattr("edgekit.app.workers._TRIES", 1)
     app = _app(folder)
     one, two = use_processes(app, list_cells(app), 1, say_nothing)
