@@ -5,7 +5,6 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 """
 
 import importlib
-import importlib.metadata
 import os
 from types import FunctionType
 
@@ -60,7 +59,8 @@ __all__ = list(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return importlib.metadata.version("edgekit-onnx")
+        # Loaded here: `python -m edgekit` must import nothing before it has left the working folder (`__main__.py`).
+        return importlib.import_module("importlib.metadata").version("edgekit-onnx")
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
     # Reports lie below the pages that draw them: whoever takes them from here may end a notebook's cell with one.
