@@ -90,21 +90,28 @@ def name_valid(said: str, kind: Any) -> str:
     found = re.match(r"(?:Invalid enum value|Object contains unknown field `([^`]*)`).*?(?: - at `\$(.*)`)?$", said)
     if found is None:
         return ""
-    here = [msgspec.inspect.type_info(kind)]
+    here = [*_members(msgspec.inspect.type_info(kind))]
     for key in re.findall(r"\.(\w+)|\[", found[2] or ""):
-        here = [inner for outer in here for inner in _enter(outer, key)]
+        here = [member for outer in here for inner in _enter(outer, key) for member in _members(inner)]
     if found[1] is not None:
-        return suggest_name(found[1], [name for each in here for name in _list_fields(each)])
+        structs = (each for each in here if isinstance(each, msgspec.inspect.StructType))
+        return suggest_name(found[1], [field.encode_name for each in structs for field in each.fields])
     values = [value for each in here for value in _list_values(each)]
     return f"valid: {', '.join(map(str, dict.fromkeys(values)))}" if values else ""
+
+
+def _members(kind: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
+    """Yields the members of a union, or the type itself if it is none."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        for member in kind.types:
+            yield from _members(member)
+    else:
+        yield kind
 
 
 def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Type]:
     """Yields the types of the field `key` of a type; of its items where the key is empty."""
     match outer:
-        case msgspec.inspect.UnionType():
-            for member in outer.types:
-                yield from _enter(member, key)
         case msgspec.inspect.StructType():
             yield from (field.type for field in outer.fields if field.encode_name == key)
         case msgspec.inspect.DictType():
@@ -115,22 +122,8 @@ def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Ty
             pass
 
 
-def _list_fields(kind: msgspec.inspect.Type) -> Iterator[str]:
-    match kind:
-        case msgspec.inspect.UnionType():
-            for member in kind.types:
-                yield from _list_fields(member)
-        case msgspec.inspect.StructType():
-            yield from (field.encode_name for field in kind.fields)
-        case _:
-            pass
-
-
 def _list_values(kind: msgspec.inspect.Type) -> Iterator[object]:
     match kind:
-        case msgspec.inspect.UnionType():
-            for member in kind.types:
-                yield from _list_values(member)
         case msgspec.inspect.LiteralType():
             yield from kind.values
         case msgspec.inspect.EnumType():
