@@ -75,7 +75,8 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
 def built(make_once: MakeOnce) -> Path:
     require_device("ios-sim", "coreml")
     compiler = find_zig("x86_64")
-    assert compiler is not None
+    if compiler is None:  # The cache may have a simulator that another checkout has built.
+        pytest.skip("ziglang is not installed: pip install ziglang==0.17.1")
     return make_once("ios-abi", lambda folder: build_checks(compiler, folder))
 
 
