@@ -34,7 +34,7 @@ from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import GroupBuild
 from edgekit.target import Target, TaskLimit
 from edgekit.tune.tune import TuneReport
-from edgekit.verify.groups import GroupReport
+from edgekit.verify.on_devices import GroupReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 

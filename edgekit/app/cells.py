@@ -33,8 +33,7 @@ from edgekit.report.html import render_build
 from edgekit.report.tables import headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.serialize import to_json
-from edgekit.verify.groups import choosing, verify_group
-from edgekit.verify.on_devices import verify_on
+from edgekit.verify.on_devices import choosing, verify_group, verify_on
 from edgekit.verify.report import require_devices
 
 _FILE = "file://"

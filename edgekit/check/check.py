@@ -18,8 +18,8 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, formats_of
-from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.constants import widen_constants
+from edgekit.prepare.interface import name_nodes
 from edgekit.target import Target
 
 

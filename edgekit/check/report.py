@@ -14,7 +14,8 @@ from edgekit.check.trace import Fate, trace_nodes
 from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.prepare.basic import drop_initializer_inputs, merge_domains, name_nodes
+from edgekit.prepare.clean import drop_initializer_inputs, merge_domains
+from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.shapes import fix_dims
 from edgekit.serialize import NotebookPage
 

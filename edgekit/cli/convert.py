@@ -13,14 +13,12 @@ from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.options import split_names
 from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.convert.context import ContextOptions
-from edgekit.convert.equality import Equality
-from edgekit.convert.levels import LevelModel
-from edgekit.convert.ort_form import Cpu, OrtOptions, Style
+from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
 from edgekit.model.model import ORT_FORMATS
-from edgekit.prepare.transformer import FuseOptions
+from edgekit.prepare.fix import FuseOptions
 from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
 from edgekit.recipe import Recipe

@@ -8,12 +8,12 @@ import click
 from edgekit.bundle.group.group import opened_group
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, subcommand
+from edgekit.cli.options import Devices, Required, add_required
 from edgekit.cli.screen import show_lines
-from edgekit.cli.subjects import Devices, Required, add_required
 from edgekit.jobs.group import build_group
 from edgekit.progress import Progress
 from edgekit.report.tables import describe_group, describe_group_build
-from edgekit.verify.groups import choosing, verify_group
+from edgekit.verify.on_devices import choosing, verify_group
 
 
 @click.group

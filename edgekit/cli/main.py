@@ -75,10 +75,10 @@ _MODULES = {
     **dict.fromkeys(("package", "join", "sign"), "release"),
     **dict.fromkeys(("targets", "runner", "doctor"), "devices"),
     **dict.fromkeys(("diff", "operators"), "inspect"),
-    **dict.fromkeys(("bench", "profile", "tune"), "timing"),
+    **dict.fromkeys(("bench", "profile", "tune", "forecast"), "timing"),
     "demo": "build",
     "init": "run",
-    "runs": "verify",
+    **dict.fromkeys(("runs", "compare"), "verify"),
     "completion": "schema",
 }
 

@@ -11,9 +11,8 @@ import onnx
 from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_context, require_compiler, shorten_name
-from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fusions import OpFusion, trace_fusions
-from edgekit.convert.ort_form import OrtOptions, Style, refuse_size, write_ort
+from edgekit.convert.ort_form import Equality, OrtOptions, Style, compare_with_source, refuse_size, write_ort
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.convert.ort_format.report import (
     OrtNode,

@@ -1,18 +1,40 @@
-"""Writes ORT-format files: both styles, every level, for Arm and x64, in canonical order."""
+"""Writes ORT-format files: both styles, every level, for Arm and x64, in canonical order; a level as ONNX too.
+
+A converted file is compared with its source by running both, and the first node whose result differs is named.
+"""
 
 import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
+import onnx
 
-from edgekit._files import replacing_file
-from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
+from edgekit._files import digest_file, replacing_file, work_folder
+from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
+from edgekit.convert.fusions import FusedKind, as_nodes, trace_fusions
 from edgekit.convert.ort_format.canonical import canonicalize_file
-from edgekit.errors import ModelError
+from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts, write_tables
+from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model
+from edgekit.model.model import (
+    MOST_INLINE_BYTES,
+    Model,
+    iterate_nodes,
+    keep_used_opsets,
+    order_nodes,
+    read_with_weights_on_disk,
+    refill,
+)
+from edgekit.model.tensors import Array
 from edgekit.prepare.constants import find_harmful
+from edgekit.prepare.shapes import find_unset, size_inputs
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session config entry without which ONNX Runtime 1.31 ignores saved optimisations (its PR 32077)."""
@@ -102,3 +124,287 @@ def _config(options: OrtOptions) -> dict[str, str]:
     # Prepacked weights would be in the layout of this machine's kernels. Without the second key ONNX Runtime turns s8
     # activations into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
     return {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}
+
+
+FLOAT_TOLERANCE = 1e-4
+HALF_TOLERANCE = 1e-2
+FUSED_TOLERANCE = 1e-3
+QUANTIZED_TOLERANCE = 0.05
+"""The limits of the largest error divided by the largest magnitude of an output, for float, half-precision, fused and
+quantized models. Fused float kernels round the last bits differently, which may change a quantized value by a step."""
+MAX_SAMPLES = 3
+# Two sizes for dynamic dimensions: a value that was wrongly folded to a constant may be right for one size.
+_OPEN_SIZES = (1, 3)
+
+_NO_TENSORS = "its inputs are no tensors"
+_RANDOM_OPS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+_QUANTIZED_OPS = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulNBits", "GatherBlockQuantized"}
+)
+
+
+class Equality(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of a converted file compared with those of its source, both run on this machine's CPU.
+
+    `error` is the largest difference in an output divided by the largest magnitude of that output, over all samples;
+    infinite if shapes, types or non-finite values differ. `first_bad` is the first node whose result differs by more
+    than `tolerance`, "" if none does or it was not found. `skipped` says why nothing was compared.
+    """
+
+    samples: int
+    bit_equal: bool
+    error: float
+    tolerance: float
+    first_bad: str = ""
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True if the outputs agree within the tolerance, or could not be compared."""
+        return bool(self.skipped) or self.error <= self.tolerance
+
+
+def compare_with_source(source: Model, path: Path, options: OrtOptions, samples: Samples | None = None) -> Equality:
+    """Runs a converted file and its source model on the same inputs, and compares their outputs.
+
+    A float source runs without any optimisation. A quantized one runs as ONNX Runtime optimises it, because integer
+    kernels round differently from Q and DQ nodes around float ones. At most `MAX_SAMPLES` samples are run; without
+    samples, inputs are drawn at random.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime runs the source but not the file.
+    """
+    graph = skim_model(source.path).graph
+    ops = {node.op_type for node in iterate_nodes(graph)}
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    tolerance = HALF_TOLERANCE if half else FLOAT_TOLERANCE
+    if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
+        tolerance = QUANTIZED_TOLERANCE
+    facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
+    if drawn := sorted(ops & _RANDOM_OPS):
+        return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
+    chosen = choose_samples(source, samples)
+    if chosen is None:
+        return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
+    settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
+    compared = _compare(
+        facts, (source, settings), (path, load_settings(options, source)), chosen, drawn=samples is None
+    )
+    if compared.passed or path.suffix != ".ort":
+        return compared
+    return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
+
+
+def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) -> Equality:
+    """Runs a model and a changed one on the same inputs without any optimisation, and compares their outputs.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime runs the first but not the second.
+    """
+    facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
+    chosen = choose_samples(source, samples)
+    if chosen is None:
+        return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
+    unoptimized = SessionSettings(level=Level.DISABLED, threads=1)
+    return _compare(facts, (source, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
+
+
+def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
+    """Returns the first samples, or randomly drawn ones if there are none; None if an input is no tensor.
+
+    One sample is drawn, or one for each size of `_OPEN_SIZES` if dimensions are open.
+    """
+    if samples is not None:
+        return limit_samples(samples, MAX_SAMPLES)
+    unset, drawn = find_unset(source.inputs, {}), list[Samples]()
+    for size in _OPEN_SIZES if unset else (1,):
+        inputs = source.inputs
+        # A formula of dimensions may have no valid size for these numbers: ONNX Runtime's error then names the input.
+        with contextlib.suppress(UsageError):
+            inputs = size_inputs(inputs, dict.fromkeys(unset, size))
+        drawn += filter(None, [draw_samples(inputs)])
+    if not drawn:
+        return None
+    return msgspec.structs.replace(drawn[0], count=len(drawn), read=lambda: itertools.chain.from_iterable(drawn))
+
+
+def _compare(
+    facts: Equality,
+    one: tuple[Model, SessionSettings],
+    other: tuple[Path, SessionSettings],
+    samples: Samples,
+    *,
+    drawn: bool,
+) -> Equality:
+    """Returns `facts` with the result of comparing the outputs of the file `other` with those of the model `one`.
+
+    Nothing is compared if the model refuses inputs that were drawn at random.
+    """
+    source, settings = one
+    try:
+        wanted = _run(source.path, settings, samples, source.custom_ops)
+    except RuntimeRefusal as refusal:
+        if not drawn:
+            raise
+        if samples.count > 1:
+            # With one size for all dynamic dimensions they may not fit together.
+            return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
+        # Why nothing was compared, without the path of a temporary file.
+        reason = refusal.message.partition("': ")[2] or refusal.message
+        return msgspec.structs.replace(
+            facts, skipped=f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
+        )
+    got = _run(*other, samples, source.custom_ops)
+    errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
+    found = [error for error in errors if error is not None]
+    return msgspec.structs.replace(facts, samples=samples.count, bit_equal=not found, error=max(found, default=0.0))
+
+
+def _run(path: Path, settings: SessionSettings, samples: Samples, libraries: Sequence[Path]) -> list[dict[str, Array]]:
+    session = CpuSession(path, msgspec.structs.replace(settings, libraries=tuple(libraries)))
+    return [session.run(sample) for sample in samples]
+
+
+def _measure(wanted: Array, got: Array | None) -> float | None:
+    """Returns the largest error divided by the largest magnitude, or None if every bit is equal."""
+    if got is None or wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return np.inf
+    if wanted.dtype.kind not in "fiub":
+        return None if np.array_equal(wanted, got) else np.inf
+    if wanted.tobytes() == got.tobytes():
+        return None
+    left, right = wanted.astype(np.float64), got.astype(np.float64)
+    finite = np.isfinite(left)
+    if not np.array_equal(left[~finite], right[~finite], equal_nan=True) or not np.isfinite(right[finite]).all():
+        return np.inf
+    largest = np.abs(left[finite]).max(initial=0.0)
+    return float(np.abs(left[finite] - right[finite]).max(initial=0.0) / max(float(largest), 1e-6))
+
+
+def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
+    """Returns the name of the first node of the source whose result differs in the `.ort` file, else ""."""
+    with work_folder() as work:
+        # A copy of the file that also outputs all tensors that the source has too, in its order.
+        with open_tables(path) as file:
+            exposed_graph: Record = table(table(file.root, "model"), "graph")
+            typed = {text(value, "name") for value in records(exposed_graph, "node_args") if value.get("type")}
+            made = {name for node in records(exposed_graph, "nodes") for name in texts(node, "outputs")} & typed
+            outputs = dict.fromkeys(name for node in graph.node for name in node.output if name)
+            shared = [name for name in outputs if name in made]
+            given = dict.fromkeys([*texts(exposed_graph, "outputs"), *shared])
+            exposed_graph["outputs"] = [name.encode() for name in given]
+            write_tables(file.root, work / "exposed.ort")
+        proto = read_with_weights_on_disk(source)
+        known = {value.name for value in proto.graph.output}
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
+        unoptimized = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
+        config = external_config(source.path.parent)
+        traced = CpuSession(proto.SerializeToString(), msgspec.structs.replace(unoptimized, config=config))
+        exposed = CpuSession(work / "exposed.ort", unoptimized)
+        makers = {name: node.name or node.op_type for node in graph.node for name in node.output}
+        for sample in samples:
+            wanted, got = traced.run(sample, shared), exposed.run(sample, shared)
+            for name in shared:
+                if (_measure(wanted[name], got[name]) or 0.0) > tolerance:
+                    return makers[name]
+    return ""
+
+
+_LAYOUT_LEVELS = frozenset({Level.LAYOUT, Level.ALL})
+OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
+
+
+class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as ONNX Runtime optimizes it at a level.
+
+    `nodes` counts the nodes of the main graph. `kinds` are the fusions that made them, most frequent first.
+    `casts_gone` is how many Cast nodes fewer it has than the given model (negative: more). `inserted` counts the nodes
+    of ONNX Runtime's own operators by operator. `warning` says why the file is not for every machine, "" if it is.
+    `load_ms` is the time to make a session, `median_ms` that of a run on this machine with one thread, `ratio` that
+    time divided by the one without optimization, with its `interval`; all are None if nothing was timed.
+    """
+
+    level: Level
+    file: str
+    nodes: int
+    kinds: tuple[FusedKind, ...]
+    casts_gone: int
+    inserted: dict[str, int]
+    size_bytes: int
+    sha256: str
+    warning: str = ""
+    equality: Equality | None = None
+    load_ms: float | None = None
+    median_ms: float | None = None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+def write_level(
+    model: Model, level: Level, cpu: Cpu, folder: Path, samples: Samples | None = None, *, checked: bool = True
+) -> LevelModel:
+    """Writes a model as optimized at a level into a folder, as `model.LEVEL.onnx`; its bytes are reproducible.
+
+    Args:
+        model: the model to optimize.
+        level: the optimization level.
+        cpu: the CPU that will run it: "arm" gets no blocked layouts, which only x64 has.
+        folder: the folder of the file.
+        samples: the inputs on which both are compared; drawn at random if there are none.
+        checked: whether they are compared.
+
+    Raises:
+        ModelError: the model is too large, or the file's results differ from the model's.
+        RuntimeRefusal: ONNX Runtime refuses the model.
+    """
+    # ONNX Runtime writes the optimized model into one file.
+    if model.size_bytes > MOST_INLINE_BYTES:
+        raise ModelError(
+            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB",
+            hint="leave --level out: --onnx then writes the model with its external data",
+        )
+    options = OrtOptions(style="full", cpu=cpu, level=level)
+    settings = session_settings(options, level, model)
+    path = folder / f"model.{level.value}.onnx"
+    optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
+    proto = onnx.load(str(path))
+    # ONNX Runtime adds ReorderOutput nodes in the order of a hash table that is seeded anew in each process: they are
+    # named after their outputs, and the nodes sorted by their outputs.
+    reorders = [node for node in proto.graph.node if node.op_type == "ReorderOutput"]
+    for node in reorders:
+        node.name = f"ReorderOutput_{node.output[0]}"
+    if reorders:
+        nodes = sorted(proto.graph.node, key=lambda node: next(filter(None, node.output), ""))
+        refill(proto.graph.node, order_nodes(onnx.GraphProto(node=nodes)))
+    keep_used_opsets(proto)
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    equality = compare_with_source(model, path, options, samples) if checked else None
+    if equality is not None and not equality.passed:
+        raise ModelError(
+            f"'{path.name}' gives other results than its source: error {equality.error:.2g}, at most"
+            f" {equality.tolerance:g} is allowed",
+            hint="choose a lower --level, and report the model to ONNX Runtime",
+        )
+    return describe_level(model, path, level, equality)
+
+
+def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
+    """Returns the facts of an optimized file, compared with its source model."""
+    before, after = skim_model(model.path).graph, skim_model(path).graph
+    casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
+    own = Counter(node.op_type for node in after.node if node.domain not in {*MAIN_DOMAINS, ML_DOMAIN})
+    blocked = any(node.domain.endswith("nchwc") or node.op_type.startswith("Nhwc") for node in after.node)
+    return LevelModel(
+        level=level,
+        file=path.name,
+        nodes=len(after.node),
+        kinds=trace_fusions(before, as_nodes(after)).kinds,
+        casts_gone=casts,
+        inserted=dict(sorted(own.items())),
+        size_bytes=path.stat().st_size,
+        sha256=digest_file(path),
+        warning=OF_THIS_MACHINE if blocked and level in _LAYOUT_LEVELS else "",
+        equality=equality,
+    )

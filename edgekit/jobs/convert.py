@@ -16,9 +16,17 @@ from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.bench.latency import compare_rounds
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ORT_FILES, ConvertedFiles, Source, convert_forms, convert_model, find_needed_ort
-from edgekit.convert.equality import Equality, choose_samples, compare_onnx
-from edgekit.convert.levels import LevelModel, write_level
-from edgekit.convert.ort_form import Cpu, OrtOptions, Style, refuse_size
+from edgekit.convert.ort_form import (
+    Cpu,
+    Equality,
+    LevelModel,
+    OrtOptions,
+    Style,
+    choose_samples,
+    compare_onnx,
+    refuse_size,
+    write_level,
+)
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
 from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.devices.register import choose_here
@@ -35,9 +43,9 @@ from edgekit.model.model import (
 )
 from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import freeze_model, prepare_model
+from edgekit.prepare.fix import FusedOps, FuseOptions, fuse_transformer
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims
-from edgekit.prepare.transformer import FusedOps, FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model

@@ -40,8 +40,8 @@ from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.phones import find_phone
-from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.clean import freeze_model, prepare_model, sketch_model
+from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.shapes import find_unset
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.report.tables import format_bytes

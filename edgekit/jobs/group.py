@@ -53,7 +53,7 @@ from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupBuild, GroupTarget
 from edgekit.serialize import read_toml, suggest_key, to_json
 from edgekit.target import Form, Target, TaskLimit
-from edgekit.verify.groups import choosing, verify_group
+from edgekit.verify.on_devices import choosing, verify_group
 from edgekit.verify.task_metrics import decode_text, find_metric
 
 DEFAULT_METRIC = TaskLimit(name="exact-match", decoder="strings", max_drop=5.0, gate="estimate")

@@ -15,7 +15,7 @@ from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Extra, Identity
-from edgekit.verify.groups import GroupReport
+from edgekit.verify.on_devices import GroupReport
 from edgekit.verify.report import VerifyReport, read_facts
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import TaskReport

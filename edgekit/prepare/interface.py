@@ -12,9 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.inference import infer_model
-from edgekit.model.model import Model, drop_unread, list_names, read_proto, refill, rename_tensors
+from edgekit.model.model import Model, drop_unread, iterate_nodes, list_names, read_proto, refill, rename_tensors
 from edgekit.model.soundness import iterate_reads
-from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
 
 
@@ -250,3 +249,27 @@ def _rename_for_readers(graph: onnx.GraphProto, name: str) -> str:
     inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
     rename_tensors(graph, {name: inner}, skip_inputs=True)
     return inner
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node, in subgraphs too, a unique name, in place; names that are unique already stay.
+
+    A node without a name is named after its operator and its first output, so that the name does not depend on other
+    nodes.
+    """
+    nodes = list(iterate_nodes(graph))
+    taken = {node.name for node in nodes}
+    seen: set[str] = set()
+    # The next free number is remembered for each name: thousands of nodes may share one.
+    counts: dict[str, int] = {}
+    for node in nodes:
+        if not node.name or node.name in seen:
+            # With running numbers, an inserted node would rename all later ones, and reports could not be compared.
+            stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
+            name = stem
+            while name in taken:
+                counts[stem] = counts.get(stem, 0) + 1
+                name = f"{stem}_{counts[stem]}"
+            node.name = name
+            taken.add(node.name)
+        seen.add(node.name)

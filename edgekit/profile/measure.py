@@ -31,8 +31,9 @@ from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.basic import merge_domains, name_nodes
+from edgekit.prepare.clean import merge_domains
 from edgekit.prepare.fix import FIXES, apply_rewrites
+from edgekit.prepare.interface import name_nodes
 from edgekit.profile import nodes as kernels
 from edgekit.profile.events import Execution, Trace, read_profile, read_trace
 from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, NodeTime, NpuTime, PhaseMemory, Roof

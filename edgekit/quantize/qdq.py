@@ -32,7 +32,8 @@ from edgekit.model.model import (
 )
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
-from edgekit.prepare.basic import import_contrib, name_nodes, restore_metadata, sort_values
+from edgekit.prepare.clean import import_contrib, restore_metadata, sort_values
+from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments

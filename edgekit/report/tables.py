@@ -22,7 +22,7 @@ from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
 from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
-from edgekit.verify.groups import GroupReport, GroupRun
+from edgekit.verify.on_devices import GroupReport, GroupRun
 from edgekit.verify.task_scores import describe_difference, format_score
 
 

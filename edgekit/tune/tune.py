@@ -17,7 +17,7 @@ from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import MachineClass, TunedSession, TuningEvidence
-from edgekit.convert.levels import describe_level
+from edgekit.convert.ort_form import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job

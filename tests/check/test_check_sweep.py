@@ -20,7 +20,7 @@ from edgekit.check.rules.rulebook import load_rules
 from edgekit.check.trace import trace_nodes
 from edgekit.graph.graph import Graph, infer_graph, view_model
 from edgekit.graph.inference import infer_model
-from edgekit.prepare.basic import name_nodes
+from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.target import load_target
 

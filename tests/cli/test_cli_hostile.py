@@ -18,7 +18,7 @@ from onnx import helper
 from test_soundness import LOOP, TWO, call_itself
 
 from edgekit.cli.main import run_command
-from edgekit.prepare.basic import name_nodes
+from edgekit.prepare.interface import name_nodes
 
 
 def write_model(text: str, change: Callable[[onnx.ModelProto], object], path: Path) -> str:

@@ -13,7 +13,7 @@ from onnx import parser
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.check.check import check_model
 from edgekit.convert.convert import convert_model
-from edgekit.convert.levels import write_level
+from edgekit.convert.ort_form import write_level
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job

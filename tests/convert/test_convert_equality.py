@@ -10,8 +10,7 @@ from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_t
 from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model, describe_traits, find_folded
-from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_onnx, compare_with_source
-from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_form import MAX_SAMPLES, Equality, OrtOptions, compare_onnx, compare_with_source
 from edgekit.convert.ort_format.report import read_graph
 from edgekit.convert.ort_format.tables import open_tables, records, table, write_tables
 from edgekit.data.samples import draw_samples

@@ -14,8 +14,7 @@ from demo_paths import MODEL
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.convert import convert_model
 from edgekit.convert.fusions import Fusions, trace_fusions
-from edgekit.convert.levels import write_level
-from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_form import OrtOptions, write_level
 from edgekit.convert.ort_format.report import OrtNode, read_graph, replay_saved
 from edgekit.jobs.convert import optimize_levels
 from edgekit.model.external import skim_model
@@ -165,7 +164,7 @@ _WRITE_LEVEL = """
 import sys
 from pathlib import Path
 from edgekit._ort import Level
-from edgekit.convert.levels import write_level
+from edgekit.convert.ort_form import write_level
 from edgekit.model.model import load_model
 print(write_level(load_model(Path(sys.argv[1])), Level.ALL, "x64", Path(sys.argv[2]), checked=False).sha256)
 """

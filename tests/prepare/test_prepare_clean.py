@@ -11,8 +11,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.basic import guard_half, strip_casts, write_scalers
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import guard_half, prepare_model, strip_casts, write_scalers
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)

@@ -20,8 +20,7 @@ from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.prepare.fix import ready_model
-from edgekit.prepare.transformer import FuseOptions, fuse_transformer
+from edgekit.prepare.fix import FuseOptions, fuse_transformer, ready_model
 from edgekit.recipe import Recipe
 from edgekit.target import Precision, load_target
 

@@ -11,7 +11,7 @@ from edgekit.check.check import check_model
 from edgekit.model.external import point_into
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.prepare import basic
+from edgekit.prepare import clean
 from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.prepare.external import write_inline
 from edgekit.prepare.fix import fix_model
@@ -57,7 +57,7 @@ def test_a_model_worked_on_outside_of_memory_becomes_the_same(
     model = make_layers(tmp_path / "m.onnx", external=external)
     made: list[Path] = []
     for at_least in (1 << 40, 0):
-        monkeypatch.setattr(basic, "ON_DISK_FROM_BYTES", at_least)
+        monkeypatch.setattr(clean, "ON_DISK_FROM_BYTES", at_least)
         folder = tmp_path / str(at_least)
         prepared = prepare_model(model, folder / "p.onnx", {"n": 2})
         fixed = fix_model(prepared, folder / "f.onnx")

@@ -25,7 +25,7 @@ from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import GroupBuild
-from edgekit.verify.groups import GroupReport, verify_group
+from edgekit.verify.on_devices import GroupReport, verify_group
 
 
 def make(folder: Path) -> None:

@@ -67,10 +67,10 @@ TESTS = {
     "check/report.py": "verdicts trace",
     "check/check.py": "verdicts placement",
     "convert/ort_format/canonical.py": "canonical census",
-    "convert/equality.py": "equality",
+    "convert/ort_form.py": "equality",
     "prepare/rewrites/activations.py": "rewrites exported",
     "devices/local/emulated.py": "emulated",
-    "prepare/basic.py": "clean outside",
+    "prepare/clean.py": "clean outside",
 }
 """Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
 `verify/` is tests/verify/test_verify_gate.py."""

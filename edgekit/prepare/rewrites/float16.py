@@ -1,11 +1,11 @@
-"""float16 to float32: a graph that computes in half precision is made to compute in float32."""
+"""Graphs made to compute in float32: those in half precision, and those whose weights are stored as integers."""
 
 from collections.abc import Iterator, Mapping
 
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, read_dequantized
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.rewrite import rewrite
 from edgekit.model.model import (
@@ -130,3 +130,33 @@ def _widen(tensor: onnx.TensorProto) -> None:
         tensor.data_type = _FLOAT
     else:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype("float32"), tensor.name))
+
+
+@rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the model computes in float")
+def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
+    """Replaces each DequantizeLinear of a constant by a float constant in a model that quantizes no activation.
+
+    In place; returns the names of the nodes. Weights without data become constants without data, which is enough for a
+    check; those with external data stay.
+    """
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    shown = {value.name for value in graph.output}
+    found = [
+        node
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and stored.keys() >= {*node.input} and shown.isdisjoint(node.output)
+        if all(stored[name].data_location != TensorProto.EXTERNAL for name in node.input)
+        if stored[node.input[1]].data_type == TensorProto.FLOAT
+    ]
+    if not found or any(node.op_type == "QuantizeLinear" for node in graph.node):
+        return ()
+    for node in found:
+        if not any(is_absent(stored[name]) for name in node.input):
+            values = read_dequantized(node, lambda name: numpy_helper.to_array(stored[name]))
+            graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
+        else:
+            dims = stored[node.input[0]].dims
+            graph.initializer.append(TensorProto(name=node.output[0], data_type=TensorProto.FLOAT, dims=dims))
+    names = {node.output[0]: node.name for node in found}
+    refill(graph.node, [node for node in graph.node if node.output[0] not in names])
+    return tuple(names.values())

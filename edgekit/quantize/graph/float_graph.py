@@ -29,7 +29,7 @@ from edgekit.model.model import (
     refill,
     rename_tensors,
 )
-from edgekit.prepare.basic import drop_initializer_inputs
+from edgekit.prepare.clean import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
 # taken, it adds no tensor (ONNXModel.add_initializer), so a model's own `x_scale` would be read as the scale of `x`.

@@ -19,7 +19,7 @@ from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import copy_fields, find_reads, order_nodes, refill
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.basic import import_contrib
+from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor

@@ -19,7 +19,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.model.model import MOST_INLINE_BYTES, Model, drop_unread, refill
 from edgekit.model.tensors import Array
-from edgekit.prepare.basic import import_contrib
+from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import add_spread, join_pieces, round_comq, shrink_moment, split_pieces

@@ -17,7 +17,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
-from edgekit.prepare.basic import name_nodes
+from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
 from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
