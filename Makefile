@@ -38,6 +38,7 @@ test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long b
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'
 
 test-long: ready .venv/long.stamp tools/docs/node_modules/.package-lock.json  ## the tests that CI leaves out: dear ones, of which a cheaper test sees nearly the same
+	$(BIN)/edgekit devices install ios-sim
 	$(PYTEST) $(WORKERS) -m 'long and not faults'
 
 check: mypy lint shape  ## types, lint, layers, sizes

@@ -42,7 +42,6 @@ CANNOT_RUN_IN_CI = (
     "needs a user who is not root",
     "onnxruntime-ep-openvino is not installed",
     "onnxruntime-ep-webgpu is not installed",
-    "ziglang is not installed",
 )
 
 

@@ -14,7 +14,7 @@ from fixture_types import MakeOnce
 from edgekit.devices.ios.ios import LOADER, list_imports
 from edgekit.devices.release import Compiler, compile_sources, find_zig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SOURCES = Path(__file__).parent / "ios_abi"
 WAIT = "_ZNSt3__118condition_variable4waitERNS_11unique_lockINS_5mutexEEE"
@@ -61,7 +61,7 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
     LOADER.write_imports(names, folder / "imports.c")
     own = {name: name.removeprefix("_").partition("$")[0] for name in names}
     own = {name: place for name, place in own.items() if place not in APPLES}
-    msgspec.structs.replace(LOADER, header="tables.h", place=lambda *_: own).write_imports(own, folder / "own.c")
+    msgspec.structs.replace(LOADER, header="tables.h", map_imports=lambda *_: own).write_imports(own, folder / "own.c")
     tables = [folder / "imports.c", folder / "own.c"]
     includes = f"-I{SOURCES}"
     objects += compile_sources(
@@ -75,7 +75,7 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
 def built(make_once: MakeOnce) -> Path:
     require_device("ios-sim", "coreml")
     compiler = find_zig("x86_64")
-    if compiler is None:  # The cache may have a simulator that another checkout has built.
+    if compiler is None:
         pytest.skip("ziglang is not installed: pip install ziglang==0.17.1")
     return make_once("ios-abi", lambda folder: build_checks(compiler, folder))
 
