@@ -110,13 +110,13 @@ def _round_by_moments(
     """Returns the blocks of a weight, rounded with its layer's moments and stored; None if it has no moments."""
     key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
-    if known := load_rounded(statistics, key.hexdigest()[:24]):
+    if known := load_rounded(statistics, key.hexdigest()):
         return known["values"], known["scales"]
     moments = read_moments(stored, layer, factors)
     if moments is None:
         return None
     values, scales = round_blocks(weight, moments, form)
-    store_rounded(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
+    store_rounded(statistics, key.hexdigest(), {"values": values, "scales": scales})
     return values, scales
 
 

@@ -185,7 +185,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
     digest = hashlib.sha256(repr([(node, place.limit) for node, (_, place) in places.items()]).encode())
     digest.update(qdq.SerializeToString(deterministic=True))
-    key = digest.hexdigest()[:24]
+    key = digest.hexdigest()
     if known := load_rounded(statistics, key):
         for index, (_, place) in enumerate(places.values()):
             own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
@@ -401,7 +401,7 @@ def _correct_layer(
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{place.limit}:{step};".encode())
     for part in (floor, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
-    if known := load_rounded(statistics, key.hexdigest()[:24]):
+    if known := load_rounded(statistics, key.hexdigest()):
         return known
     moments = read_moments(stored, layer, factors)
     if moments is None:
@@ -423,7 +423,7 @@ def _correct_layer(
         "scale": rounded.scale.reshape(-1),
         "bias": bias + errors.reshape(-1),
     }
-    store_rounded(statistics, key.hexdigest()[:24], corrected)
+    store_rounded(statistics, key.hexdigest(), corrected)
     return corrected
 
 

@@ -123,7 +123,7 @@ def test_a_wrong_quantized_weight_is_found_too(tmp_path: Path) -> None:
     assert found.first_bad == "w2_dq"
 
 
-HALF = "h = Cast<to = 10>(x) s = Add(h, w) y = Cast<to = 1>(s)"
+HALF = "h = Cast<to = 10>(x) s = Add(h, w) f = Cast<to = 1>(s) y = Add(f, v)"
 LINEAR = "q = Cast<to = 2>(x) s = QLinearMatMul(q, f, z, w, f, z, f, z) y = Cast<to = 1>(s)"
 
 
@@ -131,7 +131,7 @@ LINEAR = "q = Cast<to = 2>(x) s = QLinearMatMul(q, f, z, w, f, z, f, z) y = Cast
     ("nodes", "weights", "tolerance"),
     [
         ("y = Add(x, w)", {"w": np.eye(4, dtype=np.float32)}, 1e-4),
-        (HALF, {"w": np.eye(4, dtype=np.float16)}, 1e-2),
+        (HALF, {"w": np.eye(4, dtype=np.float16), "v": np.eye(4, dtype=np.float32)}, 1e-2),
         (LINEAR, {"w": np.eye(4, dtype=np.uint8), "f": np.array(0.5, np.float32), "z": np.array(0, np.uint8)}, 0.05),
     ],
     ids=["float", "half", "QLinear"],

@@ -457,14 +457,23 @@ def test_an_older_model_gets_the_opset_that_has_layer_norms_only_where_it_divide
         assert prepare_model(model, tmp_path / "out.onnx", {}).opsets == {"ai.onnx": opset}
 
 
-@pytest.mark.parametrize(("opset", "joined"), [(16, False), (17, True)])
-def test_a_layer_norm_is_written_only_for_opsets_that_have_it(tmp_path: Path, opset: int, joined: bool) -> None:
-    assert bool(rewrite(tmp_path, FLAX_NORM, "join-layer-norm", opset=opset).fixes) == joined
+SOFTMAX = "g (float[4,4] x) => (float[4,4] y) { e = Exp(x) s = ReduceSum<axes=[1]>(e) y = Div(e, s) }"
 
 
-@pytest.mark.parametrize(("opset", "joined"), [(13, False), (14, True)])
-def test_a_hard_swish_is_written_only_for_opsets_that_have_it(tmp_path: Path, opset: int, joined: bool) -> None:
-    assert bool(rewrite(tmp_path, WITH["join-hard-swish"], "join-hard-swish", opset=opset).fixes) == joined
+@pytest.mark.parametrize(
+    ("id_", "text", "opset", "joined"),
+    [
+        *(("join-layer-norm", FLAX_NORM, opset, opset == 17) for opset in (16, 17)),
+        *(("join-hard-swish", WITH["join-hard-swish"], opset, opset == 14) for opset in (13, 14)),
+        # Before opset 13 a Softmax normalises over all axes from its own to the last.
+        ("join-softmax", SOFTMAX, 12, True),
+        ("join-softmax", SOFTMAX.replace("[1]", "[0]"), 12, False),
+    ],
+)
+def test_an_operator_is_written_only_for_opsets_that_have_it(
+    tmp_path: Path, id_: str, text: str, opset: int, joined: bool
+) -> None:
+    assert bool(rewrite(tmp_path, text, id_, opset=opset).fixes) == joined
 
 
 @pytest.mark.parametrize("id_", ["join-hard-swish", "split-hard-swish"])

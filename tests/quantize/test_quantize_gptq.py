@@ -21,6 +21,7 @@ from edgekit.quantize.gptq import (
     REDUCED_LIMIT,
     Rounded,
     add_spread,
+    damp_moment,
     find_step,
     lowest,
     refit_weights,
@@ -79,6 +80,7 @@ def test_dead_inputs_do_not_break_moment_rounding() -> None:
     matrix = np.random.default_rng(1).normal(size=(2, 3, 9)).astype(np.float32)
     moment = correlated(2, 9)
     moment[1] = 0
+    assert (np.linalg.eigvalsh(damp_moment(moment)) > 0).all()
     integers = round_gptq(matrix, moment, weight_scale(matrix, per_channel=True)).integers
     assert np.abs(integers[1] - round_nearest(matrix, weight_scale(matrix, per_channel=True)).integers[1]).max() <= 1
 
@@ -129,6 +131,9 @@ def test_weights_on_no_grid_span_all_integers() -> None:
     matrix = np.random.default_rng(3).normal(size=(1, 8, 64)).astype(np.float32)
     assert find_step(matrix) is None
     assert find_step(np.zeros((1, 2, 3), np.float32)) is None
+    # Neighbouring values lie up to four steps apart.
+    assert find_step(np.array([[[9, 13, 18]]], np.float32)) == 1.0
+    assert find_step(np.array([[[11, 16, 22]]], np.float32)) is None
     wide = np.random.default_rng(3).integers(-200, 200, (1, 8, 64)).astype(np.float32)
     assert find_step(wide) is None
     assert weight_scale(wide, per_channel=False).max() == pytest.approx(np.abs(wide).max() / LIMIT)

@@ -66,7 +66,7 @@ def test_where_a_plan_is_poor_eight_bits_do(tmp_path: Path) -> None:
     poor = [msgspec.structs.replace(each, sqnr_db=12.0) for each in plan.judged]
     plan = msgspec.structs.replace(plan, judged=tuple(poor))
     assert store_narrow(model, plan, calibration).narrow.bits == {"dft": 8}
-    assert store_narrow(model, plan, calibration, reached_db=38.0).narrow.bits == {"dft": 16}
+    assert store_narrow(model, plan, calibration, reached_db=20.0).narrow.bits == {"dft": 16}
 
 
 def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:

@@ -175,3 +175,6 @@ def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
     assert not are_raw_scores(rng.normal(size=1000) * 30)
     assert not are_raw_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))
     assert are_raw_scores(np.append(-rng.uniform(5, 900, 1000), 3.0))
+    cases = ((-20.1, 20, 21, True), (-20, 20, 21, False), (-20.1, 20.1, 21, False), (-21, 1, 20, False))
+    for low, high, count, is_raw in cases:
+        assert are_raw_scores(np.array([low] * (count - 1) + [high])) is is_raw

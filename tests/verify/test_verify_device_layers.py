@@ -87,7 +87,7 @@ def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: P
     assert asked[0] == ["y"]
     assert max(map(len, asked[:-1])) == 3
     assert (whole.layer, sliced.layer) == ("conv3", "conv3")
-    assert (whole.runs, sliced.runs) == (2, 6)
+    assert (whole.runs, whole.cuts, sliced.runs) == (2, 0, 6)
     assert sliced.layers == whole.layers
 
 
@@ -118,7 +118,7 @@ def test_a_device_that_gives_outputs_only_is_bisected(models: tuple[Model, Model
     assert located.notes == ("the model was bisected, because the device does not give tensors inside",)
     assert located.runs <= 2 + 2 + math.log2(located.cuts)
     refused = find_device_layer(device, job, tmp_path / "kept", may_cut=False)
-    assert (refused.layer, refused.runs, refused.layers) == (None, 2, ())
+    assert (refused.layer, refused.runs, refused.cuts, refused.layers) == (None, 2, 0, ())
     assert "to bisect the model: edgekit verify --layers" in refused.notes[0]
 
 

@@ -23,7 +23,14 @@ from edgekit.verify.metrics.intervals import (
     interval_of_pairs,
 )
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, format_near, judge_output
-from edgekit.verify.task_scores import TaskReport, describe_difference, format_score, judge_task
+from edgekit.verify.task_scores import (
+    Accuracy,
+    TaskReport,
+    describe_accuracy,
+    describe_difference,
+    format_score,
+    judge_task,
+)
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05
@@ -139,6 +146,7 @@ def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str,
         ({"top1_agreement": 0.79, "top1_interval": (0.7, 0.9)}, "has top-1 agreement 0.79, below 0.8"),
         ({"top1_agreement": 0.85, "top1_interval": (0.79, 0.9)}, "with 10 samples it could be 0.79, below 0.8"),
         ({"sqnr_db": 12.0, "sqnr_interval_db": (9.0, 14.0)}, "it could be 9 dB, below 10 dB"),
+        ({"shape_agreement": 0.75}, "has shape agreement 0.75, below 0.8"),
         ({"sqnr_db": 12.0, "sqnr_interval_db": (10.0, 14.0)}, ""),
         ({"sqnr_db": 12.0, "sqnr_interval_db": None}, ""),
     ],
@@ -242,6 +250,9 @@ def test_a_difference_is_told_in_points_with_its_interval() -> None:
     assert describe_difference(scored(got=None)) == "not measured"
     assert [format_score(scored(unit=unit), 0.5) for unit in ("share", "dB", "value")] == ["50.0%", "0.5 dB", "0.5"]
     assert format_score(scored(), None) == "not measured"
+    told = Accuracy(output="y", samples=4, reference=0.75, got=0.5)
+    assert describe_accuracy(told) == "75.0% -> 50.0%, -25.0"
+    assert describe_accuracy(replace(told, interval=(-0.5, 0.1))) == "75.0% -> 50.0%, -25.0 (-50.0 to +10.0)"
 
 
 @pytest.mark.parametrize(

@@ -401,12 +401,9 @@ class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
 
     name: str
     value: int | None = None
-    required: bool = False
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         value = subject.unit.node.entries(self.name)
-        if value is None and self.required:
-            yield f"attribute '{self.name}' is missing"
         if value and set(value) - ({value[0]} if self.value is None else {self.value}):
             yield f"attribute '{self.name}' is {_show(value)}; its entries must be equal"
 

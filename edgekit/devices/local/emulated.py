@@ -93,9 +93,9 @@ def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
     """
     exposed = onnx.ModelProto()
     exposed.CopyFrom(proto)
-    known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    inner = [name for node in proto.graph.node for name in node.output if name and name not in known]
-    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    del exposed.graph.output[:]
+    made = (name for node in proto.graph.node for name in node.output if name)
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
     session = CpuSession(exposed.SerializeToString(), UNOPTIMIZED)
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     words = zip(session.output_names, session.output_types, strict=True)

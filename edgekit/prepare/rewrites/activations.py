@@ -409,8 +409,9 @@ def plain_softmax(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     softmax = made_by(graph, node.input[0], "Hardmax", "LogSoftmax", "Softmax")
-    flat = made_by(graph, softmax.input[0], "Flatten", "Reshape") if softmax is not None else None
-    if softmax is None or flat is None or softmax.output[0] in graph.outputs | graph.captured:
+    if softmax is None or softmax.output[0] in graph.outputs | graph.captured:
+        return
+    if (flat := made_by(graph, softmax.input[0], "Flatten", "Reshape")) is None:
         return
     before, rows, after = (graph.value(name).static_shape for name in (*flat.input[:1], *flat.output, *node.output))
     if not before or not rows or before != after or before[-1] != rows[-1] or len(graph.readers(softmax.output[0])) > 1:

@@ -224,7 +224,7 @@ def digest_draft(draft: Draft) -> str:
     floats = {node.name for node in plan.float_nodes}
     for each in compared:
         maker = graph.producers.get(each.tensor)
-        if each.reader and (maker is None or maker.name in floats):
+        if maker is None or maker.name in floats:
             leading.add(each.reader)
     nodes = [node for node in graph.nodes if node.name in leading]
     made, ops = {name for node in nodes for name in node.output}, {node.op_type for node in nodes}

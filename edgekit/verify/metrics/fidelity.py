@@ -156,7 +156,7 @@ def find_leak(own: Floats, got: Floats) -> str | None:
     left, rest = remove(before), remove(error)
     energy = _energy(left)
     # A sample before that is much like the sample itself gives no information.
-    if energy <= _SAME * _energy(before) or not energy:
+    if energy <= _SAME * _energy(before):
         return None
     share = float(np.vdot(left, rest)) / energy
     draws = np.einsum("ij,ij->i", left, rest - share * left)
@@ -173,10 +173,7 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
     near. So a match counts more the nearer it is relative to the second nearest (Lowe 2004), and the more directions
     there are.
     """
-    count = len(own)
-    if count < 2:
-        return None
-    dims = count_dimensions(own)
+    count, dims = len(own), count_dimensions(own)
 
     def weigh(_index: int, distances: Floats) -> float:
         # A match counts no more than one of all pairs of samples would by chance: classes that saturate coincide.

@@ -3,6 +3,7 @@
 An answer is the value that a sample is reported with: its first class, if the output ranks classes.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
@@ -286,5 +287,5 @@ def _doubt(
 
 def format_near(value: float, limit: float) -> str:
     """Returns a figure with four digits, or with as many as show on which side of its limit it is."""
-    forms = (f"{value:.{digits}g}" for digits in range(4, 18))
+    forms = (f"{value:.{digits}g}" for digits in itertools.count(4))
     return next(form for form in forms if (float(form) < limit) == (value < limit))
