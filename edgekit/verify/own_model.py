@@ -374,7 +374,7 @@ def _score(metric: TaskMetric, records: Sequence[Any]) -> float | None:
 
 def _shift(task: TaskReport, by: float) -> TaskReport:
     """Returns a metric whose figures are all higher by this amount."""
-    if task.got is None or not by:
+    if task.got is None:
         return task
     share = by / task.reference if task.reference > 0.0 else 0.0
     interval, shares = task.interval, task.share_interval
