@@ -26,14 +26,9 @@ from edgekit.target import read_version
 
 INDEX = "index.json"
 PREFERENCE = (
-    "TensorrtExecutionProvider",
-    "CUDAExecutionProvider",
-    "QNNExecutionProvider",
-    "CoreMLExecutionProvider",
-    "XnnpackExecutionProvider",
-    "NnapiExecutionProvider",
-    CPU_PROVIDER,
-)
+    "TensorrtExecutionProvider", "CUDAExecutionProvider", "QNNExecutionProvider", "CoreMLExecutionProvider",
+    "XnnpackExecutionProvider", "NnapiExecutionProvider", CPU_PROVIDER,
+)  # fmt: skip
 """The order in which a runtime should try the providers; NNAPI is deprecated and comes after XNNPACK."""
 _VARIANTS, _SHARED = "variants", "shared"
 

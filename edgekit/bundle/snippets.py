@@ -165,20 +165,11 @@ def _dims(spec: TensorSpec) -> str:
 
 README = "README.md"
 EVIDENCE_LEVELS: dict[str, Evidence] = {
-    "android": Evidence.SAME_BINARY,
-    "android:x86_64": Evidence.SAME_EP,
-    "arm64": Evidence.SAME_ARCH,
-    "coreml": Evidence.DEVICE,
-    "emulated": Evidence.EMULATED,
-    "host": Evidence.EMULATED,
-    "host:cuda": Evidence.DEVICE,
-    "host:directml": Evidence.DEVICE,
-    "host:tensorrt": Evidence.DEVICE,
-    "ios-sim": Evidence.SAME_EP,
-    "openvino": Evidence.SAME_EP,
-    "qnn-htp-sim": Evidence.SIMULATOR,
-    "webgpu": Evidence.SAME_EP,
-}
+    "android": Evidence.SAME_BINARY, "android:x86_64": Evidence.SAME_EP, "arm64": Evidence.SAME_ARCH,
+    "coreml": Evidence.DEVICE, "emulated": Evidence.EMULATED, "host": Evidence.EMULATED, "host:cuda": Evidence.DEVICE,
+    "host:directml": Evidence.DEVICE, "host:tensorrt": Evidence.DEVICE, "ios-sim": Evidence.SAME_EP,
+    "openvino": Evidence.SAME_EP, "qnn-htp-sim": Evidence.SIMULATOR, "webgpu": Evidence.SAME_EP,
+}  # fmt: skip
 """The evidence level of each device that targets name."""
 
 _TEMPLATES = Path(__file__).parent / "templates"

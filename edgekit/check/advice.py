@@ -113,7 +113,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
 
 
-class Adviser(msgspec.Struct, frozen=True, kw_only=True):
+class Adviser(msgspec.Struct, frozen=True):
     """A kind of advice. `message` may contain {count} and {word}.
 
     Without `always` the advice is given only if the target would take more nodes, or fewer would stop its session.
@@ -318,51 +318,37 @@ ADVISERS: tuple[Adviser, ...] = (
         if rewrite.advice
     ),
     Adviser(
-        id="fix-dims",
-        fix="automatic",
-        message="fix the dynamic dimensions with --dim NAME=INT: {count} depend on them",
-        find=_find_dims,
+        "fix-dims", "automatic", "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims
     ),
     Adviser(
-        id="opset",
-        fix="automatic",
-        message=f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
-        find=_find_opset,
+        "opset",
+        "automatic",
+        f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
+        _find_opset,
     ),
     *(
         Adviser(
-            id=f"{new}-activations",
-            fix="automatic",
-            message=f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
-            find=_find_sign(old, new),
+            f"{new}-activations",
+            "automatic",
+            f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
+            _find_sign(old, new),
         )
         for old, new in (("int8", "uint8"), ("uint8", "int8"))
     ),
     Adviser(
-        id="use-float",
-        fix="manual",
-        message="give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
-        find=_find_float,
+        "use-float",
+        "manual",
+        "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
+        _find_float,
     ),
-    Adviser(id="clip-bounds", fix="manual", message="give {count} of Clip constant bounds", find=_find_bounds),
+    Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
+    Adviser("no-builder", "manual", "the provider has no {word}", _find_missing),
     Adviser(
-        id="no-builder",
-        fix="manual",
-        message="the provider has no {word}",
-        find=_find_missing,
+        "cut-end",
+        "manual",
+        "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
+        _find_end,
     ),
-    Adviser(
-        id="cut-end",
-        fix="manual",
-        message="end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
-        find=_find_end,
-    ),
-    Adviser(
-        id="session-fails",
-        fix="manual",
-        message="the session cannot be made because of it: {word}",
-        find=_find_fatal,
-        always=True,
-    ),
+    Adviser("session-fails", "manual", "the session cannot be made because of it: {word}", _find_fatal, always=True),
 )
 """All kinds of advice."""

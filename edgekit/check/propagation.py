@@ -17,13 +17,9 @@ _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
 # The newest operator versions that ONNX Runtime propagates through (CanNodePropagate, 1.29 to 1.31).
 _MOVING: Mapping[str, tuple[int, ...]] = {
-    "MaxPool": (12,),
-    "Reshape": (5, 13, 14, 19),
-    "Transpose": (1, 13),
-    "Squeeze": (1, 11, 13),
-    "Unsqueeze": (1, 11, 13),
-    "Slice": (1, 10, 11, 13),
-}
+    "MaxPool": (12,), "Reshape": (5, 13, 14, 19), "Transpose": (1, 13), "Squeeze": (1, 11, 13),
+    "Unsqueeze": (1, 11, 13), "Slice": (1, 10, 11, 13),
+}  # fmt: skip
 
 # ONNX Runtime repeats the optimisers of a level this often (InferenceSession, max_num_graph_transformation_steps).
 _ROUNDS = 10

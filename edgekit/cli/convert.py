@@ -22,7 +22,7 @@ from edgekit.prepare.fix import FuseOptions
 from edgekit.progress import Progress
 from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
 from edgekit.recipe import Recipe
-from edgekit.report.tables import format_bytes, make_table
+from edgekit.report.tables import format_bytes, format_times, make_table
 from edgekit.target import Target, read_version
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
@@ -246,16 +246,10 @@ def _show_levels(report: ConvertReport) -> None:
     """Prints the optimized model of each level, compared with the model without optimization."""
     table = make_table("level", "nodes", "fusions and casts that went", "size", "load", "p50", "time of none's")
     for row in report.levels:
-        interval = "" if row.interval is None else f" (95 %: {row.interval[0]:.2f} to {row.interval[1]:.2f})"
-        table.add_row(
-            "none" if row.level == Level.DISABLED else row.level.value,
-            str(row.nodes),
-            ", ".join(_describe_fusions(row)) or "-",
-            format_bytes(row.size_bytes),
-            "-" if row.load_ms is None else f"{row.load_ms:.1f} ms",
-            "-" if row.median_ms is None else f"{row.median_ms:.3g} ms",
-            "-" if row.ratio is None else f"{row.ratio:.2f}{interval}",
-        )
+        level = "none" if row.level == Level.DISABLED else row.level.value
+        fusions = ", ".join(_describe_fusions(row)) or "-"
+        times = format_times(row.load_ms, row.median_ms, row.ratio, row.interval)
+        table.add_row(level, str(row.nodes), fusions, format_bytes(row.size_bytes), *times)
     print_table(table)
     for row in report.levels:
         if (report.out / row.file).is_file():

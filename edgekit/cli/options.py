@@ -35,14 +35,9 @@ class _Time(click.ParamType[float]):
 
 
 _EXAMPLES = {
-    "--rename": "input.1=image",
-    "--layout": "image=nhwc",
-    "--dim": "batch=1",
-    "--set": "api_level=31",
-    "--shape": "image=1,3,224,224",
-    "--freeze": "sr=16000",
-    "--pad": "input_ids=1",
-}
+    "--rename": "input.1=image", "--layout": "image=nhwc", "--dim": "batch=1", "--set": "api_level=31",
+    "--shape": "image=1,3,224,224", "--freeze": "sr=16000", "--pad": "input_ids=1",
+}  # fmt: skip
 
 
 def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:

@@ -39,7 +39,7 @@ from edgekit.report import text
 from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.ci import render_junit, render_markdown
 from edgekit.report.html import render_comparison, render_verify
-from edgekit.report.tables import format_bytes, make_table
+from edgekit.report.tables import format_bytes, format_or_dash, format_times, make_table
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
@@ -425,16 +425,9 @@ def _show_formats(report: FormatReport) -> None:
         if row.note:
             table.add_row(row.name, "-", row.note)
             continue
-        interval = "" if row.interval is None else f" (95 %: {row.interval[0]:.2f} to {row.interval[1]:.2f})"
-        table.add_row(
-            row.name,
-            format_bytes(row.size_bytes),
-            "-" if row.sqnr_db is None else "equal" if row.sqnr_db >= _EQUAL_DB else f"{row.sqnr_db:.1f} dB",
-            "-" if row.agreement is None else f"{row.agreement:.1%}",
-            "-" if row.load_ms is None else f"{row.load_ms:.1f} ms",
-            "-" if row.median_ms is None else f"{row.median_ms:.3g} ms",
-            "-" if row.ratio is None else f"{row.ratio:.2f}{interval}",
-        )
+        ratio = "-" if row.sqnr_db is None else "equal" if row.sqnr_db >= _EQUAL_DB else f"{row.sqnr_db:.1f} dB"
+        times = format_times(row.load_ms, row.median_ms, row.ratio, row.interval)
+        table.add_row(row.name, format_bytes(row.size_bytes), ratio, format_or_dash(row.agreement, "{:.1%}"), *times)
     print_table(table)
     same = "others" if report.apart else "the same"
     show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")

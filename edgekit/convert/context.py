@@ -72,12 +72,7 @@ def require_compiler() -> None:
 
 
 def compile_context(
-    model: str,
-    target: Target,
-    folder: Path,
-    options: ContextOptions = DEFAULT_CONTEXT,
-    *,
-    timeout_s: float = 900.0,
+    model: str, target: Target, folder: Path, options: ContextOptions = DEFAULT_CONTEXT, *, timeout_s: float = 900.0
 ) -> Context:
     """Compiles the file `model` in `folder` to a context in the same folder, for the options' SoCs or the target's.
 

@@ -13,16 +13,8 @@ from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_context, require_compiler, shorten_name
 from edgekit.convert.fusions import OpFusion, trace_fusions
 from edgekit.convert.ort_form import Equality, OrtOptions, Style, compare_with_source, refuse_size, write_ort
+from edgekit.convert.ort_format import report as ort_files
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
-from edgekit.convert.ort_format.report import (
-    OrtNode,
-    UnfusedNode,
-    count_ops,
-    find_unfused,
-    inspect_ort,
-    read_graph,
-    replay_saved,
-)
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
@@ -40,7 +32,7 @@ def find_needed_ort(files: Iterable[Path]) -> str:
     needed: list[str] = []
     for path in files:
         if path.suffix == ".ort":
-            report = inspect_ort(path)
+            report = ort_files.inspect_ort(path)
             reader = find_reader(report.ir_version, report.opsets.get("ai.onnx", 0), int(report.format_version))
         else:
             model = skim_model(path)
@@ -131,7 +123,7 @@ def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def describe_traits(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[str, ...]:
+def describe_traits(source: onnx.GraphProto, nodes: Sequence[ort_files.OrtNode]) -> tuple[str, ...]:
     """Returns a sentence for each reason why another kind of CPU could write other bytes; empty if there is none.
 
     `source` is the model before its constants were folded, `nodes` are those of the converted file.
@@ -169,7 +161,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
     census: dict[str, int] = {}
     fates: tuple[OpFusion, ...] = ()
-    unfused: tuple[UnfusedNode, ...] = ()
+    unfused: tuple[ort_files.UnfusedNode, ...] = ()
     equality: Equality | None = None
     host_traits: tuple[str, ...] = ()
     compatibility: str = ""
@@ -197,9 +189,9 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     """
     path = folder / ORT_FILES[options.style]
     write_ort(source.model, path, options, subject=str(source.origin.path))
-    graph = read_graph(path)
-    nodes = replay_saved(graph)
-    unfused = find_unfused(nodes, graph.outputs)
+    graph = ort_files.read_graph(path)
+    nodes = ort_files.replay_saved(graph)
+    unfused = ort_files.find_unfused(nodes, graph.outputs)
     stuck = [node for node in unfused if not node.activation and options.level not in _WITHOUT_FUSION]
     if stuck:
         names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
@@ -218,7 +210,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
         )
     return Written(
         files=(path.name,),
-        census=count_ops(nodes),
+        census=ort_files.count_ops(nodes),
         fates=trace_fusions(skim_model(source.model.path).graph, nodes).fates,
         unfused=unfused,
         equality=equality,
@@ -241,7 +233,7 @@ class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
     fates: dict[Form, tuple[OpFusion, ...]]
-    unfused: dict[Form, tuple[UnfusedNode, ...]]
+    unfused: dict[Form, tuple[ort_files.UnfusedNode, ...]]
     equality: dict[Form, Equality]
     host_traits: dict[Form, tuple[str, ...]]
     sha256: dict[str, str]

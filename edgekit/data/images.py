@@ -24,14 +24,10 @@ _MOST_SIDE = 1 << 14
 _NO_IMAGE: tuple[type[Exception], ...] = (*MALFORMED, UnidentifiedImageError, Image.DecompressionBombError)
 # The transposition that shows an image upright, by the Orientation of EXIF 2.32 (tag 0x0112); 1 is upright.
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}
+}  # fmt: skip
 _MOST_CHANNELS = 4
 # A scale may be written with a few digits, such as 0.0039.
 _ROUNDED = 1.01

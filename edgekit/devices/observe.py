@@ -16,7 +16,7 @@ from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport, Disagreement
 from edgekit.convert.convert import find_integer_nodes
-from edgekit.data.samples import draw_samples, list_samples
+from edgekit.data.samples import Samples, draw_samples, list_samples
 from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.device import Device, DeviceRun, Job, find_present
 from edgekit.devices.find import known_device
@@ -32,13 +32,9 @@ _WEBGPU = PROVIDERS["webgpu"].name
 
 # For each provider, the devices that run its own code, the best first.
 _OBSERVERS = {
-    QNN: ("qnn-htp-sim",),
-    NNAPI: ("android", "android:x86_64"),
-    XNNPACK: ("android", "android:x86_64"),
-    COREML: ("coreml", "ios-sim"),
-    OPENVINO: ("openvino",),
-    _WEBGPU: ("webgpu",),
-}
+    QNN: ("qnn-htp-sim",), NNAPI: ("android", "android:x86_64"), XNNPACK: ("android", "android:x86_64"),
+    COREML: ("coreml", "ios-sim"), OPENVINO: ("openvino",), _WEBGPU: ("webgpu",),
+}  # fmt: skip
 
 # These providers decide when the session is made: no run is needed to observe the placement.
 _PLACED_AT_LOAD = frozenset({NNAPI, COREML})
@@ -206,13 +202,14 @@ def describe_job(model: Model, target: Target, *, samples: int) -> Job:
     if all(spec.is_static for spec in model.inputs):
         with contextlib.suppress(DataError):
             drawn = draw_samples(model.inputs, samples)
+    return open_job(model, target, list_samples([], "random numbers") if drawn is None else drawn)
+
+
+def open_job(model: Model, target: Target, samples: Samples) -> Job:
+    """Returns the job that opens a model as on a target, and runs it on samples."""
+    check, precision = check_model(model, target), target.precision
     return Job(
-        model=model.path,
-        target=target,
-        precision=target.precision,
-        outputs=model.outputs,
-        check=check_model(model, target),
-        samples=list_samples([], "random numbers") if drawn is None else drawn,
+        model=model.path, target=target, precision=precision, outputs=model.outputs, check=check, samples=samples
     )
 
 

@@ -19,25 +19,10 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, write_labels, write_rows, writing_rows
+from edgekit.bundle.group import wiring as wires
 from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
-from edgekit.bundle.group.wiring import (
-    MAX_MEMBERS,
-    Crop,
-    Interface,
-    Stage,
-    Text,
-    Tokens,
-    Wiring,
-    describe_interface,
-    find_fault,
-    list_data,
-    resolve_wiring,
-    run_pipeline,
-    split_source,
-)
-from edgekit.data.labels import Label
+from edgekit.data.labels import Label, SampleSets, read_sample_sets
 from edgekit.data.samples import Samples
-from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.jobs.build import build
@@ -71,14 +56,14 @@ class MemberFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of a `group.toml`; inputs that `stages` do not connect are connected by name."""
 
-    members: Annotated[dict[str, MemberFile], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
-    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
-    tokens: Tokens | None = None
+    members: Annotated[dict[str, MemberFile], msgspec.Meta(min_length=1, max_length=wires.MAX_MEMBERS)]
+    stages: Annotated[tuple[wires.Stage, ...], msgspec.Meta(min_length=1, max_length=wires.MAX_MEMBERS)]
+    tokens: wires.Tokens | None = None
     metric: TaskLimit = DEFAULT_METRIC
     name: str = ""
 
 
-_TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
+_TABLES = (GroupFile, MemberFile, wires.Stage, wires.Text, wires.Crop, wires.Tokens, TaskLimit)
 # The hint about an unknown key: the most similar key of any table, or the list of the file's keys.
 _KEYS = partial(
     suggest_key,
@@ -110,8 +95,8 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     """The models of a group as they were given, with their interfaces and their wiring."""
 
     file: GroupFile
-    wiring: Wiring
-    interfaces: Mapping[str, Interface]
+    wiring: wires.Wiring
+    interfaces: Mapping[str, wires.Interface]
     models: Mapping[str, Model]
 
 
@@ -156,7 +141,7 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
                     # The other samples are assumed to have as many runs as the first one.
                     strides = {name: max(1, math.ceil(count * samples.count / limit)) for name, count in calls.items()}
                 calls = dict.fromkeys(sessions, 0)
-                yield from run_pipeline(group.wiring, group.interfaces, [sample], run_member)
+                yield from wires.run_pipeline(group.wiring, group.interfaces, [sample], run_member)
 
     for _ in run(sets.calibration, "calibration", _CALIBRATION):
         pass
@@ -202,7 +187,7 @@ def build_group(
         group = _open_members(path, file, work, is_free=takes_any_size(targets))
         progress(f"run the float models of {file.name}")
         sets = read_sample_sets(
-            list_data(group.wiring, group.interfaces),
+            wires.list_data(group.wiring, group.interfaces),
             data.source,
             evaluation=data.evaluation,
             labels=None if data.labels is None else (data.labels, find_metric(file.metric).labels),
@@ -277,7 +262,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
         ModelError: a model cannot be read.
     """
     models = {name: load_model(path.parent / member.model) for name, member in file.members.items()}
-    interfaces: dict[str, Interface] = {}
+    interfaces: dict[str, wires.Interface] = {}
     for name, model in models.items():
         try:
             ready = ready_model(model, work / "ready" / name, file.members[name].dims, may_stay_open=is_free).model
@@ -289,9 +274,9 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
                 sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(names))
                 hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
             raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
-        interfaces[name] = describe_interface(ready.inputs, ready.outputs)
-    wiring = resolve_wiring(Wiring(stages=file.stages, tokens=file.tokens), interfaces)
-    fault = find_fault(wiring, interfaces)
+        interfaces[name] = wires.describe_interface(ready.inputs, ready.outputs)
+    wiring = wires.resolve_wiring(wires.Wiring(stages=file.stages, tokens=file.tokens), interfaces)
+    fault = wires.find_fault(wiring, interfaces)
     if fault is not None:
         raise UsageError(f"'{path}' {fault[0]}", hint=fault[1])
     if file.metric == DEFAULT_METRIC and not any(stage.text or stage.crop for stage in wiring.stages):
@@ -309,7 +294,7 @@ def _describe_truncation(group: _Group, sets: SampleSets) -> Iterator[str]:
     run, text = next(((stage.run, stage.text) for stage in group.wiring.stages if stage.text), ("", None))
     if tokens is None or text is None or not isinstance(tokens.start, str):
         return
-    length, name = (group.interfaces[run].inputs[text.input].shape or (None,))[-1], split_source(tokens.start)[1]
+    length, name = (group.interfaces[run].inputs[text.input].shape or (None,))[-1], wires.split_source(tokens.start)[1]
     token_counts = (sample[name].size for samples in (sets.calibration, sets.evaluation) for sample in samples)
     truncated = sum(size > length for size in token_counts) if isinstance(length, int) else 0
     if truncated:

@@ -176,11 +176,18 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
         source_file.parent.mkdir(parents=True, exist_ok=True)
         source_file.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     (work / "classes").mkdir()
-    fast_compile = (
+    # The optimizing compiler costs more than it saves here.
+    argv = [
+        javac,
         "-J-XX:TieredStopAtLevel=1",
         "-J-XX:+UseSerialGC",
-    )  # the optimizing compiler costs more than it saves here
-    argv = [javac, *fast_compile, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
+        "--release",
+        "8",
+        "-Xlint:-options",
+        "-encoding",
+        "UTF-8",
+        "-proc:none",
+    ]
     argv += ["-implicit:none", "-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
     argv += ["-d", str(work / "classes")]
     result = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
@@ -376,17 +383,10 @@ _NNAPI_KEYS = {
 }
 # COREMLFlags of coreml_provider_factory.h: the plug-in takes their sum, and none of the newer options by name.
 _COREML_FLAGS = {
-    "EnableOnSubgraphs=0": 0,
-    "EnableOnSubgraphs=1": 2,
-    "MLComputeUnits=ALL": 0,
-    "MLComputeUnits=CPUAndGPU": 32,
-    "MLComputeUnits=CPUAndNeuralEngine": 4,
-    "MLComputeUnits=CPUOnly": 1,
-    "ModelFormat=MLProgram": 16,
-    "ModelFormat=NeuralNetwork": 0,
-    "RequireStaticInputShapes=0": 0,
-    "RequireStaticInputShapes=1": 8,
-}
+    "EnableOnSubgraphs=0": 0, "EnableOnSubgraphs=1": 2, "MLComputeUnits=ALL": 0, "MLComputeUnits=CPUAndGPU": 32,
+    "MLComputeUnits=CPUAndNeuralEngine": 4, "MLComputeUnits=CPUOnly": 1, "ModelFormat=MLProgram": 16,
+    "ModelFormat=NeuralNetwork": 0, "RequireStaticInputShapes=0": 0, "RequireStaticInputShapes=1": 8,
+}  # fmt: skip
 _THREADS = "intra_op_num_threads"
 _HARMLESS = {
     "session.intra_op.allow_spinning=0": "waiting threads spin, which costs time and changes no result",

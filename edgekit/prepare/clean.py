@@ -190,11 +190,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     if keeps_weights_on_disk(model):
         config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
     settings = SessionSettings(
-        level=Level.BASIC,
-        config=config,
-        disabled_optimizers=_QDQ_CHANGERS,
-        threads=1,
-        libraries=model.custom_ops,
+        level=Level.BASIC, config=config, disabled_optimizers=_QDQ_CHANGERS, threads=1, libraries=model.custom_ops
     )
     optimize_graph(proto.SerializeToString(deterministic=True), path, settings, subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)

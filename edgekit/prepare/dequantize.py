@@ -17,17 +17,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import made_by
-from edgekit.model.model import (
-    Model,
-    find_integer_ops,
-    iterate_graphs,
-    iterate_nodes,
-    list_names,
-    order_nodes,
-    read_proto,
-    refill,
-    save_proto,
-)
+from edgekit.model import model as models
 from edgekit.prepare.interface import drop_idle_nodes
 
 # Operators followed by a Cast and a Mul with the scales.
@@ -45,7 +35,7 @@ _WIDE = frozenset({"DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
 
 
-def dequantize_model(model: Model, out: Path) -> Model:
+def dequantize_model(model: models.Model, out: Path) -> models.Model:
     """Writes the float model of a dynamically quantized one to `out`, and returns it.
 
     The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
@@ -56,14 +46,16 @@ def dequantize_model(model: Model, out: Path) -> Model:
         ModelError: the model is not dynamically quantized, or has other quantized operators too.
         OutputError: `out` cannot be written.
     """
-    proto = read_proto(model)
-    refill(proto.graph.node, order_nodes(proto.graph))
+    proto = models.read_proto(model)
+    models.refill(proto.graph.node, models.order_nodes(proto.graph))
     writer = _Writer(proto)
     found = [writer.write(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
     # Subgraphs first: what they no longer read is idle in the graphs around them.
-    for part in reversed([*iterate_graphs(proto.graph)]):
+    for part in reversed([*models.iterate_graphs(proto.graph)]):
         drop_idle_nodes(part)
-    if left := sorted({*find_integer_ops(proto), *({node.op_type for node in iterate_nodes(proto.graph)} & _FUSED)}):
+    if left := sorted(
+        {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
+    ):
         raise ModelError(
             f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}",
             hint="give the float model that it was made from",
@@ -71,7 +63,7 @@ def dequantize_model(model: Model, out: Path) -> Model:
     if not any(found):
         raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
     out.parent.mkdir(parents=True, exist_ok=True)
-    return save_proto(proto, out)
+    return models.save_proto(proto, out)
 
 
 def _iterate(graph: Graph, outer: Mapping[str, Node]) -> Iterator[Graph]:
@@ -86,7 +78,7 @@ class _Writer:
     """Replaces integer layers and the weights that they read by float ones, in place."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self._graph, self._taken = proto.graph, list_names(proto.graph)
+        self._graph, self._taken = proto.graph, models.list_names(proto.graph)
         # The float constant made from integers, scale and zero point, by the ids of these tensors.
         self._made: dict[tuple[int, ...], str] = {}
         # The scale and zero point of a Gather or Transpose that used to pass integers on.

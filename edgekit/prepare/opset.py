@@ -16,18 +16,8 @@ from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.constants import list_constants
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.graph.inference import copy_light
+from edgekit.model import model as models
 from edgekit.model.external import LEAST_BYTES
-from edgekit.model.model import (
-    Model,
-    find_reader,
-    formats_of,
-    iterate_graphs,
-    iterate_nodes,
-    list_element_types,
-    read_proto,
-    refill,
-    save_proto,
-)
 from edgekit.prepare.stripped import put_weights
 
 
@@ -71,12 +61,12 @@ def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
         and not new[attribute.name].required
         and read(attribute) == read(new[attribute.name].default_value)
     ]
-    refill(node.attribute, [attribute for attribute in node.attribute if attribute not in default])
+    models.refill(node.attribute, [attribute for attribute in node.attribute if attribute not in default])
 
 
-MAX_OPSET = formats_of(VERSION).opset
+MAX_OPSET = models.formats_of(VERSION).opset
 """The newest opset of ai.onnx that this ONNX Runtime supports officially (its own error message says so)."""
-MAX_IR_VERSION = formats_of(VERSION).ir_version
+MAX_IR_VERSION = models.formats_of(VERSION).ir_version
 """The newest IR version that this ONNX Runtime loads (its own error message says so)."""
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""
@@ -116,7 +106,7 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     own = read_opset(proto)
     if wanted is not None:
         return wanted
-    lifted = own < OLDEST_OPSET and any(not node.domain for node in iterate_nodes(proto.graph))
+    lifted = own < OLDEST_OPSET and any(not node.domain for node in models.iterate_nodes(proto.graph))
     # From opset 17 on, ONNX Runtime fuses the parts, and its optimizers' own operators can be split into ONNX's norm.
     normed = own < _LAYER_NORM_SINCE and (
         _has_parted_norms(proto.graph)
@@ -140,7 +130,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
             hint=f"export the model with opset {opset}",
         )
-    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain] if opset < own else []
+    nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain] if opset < own else []
     for node in nodes:
         _drop_defaults(node, own, opset)
     # The operators that differ in the older opset, or do not exist there.
@@ -154,15 +144,15 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     light, weights = copy_light(proto, LEAST_BYTES)
     # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
     unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
-    aside = [node for node in iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
+    aside = [node for node in models.iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
     for node in aside:
         node.domain = _ASIDE
     if aside:
         light.opset_import.add(domain=_ASIDE, version=1)
     # The converter handles the changed meaning of `axis` for Softmax, but not for Hardmax.
     is_hard = own < _HARDMAX_SINCE <= opset
-    hard = {node.name for node in iterate_nodes(light.graph) if is_hard and node.op_type == "Hardmax"}
-    for node in iterate_nodes(light.graph):
+    hard = {node.name for node in models.iterate_nodes(light.graph) if is_hard and node.op_type == "Hardmax"}
+    for node in models.iterate_nodes(light.graph):
         node.op_type = "Softmax" if node.name in hard else node.op_type
     try:
         converted = version_converter.convert_version(light, opset)
@@ -172,8 +162,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
         ) from error
     put_weights(converted.graph, weights)
-    refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
-    for node in iterate_nodes(converted.graph):
+    models.refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
+    for node in models.iterate_nodes(converted.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
         node.op_type = "Hardmax" if node.name in hard else node.op_type
     if own < _RESIZE_SINCE <= opset:
@@ -187,29 +177,29 @@ def _map_positions(graph: onnx.GraphProto) -> None:
     Positions were divided by the scale, and the nearest was rounded up if all sizes shrink, else down
     (`GetNearestPixel` of ONNX Runtime's `upsamplebase.h`).
     """
-    constants = {name: tensor for part in iterate_graphs(graph) for name, tensor in list_constants(part).items()}
-    for node in (node for node in iterate_nodes(graph) if node.op_type == "Resize" and not node.domain):
+    constants = {name: tensor for part in models.iterate_graphs(graph) for name, tensor in list_constants(part).items()}
+    for node in (node for node in models.iterate_nodes(graph) if node.op_type == "Resize" and not node.domain):
         scales = constants.get(node.input[2])
         shrinks = scales is not None and bool((numpy_helper.to_array(scales) <= 1).all())
         node.attribute.append(helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
         node.attribute.append(helper.make_attribute("nearest_mode", "ceil" if shrinks else "floor"))
 
 
-def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
+def lower_model(model: models.Model, folder: Path, runtime: str = VERSION) -> models.Model:
     """Returns a model that a version of ONNX Runtime reads: itself, or one of lower IR version and opset in `folder`.
 
     Raises:
         ModelError: an operator cannot be converted to an opset that this ONNX Runtime reads.
         OutputError: `folder` cannot be written.
     """
-    opset, reads = model.opsets.get("ai.onnx", 1), formats_of(runtime)
+    opset, reads = model.opsets.get("ai.onnx", 1), models.formats_of(runtime)
     if model.ir_version <= reads.ir_version and opset <= reads.opset:
         return model
-    proto = read_proto(model)
+    proto = models.read_proto(model)
     try:
         proto = convert_opset(proto, min(opset, reads.opset))
     except ModelError as error:
-        newer = find_reader(model.ir_version, opset)
+        newer = models.find_reader(model.ir_version, opset)
         reader = f"ONNX Runtime {newer} reads it as it is" if newer else "no ONNX Runtime that was tried reads it"
         raise ModelError(
             f"'{model.path}' has opset {opset}, and ONNX Runtime {runtime} reads up to {reads.opset}: {error.message}",
@@ -217,7 +207,7 @@ def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
         ) from error
     lower_ir_version(proto, min(opset, reads.opset), reads.ir_version)
     folder.mkdir(parents=True, exist_ok=True)
-    lowered = save_proto(proto, folder / model.path.name)
+    lowered = models.save_proto(proto, folder / model.path.name)
     return msgspec.structs.replace(lowered, name=model.name, custom_ops=model.custom_ops)
 
 
@@ -226,7 +216,7 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
 
     It is at most `newest`, which ONNX Runtime reads, and at least 8: version 3 requires initializers among the inputs.
     """
-    is_portable = opset <= 20 and max(list_element_types(proto.graph), default=0) <= _NEWEST_PORTABLE_TYPE
+    is_portable = opset <= 20 and max(models.list_element_types(proto.graph), default=0) <= _NEWEST_PORTABLE_TYPE
     if proto.ir_version > _PORTABLE_IR_VERSION and is_portable:
         proto.ir_version = _PORTABLE_IR_VERSION
     proto.ir_version = min(max(proto.ir_version, 8), newest)

@@ -33,14 +33,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 _MAX_EXPONENT, _MAX_BASE = 8, 2**31
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
+}  # fmt: skip
 # The functions of sympy and torch.utils._sympy, in lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
     "ceil": math.ceil,

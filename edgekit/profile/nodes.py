@@ -99,16 +99,11 @@ _COUNTERS: Mapping[str, Callable[[Step], int]] = {
 
 
 _KINDS: Mapping[str, Kind] = {
-    "QuantizeLinear": "quantize and dequantize",
-    "DequantizeLinear": "quantize and dequantize",
-    "DynamicQuantizeLinear": "quantize and dequantize",
-    "Cast": "casts",
-    "ReorderInput": "reorders",
-    "ReorderOutput": "reorders",
-    "Transpose": "transposes",
-    "MemcpyFromHost": "copies between providers",
+    "QuantizeLinear": "quantize and dequantize", "DequantizeLinear": "quantize and dequantize",
+    "DynamicQuantizeLinear": "quantize and dequantize", "Cast": "casts", "ReorderInput": "reorders",
+    "ReorderOutput": "reorders", "Transpose": "transposes", "MemcpyFromHost": "copies between providers",
     "MemcpyToHost": "copies between providers",
-}
+}  # fmt: skip
 # Suffixes that ONNX Runtime adds to the name of a node that it rewrites (nchwc_transformer.cc, nhwc_transformer.cc,
 # selectors_actions/helpers.cc).
 _SUFFIX = re.compile(r"(_nchwc|_nhwc|_token_\d+|/duplicated)$")

@@ -148,11 +148,7 @@ def _describe(report: VerifyReport) -> Iterator[str]:
         for run in report.runs:
             for output in run.outputs:
                 top1 = output.exact_match if output.agreed is None else output.agreed
-                figures = (
-                    format_or_dash(output.cosine, "{:.5f}"),
-                    format_or_dash(output.sqnr_db, "{:.1f}"),
-                    format_or_dash(top1, "{:.1%}"),
-                )
+                figures = map(format_or_dash, (output.cosine, output.sqnr_db, top1), ("{:.5f}", "{:.1f}", "{:.1%}"))
                 verdict = "pass" if run.passed else f"**{run.verdict}**"
                 cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
                 yield f"| {' | '.join(cells)} |"

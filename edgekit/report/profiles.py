@@ -42,40 +42,23 @@ def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
     If they were measured, two more follow: the memory of the process after each phase, with and without the arena; and
     the most expensive operations of the graph that an NPU ran.
     """
-    rows = (
-        (
-            one.op,
-            short_provider(one.provider),
-            str(one.nodes),
-            f"{one.calls:g}",
-            f"{one.self_ms:.3g} ms",
-            f"{one.average_ms:.3g} ms",
-            f"{one.max_ms:.3g} ms",
-            f"{one.share:.1%}",
-            _rate(one.macs, one.self_ms),
-            _rate(one.bytes, one.self_ms),
-        )
-        for one in profile.operators[:most]
-    )
     columns = ("operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s")
-    yield make_table(*columns, rows=rows)
-    rows = (
-        (
-            shorten(node.source or node.name),
-            node.op,
-            f"{node.self_ms:.3g} ms",
-            f"{node.share:.1%}",
-            format_count(node.macs) if node.macs else "-",
-            format_bytes(node.bytes),
-            f"{node.gmacs_per_s:.3g}" if node.macs else "-",
-            f"{node.gbytes_per_s:.3g}",
-            "-" if node.roof_share is None else f"{min(node.roof_share, 1):.0%} {node.bound}",
-            f"{describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}",
-        )
-        for node in rank_nodes(profile)[:most]
-    )
+    table = make_table(*columns)
+    for one in profile.operators[:most]:
+        times = (f"{one.self_ms:.3g} ms", f"{one.average_ms:.3g} ms", f"{one.max_ms:.3g} ms", f"{one.share:.1%}")
+        rates = (_rate(one.macs, one.self_ms), _rate(one.bytes, one.self_ms))
+        table.add_row(one.op, short_provider(one.provider), str(one.nodes), f"{one.calls:g}", *times, *rates)
+    yield table
     columns = ("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
-    yield make_table(*columns, rows=rows)
+    table = make_table(*columns)
+    for node in rank_nodes(profile)[:most]:
+        work = (format_count(node.macs) if node.macs else "-", format_bytes(node.bytes))
+        rates = (f"{node.gmacs_per_s:.3g}" if node.macs else "-", f"{node.gbytes_per_s:.3g}")
+        roof = "-" if node.roof_share is None else f"{min(node.roof_share, 1):.0%} {node.bound}"
+        shapes = f"{describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}"
+        spent = (f"{node.self_ms:.3g} ms", f"{node.share:.1%}")
+        table.add_row(shorten(node.source or node.name), node.op, *spent, *work, *rates, roof, shapes)
+    yield table
     if profile.memory:
         arena_columns = ("held without arena", "peak without arena", "arena holds", "most in use there")
         table = make_table("memory behind", "held", "peak", *arena_columns)
@@ -135,17 +118,11 @@ def describe_cause(cause: Cause) -> str:
 
 def table_pairs(found: ProfileComparison, most: int) -> Table:
     """Returns the layers whose times differ most as a table."""
-    rows = (
-        (
-            shorten(pair.tensor),
-            f"{pair.a_ms:.3g} ms",
-            f"{pair.b_ms:.3g} ms",
-            f"{pair.b_ms - pair.a_ms:+.3g} ms",
-            *(", ".join(side) or "-" for side in (pair.a_ops, pair.b_ops)),
-        )
-        for pair in sorted(found.pairs, key=lambda pair: -abs(pair.b_ms - pair.a_ms))[:most]
-    )
-    return make_table("value", "A", "B", "B - A", "kernels of A", "kernels of B", rows=rows)
+    table = make_table("value", "A", "B", "B - A", "kernels of A", "kernels of B")
+    for pair in sorted(found.pairs, key=lambda pair: -abs(pair.b_ms - pair.a_ms))[:most]:
+        times = (f"{pair.a_ms:.3g} ms", f"{pair.b_ms:.3g} ms", f"{pair.b_ms - pair.a_ms:+.3g} ms")
+        table.add_row(shorten(pair.tensor), *times, *(", ".join(side) or "-" for side in (pair.a_ops, pair.b_ops)))
+    return table
 
 
 def list_report_remarks(report: ProfileReport) -> Iterator[str]:
@@ -178,19 +155,9 @@ MAX_SPANS = 100_000
 """The largest number of kernels in the timeline: with more the page would load slowly."""
 
 HUES = (
-    "#2f6fde",
-    "#d9822b",
-    "#14804a",
-    "#8f4fd1",
-    "#c22f3d",
-    "#0f8a9d",
-    "#a88b00",
-    "#d0448f",
-    "#6b7a2f",
-    "#5b6b9b",
-    "#9b5b3b",
-    "#7d8894",
-)
+    "#2f6fde", "#d9822b", "#14804a", "#8f4fd1", "#c22f3d", "#0f8a9d", "#a88b00", "#d0448f", "#6b7a2f", "#5b6b9b",
+    "#9b5b3b", "#7d8894",
+)  # fmt: skip
 _LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 

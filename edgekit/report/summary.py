@@ -54,9 +54,7 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the bundle was made and passed verification; a bundle that was not verified is not proven."""
-        if self.path is None:
-            return "fail"
-        return "not proven" if self.verify is None else self.verify.verdict
+        return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
 
     @property
     def passed(self) -> bool:

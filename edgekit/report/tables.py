@@ -53,6 +53,15 @@ def format_or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def format_times(
+    load_ms: float | None, median_ms: float | None, ratio: float | None, interval: tuple[float, float] | None
+) -> tuple[str, str, str]:
+    """Returns the times to load and to run, and the ratio to another's with its 95 % interval, each "-" if unknown."""
+    doubt = "" if interval is None else " (95 %: {:.2f} to {:.2f})".format(*interval)
+    times = format_or_dash(load_ms, "{:.1f} ms"), format_or_dash(median_ms, "{:.3g} ms")
+    return *times, format_or_dash(ratio, "{:.2f}") + doubt
+
+
 def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
     """Returns a value and the first of the units (each 1000 times the previous one) in which it is below 1000."""
     for unit in units[:-1]:
@@ -172,9 +181,7 @@ class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the group was made and passed verification; a group that was not verified is not proven."""
-        if self.path is None:
-            return "fail"
-        return "not proven" if self.verify is None else self.verify.verdict
+        return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
 
 
 class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):

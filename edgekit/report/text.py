@@ -35,25 +35,17 @@ _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UN
 
 def table_build(report: BuildReport) -> Table:
     """Returns a build as a table: a row for each target."""
-    rows: list[tuple[str | Text, ...]] = []
+    table = make_table("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
     for bundle in report.bundles:
         result = color_verdict(bundle.verdict)
         if bundle.path is None:
             result = Text("no bundle", _BAD)
         elif bundle.verify is None or not bundle.verify.runs:
             result = Text("not verified" if bundle.verify is None else "nothing ran", _UNKNOWN)
-        rows.append((
-            bundle.target,
-            bundle.precision or "-",
-            describe_taken(bundle.placed),
-            "-" if bundle.placed is None else f"{bundle.placed.partitions}, {bundle.placed.evidence}",
-            describe_size(bundle),
-            describe_agreement(bundle.verify),
-            describe_evidence(bundle.verify),
-            result,
-        ))  # fmt: skip
-    columns = ("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
-    return make_table(*columns, rows=rows)
+        parts = "-" if bundle.placed is None else f"{bundle.placed.partitions}, {bundle.placed.evidence}"
+        judged = (describe_size(bundle), describe_agreement(bundle.verify), describe_evidence(bundle.verify), result)
+        table.add_row(bundle.target, bundle.precision or "-", describe_taken(bundle.placed), parts, *judged)
+    return table
 
 
 def list_remarks(report: BuildReport) -> list[str]:
@@ -136,17 +128,10 @@ def table_verify(report: VerifyReport) -> Table:
         for output in run.outputs:
             own = run.accuracy if run.accuracy is not None and run.accuracy.output == output.name else None
             accuracy = (describe_accuracy(own) if own else "-",) if is_labelled else ()
-            table.add_row(
-                run.device,
-                run.evidence.value,
-                f"{output.name} (state)" if output.is_state else output.name,
-                format_or_dash(output.cosine, "{:.5f}"),
-                format_or_dash(output.sqnr_db, "{:.1f} dB"),
-                format_or_dash(output.agreed, "{:.1%}"),
-                format_or_dash(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
-                color_verdict(run.verdict),
-                *accuracy,
-            )
+            name = f"{output.name} (state)" if output.is_state else output.name
+            values = (output.cosine, output.sqnr_db, output.agreed, run.latency_ms.median if run.latency_ms else None)
+            figures = map(format_or_dash, values, ("{:.5f}", "{:.1f} dB", "{:.1%}", "{:.1f}"))
+            table.add_row(run.device, run.evidence.value, name, *figures, color_verdict(run.verdict), *accuracy)
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
     return table
@@ -171,21 +156,17 @@ def list_metric(run: RunReport) -> Iterator[str]:
 
 def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row for each device."""
-    rows = (
-        (
-            found.device,
-            format_or_dash(found.sqnr_db, "{:.1f} dB"),
-            format_or_dash(found.top1_agreement, "{:.1%}"),
-            format_or_dash(found.accuracy, "{:.1%}"),
-            *(format_or_dash(getattr(found.latency_ms, name, None), "{:.2f} ms") for name in ("median", "p95", "p99")),
-            f"{found.nodes_taken}/{found.nodes}",
-            format_bytes(found.peak_rss_bytes),
-            f"as {found.same_as}" if found.same_as else "own",
-        )
-        for found in report.comparison
-    )
     columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
-    return make_table(*columns, rows=rows)
+    table = make_table(*columns)
+    for found in report.comparison:
+        shares = (format_or_dash(share, "{:.1%}") for share in (found.top1_agreement, found.accuracy))
+        times = [getattr(found.latency_ms, name, None) for name in ("median", "p95", "p99")]
+        costs = (f"{found.nodes_taken}/{found.nodes}", format_bytes(found.peak_rss_bytes))
+        outputs, ratio = f"as {found.same_as}" if found.same_as else "own", format_or_dash(found.sqnr_db, "{:.1f} dB")
+        table.add_row(
+            found.device, ratio, *shares, *(format_or_dash(time, "{:.2f} ms") for time in times), *costs, outputs
+        )
+    return table
 
 
 def table_contents(report: OnnxReport | OrtFileReport) -> Table:
@@ -216,19 +197,13 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
 
 def table_outputs(report: ModelComparison) -> Table:
     """Returns a comparison of two models as a table: a row for each output."""
-    rows = (
-        (
-            output.name,
-            format_or_dash(output.cosine, "{:.5f}"),
-            format_or_dash(output.sqnr_db, "{:.1f} dB"),
-            format_or_dash(output.max_abs, "{:.4g}"),
-            format_or_dash(output.top1_agreement, "{:.1%}"),
-            format_or_dash(output.exact_match, "{:.1%}"),
-            output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else ""),
-        )
-        for output in report.outputs
-    )
-    return make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark", rows=rows)
+    table = make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark")
+    for output in report.outputs:
+        values, forms = (output.cosine, output.sqnr_db, output.max_abs), ("{:.5f}", "{:.1f} dB", "{:.4g}")
+        shares = (format_or_dash(share, "{:.1%}") for share in (output.top1_agreement, output.exact_match))
+        remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
+        table.add_row(output.name, *map(format_or_dash, values, forms), *shares, remark)
+    return table
 
 
 def judge_output(output: OutputReport, min_sqnr_db: float | None = None) -> Verdict:
@@ -248,17 +223,11 @@ def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None =
 
 def table_layers(layers: Sequence[LayerReport]) -> Table:
     """Returns layers as a table: the accumulated error, and the error of each layer alone on correct inputs."""
-    rows = (
-        (
-            layer.name,
-            layer.op,
-            format_or_dash(layer.sqnr_db, "{:.1f} dB"),
-            format_or_dash(layer.own_sqnr_db, "{:.1f} dB"),
-            format_or_dash(layer.max_abs, "{:.4g}"),
-        )
-        for layer in layers
-    )
-    return make_table("layer", "op", "SQNR so far", "own SQNR", "max error", rows=rows)
+    table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
+    for layer in layers:
+        ratios = (format_or_dash(ratio, "{:.1f} dB") for ratio in (layer.sqnr_db, layer.own_sqnr_db))
+        table.add_row(layer.name, layer.op, *ratios, format_or_dash(layer.max_abs, "{:.4g}"))
+    return table
 
 
 def list_located(found: Located) -> Iterator[str]:

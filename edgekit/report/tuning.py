@@ -54,37 +54,26 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
     if report.levels:
         table = make_table("level", "nodes", "fused", "load", "p50")
         for row in report.levels:
-            times = format_or_dash(row.load_ms, "{:.0f} ms"), format_or_dash(row.median_ms, "{:.3g} ms")
-            table.add_row(row.level, format_or_dash(row.nodes, "{}"), describe_fused(row.fused), *times)
+            phases = format_or_dash(row.load_ms, "{:.0f} ms"), format_or_dash(row.median_ms, "{:.3g} ms")
+            table.add_row(row.level, format_or_dash(row.nodes, "{}"), describe_fused(row.fused), *phases)
         yield table
-    rows = (
-        (
-            one.group,
-            one.challenger or "-",
-            "-" if one.ratio is None else f"{one.ratio.value:.3f}",
-            Text("yes", "green") if one.taken else "no",
-            one.reason,
+    table = make_table("race", "last challenger", "cost", "taken", "why")
+    for race in report.decisions:
+        cost, taken = (
+            "-" if race.ratio is None else f"{race.ratio.value:.3f}",
+            Text("yes", "green") if race.taken else "no",
         )
-        for one in report.decisions
-    )
-    yield make_table("race", "last challenger", "cost", "taken", "why", rows=rows)
+        table.add_row(race.group, race.challenger or "-", cost, taken, race.reason)
+    yield table
     table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
     for one in report.tried:
         name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
         if one.fault is not None:
             table.add_row(name, Text(one.fault, "red"), *("-" for _ in range(6)), str(one.measurements))
             continue
-        table.add_row(
-            name,
-            f"{one.median_ms:.3g} ms",
-            f"{one.p99_ms:.3g} ms",
-            f"{one.throughput_per_s:.3g}",
-            f"{one.load_ms:.0f} ms",
-            f"{one.first_ms:.3g} ms",
-            format_bytes(one.peak_rss_bytes),
-            describe_nearness(one),
-            str(one.measurements),
-        )
+        times = f"{one.median_ms:.3g} ms", f"{one.p99_ms:.3g} ms", f"{one.throughput_per_s:.3g}"
+        starts = f"{one.load_ms:.0f} ms", f"{one.first_ms:.3g} ms", format_bytes(one.peak_rss_bytes)
+        table.add_row(name, *times, *starts, describe_nearness(one), str(one.measurements))
     yield table
 
 
@@ -173,7 +162,8 @@ def draw_front(report: TuneReport) -> Chart | None:
         )
         marks.append(mark)
     line = sorted((mark for mark in marks if "front" in mark.kind), key=lambda mark: mark.x)
-    columns, rows = ([(axis.place(value), value) for value in _list_ticks(axis)] for axis in (across, up))
+    ticks = [[10.0 ** (axis.low + (axis.high - axis.low) * step / 4) for step in range(5)] for axis in (across, up)]
+    columns, rows = ([(axis.place(value), value) for value in at] for axis, at in zip((across, up), ticks, strict=True))
     return Chart(
         marks=tuple(marks),
         lines={"front": " ".join(f"{mark.x},{mark.y}" for mark in line)},
@@ -181,10 +171,6 @@ def draw_front(report: TuneReport) -> Chart | None:
         rows=tuple((y, format_bytes(int(value))) for y, value in rows),
         edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
     )
-
-
-def _list_ticks(axis: LogAxis) -> list[float]:
-    return [10.0 ** (axis.low + (axis.high - axis.low) * step / 4) for step in range(5)]
 
 
 def render_tuning(report: TuneReport) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.check.check import check_model
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import Device
+from edgekit.devices.observe import open_job
 from edgekit.evidence import Judgement, Verdict, join_judgements
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
@@ -130,14 +130,7 @@ def compare_on_device(
         UsageError: the samples do not fit a model.
     """
     with work_folder() as work:
-        job = Job(
-            model=b.path,
-            target=target,
-            precision=target.precision,
-            outputs=b.outputs,
-            check=check_model(b, target),
-            samples=map_samples(samples, lambda sample: adapt_sample(sample, b)),
-        )
+        job = open_job(b, target, map_samples(samples, lambda sample: adapt_sample(sample, b)))
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = keep_small(_run_model(a, samples, {}))

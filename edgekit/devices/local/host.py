@@ -95,14 +95,11 @@ UNITS = {"all": "ALL", "cpu": "CPUOnly", "gpu": "CPUAndGPU", "ane": "CPUAndNeura
 
 # The provider's options except the cache, and their values, from ORT's coreml_options.cc.
 _COREML_OPTIONS: dict[str, tuple[str, ...]] = {
-    "ModelFormat": ("MLProgram", "NeuralNetwork"),
-    "MLComputeUnits": tuple(UNITS.values()),
-    "RequireStaticInputShapes": ("0", "1"),
-    "EnableOnSubgraphs": ("0", "1"),
-    "SpecializationStrategy": ("Default", "FastPrediction"),
-    "ProfileComputePlan": ("0", "1"),
+    "ModelFormat": ("MLProgram", "NeuralNetwork"), "MLComputeUnits": tuple(UNITS.values()),
+    "RequireStaticInputShapes": ("0", "1"), "EnableOnSubgraphs": ("0", "1"),
+    "SpecializationStrategy": ("Default", "FastPrediction"), "ProfileComputePlan": ("0", "1"),
     "AllowLowPrecisionAccumulationOnGPU": ("0", "1"),
-}
+}  # fmt: skip
 
 
 class CoreMl(Device, frozen=True, kw_only=True):

@@ -241,21 +241,14 @@ def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
         error = found - wanted
         distance = np.abs(error)
         columns: dict[str, npt.NDArray[Any]] = {
-            "matches": matches,
-            "non_finite": non_finite,
-            "reference_non_finite": np.count_nonzero(strange, axis=1),
-            "abs_sum": _finite(distance.sum(axis=1)),
-            "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
-            "error_sum": _finite(error.sum(axis=1)),
-            "error_energy": _energy(error, error),
-            "reference_energy": _energy(wanted, wanted),
-            "energy": _energy(found, found),
-            "dot": _energy(wanted, found),
+            "matches": matches, "non_finite": non_finite, "reference_non_finite": np.count_nonzero(strange, axis=1),
+            "abs_sum": _finite(distance.sum(axis=1)), "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
+            "error_sum": _finite(error.sum(axis=1)), "error_energy": _energy(error, error),
+            "reference_energy": _energy(wanted, wanted), "energy": _energy(found, found), "dot": _energy(wanted, found),
             "max_abs": _finite(distance.max(axis=1)),
-            "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)),
-            "low": wanted.min(axis=1),
+            "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)), "low": wanted.min(axis=1),
             "high": wanted.max(axis=1),
-        }
+        }  # fmt: skip
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [SampleErrors(numeric=True, elements=elements, **dict(zip(columns, row, strict=True))) for row in rows]
 

@@ -244,11 +244,21 @@ def write_pool(builder: ModelBuilder, name: str, inputs: Sequence[int], outputs:
         if not any(pads):
             pool(source, target, scheme, (kernel_height, kernel_width))
             return
-        sizes, wanted = builder.operands[source].shape, builder.operands[target].shape
-        rows = _split_windows(sizes[1], wanted[1], kernel_height, height, pads[2])
-        _pool_in_pieces(
-            builder, source, target, rows, _split_windows(sizes[2], wanted[2], kernel_width, width, pads[0]), pool
-        )
+        # Each piece by TFLite's own kernel, which is exact for integers too; the results are concatenated.
+        sizes, wanted, bands = builder.operands[source].shape, builder.operands[target].shape, list[int]()
+        batch, channels = sizes[0], sizes[3]
+        for row in _split_windows(sizes[1], wanted[1], kernel_height, height, pads[2]):
+            cells: list[int] = []
+            for column in _split_windows(sizes[2], wanted[2], kernel_width, width, pads[0]):
+                part = builder.like(source, (batch, row.size, column.size, channels))
+                begin = builder.constant(np.array([0, row.start, column.start, 0], np.int32))
+                size = builder.constant(np.array([batch, row.size, column.size, channels], np.int32))
+                builder.add("SLICE", (source, begin, size), (part,), "SliceOptions")
+                cells.append(builder.like(target, (batch, row.outputs, column.outputs, channels)))
+                pool(part, cells[-1], _VALID, (row.extent, column.extent))
+            bands.append(builder.like(target, (batch, row.outputs, wanted[2], channels)))
+            builder.add("CONCATENATION", cells, (bands[-1],), "ConcatenationOptions", axis=2)
+        builder.add("CONCATENATION", bands, (target,), "ConcatenationOptions", axis=1)
 
     write_in_order(builder, inputs[0], outputs[0], read_layout(builder, rest, 5), write)
 
@@ -299,32 +309,6 @@ def _split_windows(size: int, outputs: int, window: int, stride: int, before: in
         else:
             pieces.append(_Piece(start=start, size=end - start, extent=end - start, outputs=1))
     return pieces
-
-
-def _pool_in_pieces(
-    builder: ModelBuilder,
-    source: int,
-    target: int,
-    rows: Sequence[_Piece],
-    columns: Sequence[_Piece],
-    pool: Callable[[int, int, int, tuple[int, int]], None],
-) -> None:
-    """Pools each piece with TFLite's own kernel, which is exact for integers too, and concatenates the results."""
-    batch, channels = builder.operands[source].shape[0], builder.operands[source].shape[3]
-    width = builder.operands[target].shape[2]
-    bands: list[int] = []
-    for row in rows:
-        cells: list[int] = []
-        for column in columns:
-            part = builder.like(source, (batch, row.size, column.size, channels))
-            begin = builder.constant(np.array([0, row.start, column.start, 0], np.int32))
-            size = builder.constant(np.array([batch, row.size, column.size, channels], np.int32))
-            builder.add("SLICE", (source, begin, size), (part,), "SliceOptions")
-            cells.append(builder.like(target, (batch, row.outputs, column.outputs, channels)))
-            pool(part, cells[-1], _VALID, (row.extent, column.extent))
-        bands.append(builder.like(target, (batch, row.outputs, width, channels)))
-        builder.add("CONCATENATION", cells, (bands[-1],), "ConcatenationOptions", axis=2)
-    builder.add("CONCATENATION", bands, (target,), "ConcatenationOptions", axis=1)
 
 
 class _Kernel(msgspec.Struct, frozen=True):

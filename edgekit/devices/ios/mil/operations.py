@@ -72,14 +72,9 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
-def unary(formula: Callable[[Array], Array]) -> Compute:
-    """Returns the operation that applies a formula to `x`."""
-    return lambda given: formula(given.tensor("x"))
-
-
-def binary(formula: Callable[[Array, Array], Array]) -> Compute:
-    """Returns the operation that applies a formula to `x` and `y`."""
-    return lambda given: formula(given.tensor("x"), given.tensor("y"))
+def _apply(formula: Callable[..., Array], *names: str) -> Compute:
+    """Returns the operation that applies a formula to the named tensors."""
+    return lambda given: formula(*map(given.tensor, names))
 
 
 def erf(x: Array) -> Array:
@@ -136,8 +131,8 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
     "not_equal": np.not_equal, "pow": np.power, "real_div": _divide, "sub": np.subtract,
 }  # fmt: skip
 ELEMENTWISE: Mapping[str, Compute] = {
-    **{name: unary(formula) for name, formula in _UNARY.items()},
-    **{name: binary(formula) for name, formula in _BINARY.items()},
+    **{name: _apply(formula, "x") for name, formula in _UNARY.items()},
+    **{name: _apply(formula, "x", "y") for name, formula in _BINARY.items()},
     "clip": lambda given: np.clip(
         given.tensor("x"), given.number("alpha", -np.inf), given.number("beta", np.inf)
     ).astype(given.tensor("x").dtype),
@@ -395,25 +390,12 @@ def _cumulate(given: Arguments) -> Array:
 
 
 REDUCTIONS: Mapping[str, Callable[[Arguments], Array]] = {
-    "batch_norm": _normalize_batch,
-    "cumsum": _cumulate,
-    "instance_norm": _normalize_instance,
-    "l2_norm": _normalize_l2,
-    "layer_norm": _normalize_layer,
-    "linear": _linear,
-    "matmul": _multiply,
-    "reduce_argmax": _find_extreme(np.argmax),
-    "reduce_argmin": _find_extreme(np.argmin),
-    "reduce_l1_norm": _reduce(np.sum, before=np.abs),
-    "reduce_l2_norm": _reduce(np.sum, before=np.square, after=np.sqrt),
-    "reduce_log_sum": _reduce(np.sum, after=np.log),
-    "reduce_log_sum_exp": _reduce(_log_sum_exp),
-    "reduce_max": _reduce(np.max),
-    "reduce_mean": _reduce(np.mean),
-    "reduce_min": _reduce(np.min),
-    "reduce_prod": _reduce(np.prod),
-    "reduce_sum": _reduce(np.sum),
-    "reduce_sum_square": _reduce(np.sum, before=np.square),
-    "softmax": _softmax,
-}
+    "batch_norm": _normalize_batch, "cumsum": _cumulate, "instance_norm": _normalize_instance, "l2_norm": _normalize_l2,
+    "layer_norm": _normalize_layer, "linear": _linear, "matmul": _multiply, "reduce_argmax": _find_extreme(np.argmax),
+    "reduce_argmin": _find_extreme(np.argmin), "reduce_l1_norm": _reduce(np.sum, before=np.abs),
+    "reduce_l2_norm": _reduce(np.sum, before=np.square, after=np.sqrt), "reduce_log_sum": _reduce(np.sum, after=np.log),
+    "reduce_log_sum_exp": _reduce(_log_sum_exp), "reduce_max": _reduce(np.max), "reduce_mean": _reduce(np.mean),
+    "reduce_min": _reduce(np.min), "reduce_prod": _reduce(np.prod), "reduce_sum": _reduce(np.sum),
+    "reduce_sum_square": _reduce(np.sum, before=np.square), "softmax": _softmax,
+}  # fmt: skip
 """Operations by their names in MIL."""
