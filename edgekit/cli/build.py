@@ -61,7 +61,8 @@ def build_command(
     Example:
       edgekit build model.onnx --data samples.npz --target nnapi --target qnn --dim batch=1 --out bundles
 
-    Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
+    Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven
+    (with --no-verify, none is).
     """
     tables = {**options.parse_buckets(dims, shapes, model), "pad": pad, "freeze": freeze, "settings": settings}
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}

@@ -301,7 +301,7 @@ def headline_build(report: BuildReport) -> str:
         headline = "The bundle does not pass" if count == 1 else f"None of {count} bundles passes"
     not_passed = next((bundle for bundle in report.bundles if bundle not in passed), None)
     if not_passed is None:
-        return f"{headline}."
+        return f"{headline}." if report.verified else f"{headline}. Next: edgekit verify BUNDLE."
     is_unproven = not_passed.verdict == "not proven"
     if is_unproven and count == 1:
         headline = "The bundle is not proven"

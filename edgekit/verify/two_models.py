@@ -104,6 +104,8 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         samples,
         lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in inputs.items() if mine in sample}},
     )
+    # Refused here, an input of another name, type or shape is no finding about an output.
+    adapt_sample(next(iter(both), {}), b)
     wanted = keep_small(_run_model(a, both, {}))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
 
@@ -158,11 +160,15 @@ def _compare_outputs(
     few = list(islice(wanted, KIND_SAMPLES))
     outputs = compare_outputs(wanted, found, read_output_kinds(read_graph(a), few, {}) if few else {})
     names, others = [spec.name for spec in a.outputs], [renamed.get(spec.name, spec.name) for spec in b.outputs]
+    absent = {name: f"is no output of '{b.path}', which has {', '.join(others)}" for name in {*names} - {*others}}
     moved: dict[str, str] = {}
     if sorted(names) == sorted(others):
         pairs = ((name, others.index(name), place) for place, name in enumerate(names))
         moved = {name: f"is output {at}, in the reference {place}" for name, at, place in pairs if at != place}
-    return tuple(msgspec.structs.replace(each, mismatch=each.mismatch or moved.get(each.name)) for each in outputs)
+    return tuple(
+        msgspec.structs.replace(each, mismatch=absent.get(each.name) or each.mismatch or moved.get(each.name))
+        for each in outputs
+    )
 
 
 def add_task(

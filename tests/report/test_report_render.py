@@ -19,7 +19,7 @@ from edgekit.report.checked import draw_stages
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary, QuantizeReport
 from edgekit.report.tables import describe_quantization, format_bytes
-from edgekit.report.text import describe_agreement, list_remarks, table_build
+from edgekit.report.text import describe_agreement, headline_build, list_remarks, table_build
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -61,7 +61,7 @@ def _report(**fields: object) -> BuildReport:
     return replace(report, **fields)
 
 
-def test_a_bundle_passes_if_its_runs_reached_their_limits_or_verification_was_off() -> None:
+def test_a_bundle_passes_only_if_its_runs_reached_their_limits() -> None:
     report = _report()
     assert [bundle.passed for bundle in report.bundles] == [True, False, False, False]
     assert not report.passed
@@ -70,8 +70,11 @@ def test_a_bundle_passes_if_its_runs_reached_their_limits_or_verification_was_of
     report = _report(verified=False)
     assert not report.passed
     unverified = replace(report.bundles[0], verify=None)
-    assert _report(verified=False, bundles=(unverified,)).passed
-    assert not _report(verified=True, bundles=(unverified,)).passed
+    for verified in (True, False):
+        assert _report(verified=verified, bundles=(unverified,)).verdict == "not proven"
+    assert headline_build(_report(verified=False, bundles=(unverified,))) == (
+        "1 of 1 bundle made, none verified. Next: edgekit verify BUNDLE."
+    )
 
 
 def test_the_page_escapes_what_models_say() -> None:

@@ -86,6 +86,13 @@ def test_models_and_samples_that_do_not_fit_are_refused(models: tuple[Model, Mod
     samples = Samples(source="wrong", count=1, read=lambda: iter([{"z": np.zeros((1, 3, 12, 12), np.float32)}]))
     with pytest.raises(UsageError, match="wants the input x: float32"):
         compare_models(*models, samples)
+    for text in ("(float[1,3,12,9] x)", "(int64[1,3,12,12] x)", "(float[1,3,12,12] x, float[1] w)"):
+        other = save_net(f"{text} => (float[a,b,c,d] out) {{ t = Abs(x)  out = Cast<to=1>(t) }}", tmp_path / "in.onnx")
+        with pytest.raises(UsageError, match=r"in.onnx' wants the input [xw]: .*the samples have x: float32\[1, 3, 12"):
+            compare_models(models[0], other, make_images(1))
+    text = "(float[1,3,12,12] x) => (float[1,3,12,12] p, float[1,3,12,12] q) { p = Abs(x)  q = Neg(x) }"
+    (lost,) = compare_models(models[0], save_net(text, tmp_path / "out.onnx"), make_images(1)).outputs
+    assert lost.mismatch == f"is no output of '{tmp_path}/out.onnx', which has p, q"
 
 
 def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -> None:

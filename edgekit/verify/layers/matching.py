@@ -15,7 +15,7 @@ from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, order_nodes, read_with_weights_on_disk, refill
 from edgekit.model.soundness import iterate_reads
-from edgekit.model.tensors import DTYPES, Array, Tensors
+from edgekit.model.tensors import DTYPES, Array, Tensors, shape_matches
 from edgekit.quantize.equalization.pairs import SUFFIX
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -273,15 +273,18 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
     """Returns the inputs of a model from a sample, with floats cast to the float type that the model has.
 
     Raises:
-        UsageError: the sample lacks an input, or has it in another kind of type.
+        UsageError: the sample lacks an input, or has it in another kind of type or of another shape.
     """
     adapted: dict[str, Array] = {}
     for spec in model.inputs:
         value = sample.get(spec.name)
         kinds = "UO" if spec.dtype == "string" else "f" if spec.dtype.startswith("float") else ""
-        if value is None or (value.dtype.name != spec.dtype and value.dtype.kind not in kinds):
-            has = ", ".join(f"{name} ({item.dtype})" for name, item in sample.items())
-            raise UsageError(f"'{model.path}' wants the input {spec}", hint=f"the samples have: {has}")
+        fits = value is not None and (value.dtype.name == spec.dtype or value.dtype.kind in kinds)
+        if value is None or not fits or not shape_matches(value.shape, spec):
+            has = ", ".join(f"{name}: {item.dtype}{list(item.shape)}" for name, item in sample.items())
+            raise UsageError(
+                f"'{model.path}' wants the input {spec}", hint=f"the samples have {has}; edgekit prepare changes inputs"
+            )
         adapted[spec.name] = value if spec.dtype == "string" else value.astype(DTYPES[spec.dtype], copy=False)
     return adapted
 
