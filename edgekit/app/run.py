@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, DataError, EdgekitError, UsageError, suggest_name
+from edgekit.evidence import Judgement, Verdict
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
 from edgekit.package.variant import Identity, name_package, sort_bundles
@@ -106,14 +106,20 @@ def run_app(
 
 def _write_reports(app: App, report: AppReport) -> None:
     verified: list[VerifyReport] = []
+    others: dict[str, Judgement] = {}
     for cell in report.cells:
-        # Groups, and bundles that were not verified, have no such report.
-        with suppress(DataError):
-            verified += [read_report(app.out / cell.bundle / "verify.json")] if cell.bundle else []
+        try:
+            verified.append(read_report(app.out / cell.bundle / "verify.json"))
+        except DataError:
+            # Groups, and bundles that were not made or not verified, have no such report.
+            lines: dict[Verdict, tuple[str, ...]] = {cell.verdict: (cell.headline,)}
+            found = Judgement(failures=lines.get("fail", ()), unproven=lines.get("not proven", ()))
+            others[f"{cell.model}-{cell.target}"] = found
     write_file(app.out / "report.json", to_json(report).encode())
     write_file(app.out / "report.html", render_app(report).encode())
-    write_file(app.out / "junit.xml", render_junit(verified, accept_unproven=app.table.verify.accept_unproven))
-    write_file(app.out / "summary.md", render_markdown(verified).encode())
+    accepts = app.table.verify.accept_unproven
+    write_file(app.out / "junit.xml", render_junit(verified, others=others, accept_unproven=accepts))
+    write_file(app.out / "summary.md", render_markdown(verified, others).encode())
 
 
 _PACKAGES_FOLDER, _PACKAGES_FILE = "packages", "packages.json"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
 from edgekit.bench.bench import BenchReport, BenchRun
-from edgekit.evidence import Verdict
+from edgekit.evidence import Judgement, Verdict
 from edgekit.report.tables import format_or_dash
 from edgekit.report.text import list_verify_remarks
 from edgekit.report.timing import list_bench_remarks
@@ -19,29 +19,29 @@ from edgekit.verify.task_scores import describe_difference, format_score
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
+_NONE: Mapping[str, Judgement] = {}
+
+
+def render_junit(
+    reports: Sequence[VerifyReport], *, others: Mapping[str, Judgement] = _NONE, accept_unproven: bool = False
+) -> bytes:
     """Returns verifications as JUnit XML: a suite for each target, and in it a case for each output of each device.
 
     Every other gate of a run is a case too: that the run finished, the metric, the placement, the costs. A last case
     has the failures of the bundle as a whole, such as that no device ran: CI systems count a suite of skipped cases as
     a success. Some case fails if and only if the report does not pass. "Not proven" is a failure of the type "not
-    proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`), which
-    GitLab, GitHub Actions and Azure read too.
+    proven", or with `accept_unproven` a skipped case. `others` are bundles without a verification, each only with that
+    last case. The format is that of Jenkins (`jenkins-junit.xsd`), which GitLab, GitHub Actions and Azure read too.
     """
     root = _element("testsuites", name="edgekit verify")
-    for report in reports:
-        cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accept_unproven)]
-        for skip in report.skipped:
-            case = _element("testcase", name="run", classname=f"{report.bundle}.{skip.device}", time="0")
-            advice = f"; to run it: {skip.command}" if skip.command else ""
-            case.append(_element("skipped", message=skip.reason + advice))
-            cases.append(case)
-        bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
-        _judge(bundle, report.failures, report.unproven, accepts=accept_unproven)
+    suites = [(each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports]
+    for name, cases, whole in (*suites, *((name, [], found) for name, found in others.items())):
+        bundle = _element("testcase", name="the bundle as a whole", classname=name, time="0")
+        _judge(bundle, whole.failures, whole.unproven, accepts=accept_unproven)
         cases.append(bundle)
         failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
         counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
-        suite = _element("testsuite", name=report.bundle, **counts)
+        suite = _element("testsuite", name=name, **counts)
         suite.extend(cases)
         root.append(suite)
     for name in ("tests", "failures", "errors"):
@@ -49,6 +49,16 @@ def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = Fal
     ET.indent(root)
     data: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return data + b"\n"
+
+
+def _list_cases(report: VerifyReport, *, accepts: bool) -> Iterator[ET.Element]:
+    for run in report.runs:
+        yield from _describe_run(report.bundle, run, accepts=accepts)
+    for skip in report.skipped:
+        case = _element("testcase", name="run", classname=f"{report.bundle}.{skip.device}", time="0")
+        advice = f"; to run it: {skip.command}" if skip.command else ""
+        case.append(_element("skipped", message=skip.reason + advice))
+        yield case
 
 
 def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
@@ -110,9 +120,13 @@ _MAX_REMARKS = 30
 _SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "❔"}
 
 
-def render_markdown(reports: Sequence[VerifyReport]) -> str:
+def render_markdown(reports: Sequence[VerifyReport], others: Mapping[str, Judgement] = _NONE) -> str:
     """Returns verifications as GitHub's Markdown: a line for each verdict, a table of outputs, and the failures."""
-    return "\n".join(line for report in reports for line in _describe(report)) + "\n"
+    lines = [line for report in reports for line in _describe(report)]
+    for name, found in others.items():
+        lines += [f"### {_SIGNS[found.verdict]} {_escape(name)}: {found.verdict}", ""]
+        lines += [*_list_remarks((*found.failures, *found.unproven)), ""]
+    return "\n".join(lines) + "\n"
 
 
 def render_bench_markdown(report: BenchReport) -> str:

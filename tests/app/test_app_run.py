@@ -145,6 +145,8 @@ def test_a_failed_cell_is_reported_retried_and_not_packed(known: Path, answer: A
     report = answer(["run", str(app)], 1)
     assert {cell["state"] for cell in report["cells"]} == {"failed"}
     assert "does not exist" in report["cells"][0]["headline"]
+    said = (app.parent / "build" / "junit.xml").read_text() + (app.parent / "build" / "summary.md").read_text()
+    assert said.count('<testsuite name="digits-c') == said.count('failures="1"') == said.count("### ❌ digits") == 2
     app.write_text(app.read_text().replace('\ntargets = ["coreml", "cpu"]', ""))
     report = answer(["run", str(app)], 1)
     assert report["packages"][0]["failure"] == "no bundle of digits passed that a tar can hold"

@@ -14,7 +14,7 @@ import edgekit as ek
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.devices.device import SkippedDevice
-from edgekit.evidence import Evidence
+from edgekit.evidence import Evidence, Judgement
 from edgekit.report.ci import render_bench_markdown, render_junit, render_markdown
 from edgekit.report.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
@@ -154,6 +154,24 @@ def test_what_is_not_proven_is_skipped_where_that_is_accepted() -> None:
     assert suite.get("failures") == "1"
     (suite,) = ET.fromstring(render_junit((_report(),)))  # noqa: S314 - our own text
     assert suite.get("failures") == "1"
+
+
+def test_a_bundle_without_a_verification_is_a_case_and_a_line_too() -> None:
+    others = {
+        "m-a": Judgement(failures=("it broke",)),
+        "m-b": Judgement(unproven=("nobody ran it",)),
+        "m-c": Judgement(),
+    }
+    for accepts, failures in ((False, ["1", "1", "0"]), (True, ["1", "0", "0"])):
+        root = ET.fromstring(render_junit((), others=others, accept_unproven=accepts))  # noqa: S314 - our own text
+        assert [(suite.get("name"), suite.get("failures")) for suite in root] == list(
+            zip(others, failures, strict=True)
+        )
+    assert render_markdown((), others).split("### ")[1:] == [
+        "❌ m-a: fail\n\n- it broke\n\n",
+        "❔ m-b: not proven\n\n- nobody ran it\n\n",
+        "✅ m-c: pass\n\n\n",
+    ]
 
 
 def test_several_targets_are_several_suites() -> None:
