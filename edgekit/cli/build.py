@@ -64,6 +64,7 @@ def build_command(
     Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven
     (with --no-verify, none is).
     """
+    options.require_suffix(out)
     tables = {**options.parse_buckets(dims, shapes, model), "pad": pad, "freeze": freeze, "settings": settings}
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = options.choose_recipe(recipe, tables, given, steps)

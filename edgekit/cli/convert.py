@@ -112,6 +112,7 @@ def convert_command(
       edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
+    options.require_suffix(out)
     given = options.list_given()
     options.require_with(
         ("--model-type --heads --hidden-size", "--fuse transformer"),

@@ -56,6 +56,7 @@ def build(
 
     Exit code 0: every target passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
+    options.require_suffix(out)
     tables = {"settings": settings}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets, "precision": precision, "samples": samples})
     samples_data = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)

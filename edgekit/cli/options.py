@@ -150,6 +150,20 @@ def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]
         require_place(path)
 
 
+_FILES = {".aar", ".gz", ".html", ".json", ".mlpackage", ".npz", ".onnx", ".ort", ".tar", ".tflite", ".txt", ".zip"}
+
+
+def require_suffix(out: Path | None, suffix: str = "") -> None:
+    """Checks that what is written has no name of another kind of file; a folder has the suffix "".
+
+    Raises:
+        UsageError: it has.
+    """
+    if out is not None and out.suffix.lower() in _FILES - {suffix}:
+        hint = f"give --out {out.with_suffix(suffix)}"
+        raise UsageError(f"--out '{out}' would be {f'a {suffix} file' if suffix else 'a folder'}", hint=hint)
+
+
 def list_given() -> frozenset[str]:
     """Returns the words of the options, and the names of the arguments, that are given on the command line."""
     context = click.get_current_context()

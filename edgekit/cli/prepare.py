@@ -57,7 +57,7 @@ def prepare_command(
     ],
     target: Annotated[str | None, Option("Also apply the rewrites with which this target takes more nodes.", "NAME")],
     settings: options.Settings,
-    out: Annotated[Path, Option("The prepared model.", "FILE")],
+    out: Annotated[Path, Option("The prepared model (.onnx).", "FILE")],
     progress: Progress,
 ) -> Answer:
     """Fix the shapes of MODEL and clean its graph, as a provider will see it.
@@ -67,6 +67,7 @@ def prepare_command(
       edgekit prepare model.onnx --dim batch=1 --outputs scores,boxes --out prepared.onnx
       edgekit prepare model.onnx --fix --target nnapi --set api_level=31 --out prepared.onnx
     """
+    options.require_suffix(out, ".onnx")
     source = load_model(model, custom_ops=custom_ops)
     image_input, preprocess = _parse_embedded(embedded)
     changes = InterfaceChanges(

@@ -46,7 +46,7 @@ def quantize_command(
     plan_only: Annotated[bool, Option("Print the plan as JSON and write no model.")],
     plan: Annotated[Path | None, Option("Apply a plan that --plan-only printed.", "FILE")],
     html: Annotated[Path | None, Option("A page with a chart of every layer.", "FILE")],
-    out: Annotated[Path | None, Option("The QDQ model.", "FILE")],
+    out: Annotated[Path | None, Option("The QDQ model (.onnx).", "FILE")],
     progress: Progress,
 ) -> Answer:
     """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
@@ -74,6 +74,7 @@ def quantize_command(
         options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:
         options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
+    options.require_suffix(out, ".onnx")
     options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     layers = html is not None
     quantize_options = QuantizeOptions(

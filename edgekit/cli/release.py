@@ -9,7 +9,7 @@ from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.archive import Kind as ArchiveKind
 from edgekit.bundle.sign import TestResult, make_key, require_private_key
 from edgekit.cli.declare import Answer, Argument, From, Option, as_command
-from edgekit.cli.options import AcceptUnproven
+from edgekit.cli.options import AcceptUnproven, require_suffix
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
@@ -47,7 +47,7 @@ def describe_attested(result: TestResult) -> str:
 def package_command(
     bundles: Annotated[tuple[Path, ...], Argument()],
     kind: Annotated[Kind, Option("What kind of package.", words="--as")],
-    out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
+    out: Annotated[Path, Option("A file (.zip, .tar), or a new folder.", "PATH")],
     name: Annotated[str, Option("The name of the package; default: the model's.", "NAME", default="")],
     group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
     package_version: Annotated[str, Option("The package's version; default: from its content.", "X", default="")],
@@ -69,6 +69,7 @@ def package_command(
     Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit, and nothing
     was written.
     """
+    require_suffix(out, f".{kind}" if kind in KINDS else "")
     names = Identity(name=name, group=group, version=package_version)
     report, doubts = package_verified(
         bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
@@ -109,6 +110,7 @@ def join_command(
     and nothing was written.
     """
     kind: ArchiveKind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
+    require_suffix(out, "" if kind is None else f".{kind}")
     if key is not None:
         require_private_key(key)
     with work_folder() as work:

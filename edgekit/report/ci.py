@@ -34,8 +34,11 @@ def render_junit(
     last case. The format is that of Jenkins (`jenkins-junit.xsd`), which GitLab, GitHub Actions and Azure read too.
     """
     root = _element("testsuites", name="edgekit verify")
-    suites = [(each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports]
-    for name, cases, whole in (*suites, *((name, [], found) for name, found in others.items())):
+    suites: list[tuple[str, list[ET.Element], VerifyReport | Judgement]] = [
+        (each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports
+    ]
+    suites += [(name, [], found) for name, found in others.items()]
+    for name, cases, whole in suites:
         bundle = _element("testcase", name="the bundle as a whole", classname=name, time="0")
         _judge(bundle, whole.failures, whole.unproven, accepts=accept_unproven)
         cases.append(bundle)
