@@ -235,6 +235,7 @@ def _render_signature(name: str, function: Any) -> str:
     signature = inspect.signature(function)
     kept = [one for key, one in signature.parameters.items() if key != "self"]
     text = str(signature.replace(parameters=kept))
+    text = re.sub(r"<function (\S+) at 0x\w+>", r"\1", text).replace("<lambda>", "...")
     text = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", text)
     return f"{name}{text}" if len(text) < 90 else f"{name}{_wrap(text)}"
 

@@ -154,9 +154,10 @@ WIDTH, HEIGHT = 1000.0, 320.0
 MAX_SPANS = 100_000
 """The largest number of kernels in the timeline: with more the page would load slowly."""
 
+# White text stands on them: 4.5:1 or more.
 HUES = (
-    "#2f6fde", "#d9822b", "#14804a", "#8f4fd1", "#c22f3d", "#0f8a9d", "#a88b00", "#d0448f", "#6b7a2f", "#5b6b9b",
-    "#9b5b3b", "#7d8894",
+    "#2f6fde", "#b85c00", "#14804a", "#8f4fd1", "#c22f3d", "#0d7f91", "#8a7100", "#c83b87", "#6b7a2f", "#5b6b9b",
+    "#9b5b3b", "#6b7682",
 )  # fmt: skip
 _LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0

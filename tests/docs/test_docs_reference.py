@@ -82,7 +82,8 @@ def test_a_toml_of_a_page_is_one_that_edgekit_reads(block: str) -> None:
 
 @pytest.mark.parametrize("name", dir(edgekit))
 def test_every_public_name_is_documented(name: str) -> None:
-    assert len(_section(REFERENCE["reference/python.md"], name).strip()) > 20
+    assert len(text := _section(REFERENCE["reference/python.md"], name).strip()) > 20
+    assert " at 0x" not in text
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert not [(name, found[0]) for name, text in pages.items() if (found := _FETCHED.search(text))]
 
 
+def test_the_colours_are_those_of_the_system_until_the_reader_chooses(site: Path) -> None:
+    media = re.findall(r'data-md-color-media="(.*?)"', (site / "index.html").read_text())
+    assert media[0] == "(prefers-color-scheme)"
+
+
 def test_the_picture_and_the_reference_are_in_it(site: Path) -> None:
     assert '<svg class="picture"' in (site / "concepts" / "pipeline.html").read_text()
     assert "edgekit runner build" in (site / "reference" / "commands.html").read_text()

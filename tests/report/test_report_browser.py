@@ -36,7 +36,7 @@ from edgekit.report.charts import Picture, describe_answers, draw_image, draw_wo
 from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
 from edgekit.report.forecasts import render_forecast
 from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
-from edgekit.report.profiles import MAX_SPANS, render_profile
+from edgekit.report.profiles import HUES, MAX_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import find_group, load_target
 from edgekit.verify.attribute import share_loss
@@ -441,6 +441,12 @@ def test_the_timeline_zooms_and_has_tooltips(page: str, browser: Browser) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hue", HUES)
+def test_white_text_on_a_hue_has_the_contrast_of_wcag_aa(hue: str) -> None:
+    red, green, blue = (((part / 255 + 0.055) / 1.055) ** 2.4 for part in bytes.fromhex(hue[1:]))
+    assert 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) >= 4.5
+
+
 def test_names_from_a_device_are_escaped(page: str) -> None:
     assert "</script><b>Evil" not in page
     assert page.count("</script>") == 2
