@@ -74,8 +74,8 @@ def quantize_command(
         options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:
         options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
-    options.require_suffix(out, ".onnx")
     options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
+    options.require_suffix(out, ".onnx")
     layers = html is not None
     quantize_options = QuantizeOptions(
         method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget

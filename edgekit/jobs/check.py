@@ -124,7 +124,7 @@ def check_targets(
             progress(f"check {target.name}")
             report = add_model_nodes(check_model(prepared, target), traced)
             if unchanged is not None:
-                as_is[target.name] = check_model(unchanged, target).placed
+                as_is[target.name] = check_model(unchanged, target, advises=False).placed
             if observe:
                 progress(f"observe {target.name}")
                 seen = observed[target.name] = observe_target(prepared, target)
