@@ -18,8 +18,8 @@ from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import Accuracy, measure_accuracy
 
-# This wording must not change: reports of earlier verifications contain the same note, which is then not repeated.
-_HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
+# This wording must not change: reports of earlier verifications contain it, and their note is then not repeated.
+_HISTORY = "what an earlier verification found"
 
 
 def attribute_loss(
@@ -78,12 +78,12 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
             steps.append(_describe(step, found, run.accuracy))
             explained = run.device
     accuracies = [run.accuracy.reference for run in (*report.runs, *known.runs) if run.accuracy is not None]
-    return msgspec.structs.replace(
-        report,
-        attribution=share_loss(steps, next(iter(accuracies), None)),
-        attributed_device=explained,
-        notes=tuple(dict.fromkeys((*report.notes, *known.notes, _HISTORY))),
-    )
+    shared = share_loss(steps, next(iter(accuracies), None))
+    kept = msgspec.structs.replace(report, attribution=shared, attributed_device=explained)
+    lines = [line for line in (*report.notes, *known.notes) if _HISTORY not in line]
+    if kept.advice:
+        lines.append(f"{kept.advice} ({_HISTORY}, as the bundle's verify.json tells it)")
+    return msgspec.structs.replace(kept, notes=tuple(dict.fromkeys(lines)))
 
 
 def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) -> tuple[AttributionStep, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -272,7 +273,9 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
     assert kept.attribution[-1].sqnr_db == pytest.approx(40.0, abs=0.1)
     assert sum(step.noise_share or 0.0 for step in kept.attribution) == pytest.approx(1.0)
     assert kept.first_bad_layer is None
-    assert any("what an earlier verification found" in note for note in kept.notes)
+    (note,) = (note for note in kept.notes if "an earlier verification" in note)
+    assert re.match(r"the step '\w+' makes .* of the error.*what an earlier verification found, as", note)
+    assert keep_attribution(again, kept).notes == kept.notes
     phone = InProcess(name="adb:1", evidence=Evidence.DEVICE, lie=change_all(lambda y: y * 1.1))
     added = keep_attribution(verify_bundle(bundle, [phone]), known).attribution
     assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]
