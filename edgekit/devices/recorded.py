@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -24,11 +24,13 @@ from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 
-_FORMAT: Literal["edgekit-run-1"] = "edgekit-run-1"
+# The order in which samples run is part of the format, because the digest of the inputs depends on it.
+_FORMAT = "edgekit-run-2"
 _MAX_HEAD_BYTES = 1 << 12
 _HINT = "edgekit verify BUNDLE --on DEVICE --export FILE writes one"
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
+_T = TypeVar("_T")
 _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 
 
@@ -64,7 +66,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: Literal["edgekit-run-1"]
+    format: _Word
     seal: DigestSignature | None
 
 
@@ -204,11 +206,11 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
     """
     with _open(path) as file:
         first, second = _take_lines(file)
-        try:
-            head = msgspec.json.decode(first, type=_Head)
-            claim = msgspec.json.decode(second, type=Claim)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
+        head = _decode(first, _Head, path)
+        if head.format != _FORMAT:
+            other = f"'{path}' is a run of format {head.format}, not {_FORMAT}: another version of edgekit wrote it"
+            raise DataError(other, hint=_HINT)
+        claim = _decode(second, Claim, path)
         rest = hashlib.sha256(second)
         for chunk in read_chunks(file):
             rest.update(chunk)
@@ -221,6 +223,13 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
     else:
         signer = "as claimed: nobody signed it"
     return Recorded(path=path, claim=claim, bundle_sha256=bundle_sha256, signer=signer)
+
+
+def _decode(line: bytes, kind: type[_T], path: Path) -> _T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
 
 
 def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:

@@ -112,7 +112,7 @@ def test_wrong_outputs_with_their_right_digest_fail_by_the_limits(
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"no run\nat all\n", b'{"format":"edgekit-run-1","seal":null}\n{}\n', b"\0" * 100_000]
+    "data", [b"", b"no run\nat all\n", b'{"format":"edgekit-run-2","seal":null}\n{}\n', b"\0" * 100_000]
 )
 def test_what_is_no_run_is_refused_in_one_line(data: bytes, bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "x.run"
@@ -122,6 +122,9 @@ def test_what_is_no_run_is_refused_in_one_line(data: bytes, bundle: Bundle, tmp_
     assert "\n" not in caught.value.message
     with pytest.raises(DataError, match="cannot read"):
         judge(bundle, tmp_path / "none.run")
+    path.write_bytes(b'{"format":"edgekit-run-1","seal":null}\n{}\n')
+    with pytest.raises(DataError, match="edgekit-run-1, not edgekit-run-2: another version of edgekit wrote it"):
+        judge(bundle, path)
 
 
 def test_a_signed_run_says_so_and_an_altered_one_is_refused(bundle: Bundle, tmp_path: Path) -> None:
