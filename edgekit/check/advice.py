@@ -349,6 +349,6 @@ ADVISERS: tuple[Adviser, ...] = (
         "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
         _find_end,
     ),
-    Adviser("session-fails", "manual", "the session cannot be made because of it: {word}", _find_fatal, always=True),
+    Adviser("session-fails", "manual", "the session fails or is wrong because of it: {word}", _find_fatal, always=True),
 )
 """All kinds of advice."""

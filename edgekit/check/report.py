@@ -215,7 +215,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_refused(self) -> bool:
-        """True if the provider would refuse the whole session."""
+        """True if no session can be made, or none with right results."""
         return any(node.fatal for node in self.node_list)
 
     @property

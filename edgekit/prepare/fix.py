@@ -193,6 +193,8 @@ TARGET_REWRITES = _by_id(
     layout.plain_gather,
     layout.unsqueeze_arg,
     layout.pad_reflect,
+    layout.plain_nearest,
+    layout.pad_transposed,
     products.plain_gemm,
     products.matmul_to_2d,
     activations.plain_slope,

@@ -174,7 +174,7 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
             )
     for node in report.node_list:
         if node.fatal:
-            yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
+            yield f"fatal: {node.op} '{node.name}' makes the session fail or its results wrong"
     yield from (f"risk: {risk}" for risk in report.risks)
     yield from list_remarks(report)
     if seen is not None:

@@ -163,7 +163,7 @@ def test_what_was_observed_to_fail_is_not_recommended() -> None:
 def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
     report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
     assert list(list_check_remarks(report)) == [
-        "fatal: Conv 'bad' makes the provider refuse the whole session",
+        "fatal: Conv 'bad' makes the session fail or its results wrong",
         "risk: it may fail",
     ]
     told = list(list_check_remarks(report, _observed(failure="out of memory")))

@@ -69,6 +69,17 @@ WITH = {
         u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) }""",
     "pad-reflect": """g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}>
         { a = Relu(x) y = Pad<mode="reflect">(a, p) }""",
+    # Half pixels of whole factors, others that half_pixel has with ties upwards, corners, and others by Gather.
+    "plain-nearest": """
+        g (float[1,2,6,4] x) => (float[1,2,12,8] y, float[1,2,2,4] z, float[1,2,11,4] u, float[1,2,9,4] v)
+        <float[4] f = {1,1,2,2}, int64[4] s = {1,2,2,4}, int64[4] t = {1,2,11,4}, int64[4] r = {1,2,9,4}> { a = Relu(x)
+        y = Resize<nearest_mode="round_prefer_floor">(a, , f) z = Resize<mode="nearest">(a, , , s)
+        u = Resize<coordinate_transformation_mode="align_corners">(a, , , t)
+        v = Resize<nearest_mode="ceil">(a, , , r) }""",
+    "pad-transposed": f"""g (float[1,2,3,4] x, float[1,2,5] k) => (float[1,2,10,8] y, float[1,1,16] z)
+        <float[2,2,2,3] w = {{{_count(0, 24)}}}, float[2,1,2] v = {{1,2,3,4}}, float[2] b = {{5,-6}}>
+        {{ y = ConvTranspose<strides=[3,2], pads=[0,1,0,1], output_padding=[2,1]>(x, w, b)
+        z = ConvTranspose<strides=[3], output_padding=[2]>(k, v) }}""",
     "plain-gemm": """g (float[3,2] x, float[3,4] w) => (float[2,4] y) <float[4] c = {1, 2, 3, 4}>
         { y = Gemm<alpha=0.5, beta=2.0, transA=1>(x, w, c) }""",
     "gemm-to-matmul": """
@@ -181,6 +192,16 @@ WITHOUT = {
     "pad-reflect": """
         g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}>
         { y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }""",
+    # The modes already, another mode, an open size; all is reached, a computed bias, a stated shape.
+    "plain-nearest": """g (float[1,2,6,4] x, float[1,2,N,4] k) => (float[1,2,9,4] y, float[1,2,9,4] z, float[1,2,M,4] u)
+        <int64[4] s = {1,2,9,4}, float[4] f = {1,1,2,1}>
+        { y = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s)
+        z = Resize<mode="linear">(x, , , s) u = Resize(k, , f) }""",
+    "pad-transposed": """g (float[1,1,3] x, float[1] k) => (float[1,1,6] y, float[1,1,7] z, float[1,1,8] u)
+        <float[1,1,2] w = {1,2}, float[1,1,3] v = {1,2,3}>
+        { y = ConvTranspose<strides=[2], pads=[1,1], output_padding=[1]>(x, v)
+        z = ConvTranspose<strides=[2], output_padding=[1]>(x, w, k)
+        u = ConvTranspose<strides=[2], output_shape=[8]>(x, w) }""",
     "plain-gemm": "g (float[2,3] x, float[3,4] w) => (float[2,4] y) { y = Gemm<beta=2.0>(x, w) }",
     "gemm-to-matmul": """
         g (float[2,2,3] x) => (float[4,2] y, float[4,2] z) <int64[2] f = {4,3}, float[2,3] w = {1,2,3,4,5,6}>

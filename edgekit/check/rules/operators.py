@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
+
 from edgekit.check.rules.rules import BaseRule, Subject
 from edgekit.check.rules.units import clip_bounds
+from edgekit.graph.spatial import Modes, find_picks, find_uncovered, read_modes
 
 # Scales are float32, and quotients such as 2/3 are rounded in it.
 _WHOLE_TOLERANCE = 1e-4
@@ -29,16 +32,30 @@ class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
 
 
 class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
-    """The axis must be the last one."""
+    """The axis must be the last one; it is an attribute, or the input `at`."""
 
-    default: int
+    default: int = -1
+    at: int | None = None
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         axis, shape = subject.unit.node.integer("axis", self.default), subject.shape(0)
+        given = None if self.at is None else subject.array(self.at)
+        axis = axis if given is None else int(given.reshape(-1)[0])
         if shape is None:
             yield "the rank of input 0 is unknown"
         elif axis not in {-1, len(shape) - 1}:
             yield f"axis {axis} is not the last of {len(shape)}"
+
+
+class AxisSize(BaseRule, frozen=True, kw_only=True, tag="axis_size"):
+    """The axis, the last one if none is given, must have at least `min` elements."""
+
+    min: int
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        axis, shape = subject.unit.node.integer("axis", -1), subject.shape(0) or ()
+        if -len(shape) <= axis < len(shape) and (shape[axis] or self.min) < self.min:
+            yield f"axis {axis} has {shape[axis]} element"
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
@@ -230,6 +247,35 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
                     yield f"scale {factor:g} is not one over a divisor of {dim}"
             if factor >= 1 and self.whole and abs(factor - round(factor)) > _WHOLE_TOLERANCE:
                 yield f"scale {factor:g} is not a whole number"
+
+
+class NearestKernel(BaseRule, frozen=True, kw_only=True, tag="nearest_kernel"):
+    """A nearest Resize must pick the elements that the provider's kernel picks: the modes of this are in `kernels`.
+
+    `kernels` has them by the coordinate mode of the Resize; one with another mode passes.
+    """
+
+    kernels: dict[str, Modes]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph, node = subject.graph, subject.unit.node
+        modes = read_modes(node)
+        kernel = self.kernels.get(modes[0])
+        picks = [kernel and find_picks(graph, node, each) for each in (modes, kernel or modes)]
+        for axis, (wanted, made) in enumerate(zip(*(each or () for each in picks), strict=True)):
+            if not np.array_equal(wanted, made):
+                yield f"along axis {axis} it picks other elements than {' and '.join(modes)} say"
+
+
+class Covered(BaseRule, frozen=True, kw_only=True, tag="covered"):
+    """The kernel of a ConvTranspose must reach each element of the output; see `find_uncovered`."""
+
+    whole_strides: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        rest = find_uncovered(subject.graph, subject.unit.node, whole_strides=self.whole_strides)
+        if any(rest):
+            yield f"it makes elements that its kernel does not reach, {rest} at the end of its axes"
 
 
 def _find_factors(subject: Subject) -> list[float] | None:

@@ -23,11 +23,11 @@ Rule = (
     | rules.NonZero | rules.DimLimit | rules.Constant | rules.Computed | rules.Internal | rules.Traced | rules.Inline
     | rules.Attribute | rules.Length | rules.EqualEntries | rules.Mirrored | rules.Count | rules.Values
     | rules.Setting | rules.Quantized | rules.SameQuantization | rules.QuantizedOutput | rules.FiniteScale
-    | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast | operators.Bounds | operators.ConvKernel
-    | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.PadReach
+    | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
+    | operators.AxisSize | operators.Bounds | operators.ConvKernel | operators.Covered | operators.GemmBias
+    | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel | operators.PadReach
     | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
-    | nhwc.LastInNhwc
-    | nhwc.LeftTransposed
+    | nhwc.LastInNhwc | nhwc.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

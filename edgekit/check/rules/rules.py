@@ -225,6 +225,40 @@ class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
                 yield f"rank {rank} of {what} is {f'above {self.max}' if rank > self.max else f'below {self.min}'}"
 
 
+class FullShape(BaseRule, frozen=True, kw_only=True, tag="full_shape"):
+    """Inputs that must not be broadcast: each has as many elements as the output."""
+
+    at: tuple[int, ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        made = subject.unit.outputs[0].shape
+        for what, operand in subject.operands(self.at):
+            # ONNX broadcasts to the same number of axes.
+            shape = operand.shape
+            if shape is not None and made is not None and (1,) * (len(made) - len(shape)) + shape != made:
+                yield f"{what} is broadcast, from {list(shape)} to {list(made)}"
+
+
+class Fused(BaseRule, frozen=True, kw_only=True, tag="fused"):
+    """Refuses a node at the end of a chain that the provider fuses; `text` is the reason.
+
+    The chain has the operators `ops`; the node reads the last of them at the last position of `at`, and so on upwards.
+    """
+
+    ops: tuple[str, ...]
+    at: tuple[int, ...]
+    text: str
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        node = subject.unit.node
+        for op, position in zip(reversed(self.ops), reversed(self.at), strict=True):
+            maker = subject.graph.producers.get(node.input[position]) if node.has_input(position) else None
+            if maker is None or maker.op_type != op:
+                return
+            node = maker
+        yield self.text
+
+
 class Static(BaseRule, frozen=True, kw_only=True, tag="static"):
     """Dimensions that must be known: those listed (negative ones count from the end) or all; no position means all."""
 
@@ -521,7 +555,8 @@ class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
 class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
-    `scalar` requires each scale and zero point to be a scalar and not a list of one.
+    `scalar` requires each scale and zero point to be a scalar and not a list of one, `least_scale` no smaller scale,
+    and `positive_share` that so much of the range of integers lies above the zero point.
     """
 
     of: Side = "inputs"
@@ -532,6 +567,8 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     zero_point: int | None = None
     scale: float | None = None
     tolerance: float = 0.0
+    least_scale: float = 0.0
+    positive_share: float = 0.0
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         graph = subject.graph
@@ -556,6 +593,13 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
                 yield f"the zero point of {what} is {zero[0]}; it must be {self.zero_point}"
             if self.scale is not None and any(abs(entry - self.scale) > self.tolerance for entry in scale):
                 yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
+            if any(entry < self.least_scale for entry in scale):
+                yield f"the scale of {what} is {scale[0]:.6g}, below {self.least_scale:.6g}"
+            if parameters is not None and self.positive_share:
+                limits = np.iinfo(parameters[1].dtype)
+                share = (limits.max - max(zero)) / (limits.max - limits.min)
+                if share < self.positive_share:
+                    yield f"{share:.0%} of the range of {what} is above zero, less than {self.positive_share:.0%}"
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):

@@ -7,6 +7,7 @@ import onnx
 
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.spatial import find_picks, find_uncovered, read_modes
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -235,6 +236,59 @@ def pad_reflect(writer: Writer) -> None:
                 parts.insert(0 if side == "before" else len(parts), writer.add("Slice", [value, *names], part))
         last = axis == wanted[-1][0]
         value = writer.add("Concat", parts, "" if last else f"axis_{axis}", axis=axis)
+
+
+# The first are those that most providers have.
+_NEAREST = (("asymmetric", "floor"), ("half_pixel", "round_prefer_ceil"), ("align_corners", "round_prefer_ceil"))
+
+
+@node_rewrite(
+    "plain-nearest",
+    {"Resize"},
+    "write {count} of nearest Resize with modes that providers compute as ONNX does, or as Gather, which is the same",
+    since=13,
+)
+def plain_nearest(writer: Writer) -> None:
+    """Rewrites a nearest Resize of fixed sizes to one with other modes that pick the same elements, or to Gathers."""
+    graph, node = writer.graph, writer.node
+    modes, given = read_modes(node), node.attributes
+    picks = None if modes in _NEAREST[:1] else find_picks(graph, node, modes)
+    if picks is None:
+        return
+    for plain in _NEAREST:
+        if all(map(np.array_equal, picks, find_picks(graph, node, plain) or ())):
+            named = dict(zip(("coordinate_transformation_mode", "nearest_mode"), plain, strict=True))
+            writer.add("Resize", node.input, **{**given, **named})
+            return
+    value, sizes = node.input[0], graph.value(node.input[0]).static_shape or ()
+    axes = [axis for axis, (size, each) in enumerate(zip(sizes, picks, strict=True)) if [*each] != [*range(size)]]
+    for axis in axes:
+        indices = writer.constant(f"axis_{axis}/indices", picks[axis], "int64")
+        value = writer.add("Gather", [value, indices], "" if axis == axes[-1] else f"axis_{axis}", axis=axis)
+
+
+@node_rewrite(
+    "pad-transposed",
+    {"ConvTranspose"},
+    "pad the result of {count} of ConvTranspose where its output_padding goes beyond the kernel, which is the same",
+    since=13,
+)
+def pad_transposed(writer: Writer) -> None:
+    """Rewrites a ConvTranspose some of whose elements the kernel does not reach to one without them, Pad and Add."""
+    graph, node = writer.graph, writer.node
+    rest, given = find_uncovered(graph, node), dict(node.attributes)
+    bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
+    is_plain = "output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET"
+    if not any(rest) or not is_plain or (bias is None and node.has_input(2)):
+        return
+    count = len(rest)
+    pads, added = node.entries("pads") or (0,) * 2 * count, given.pop("output_padding", (0,) * count)
+    ends = [max(end - more, 0) for end, more in zip(pads[count:], added, strict=True)]
+    reached = writer.add("ConvTranspose", node.input[:2], "reached", **{**given, "pads": [*pads[:count], *ends]})
+    amounts = writer.constant("amounts", [0] * (count + 4) + rest, "int64")
+    padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
+    if bias is not None:
+        writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
 
 
 @node_rewrite(
