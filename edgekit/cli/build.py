@@ -61,8 +61,7 @@ def build_command(
     Example:
       edgekit build model.onnx --data samples.npz --target nnapi --target qnn --dim batch=1 --out bundles
 
-    Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven
-    (with --no-verify, none is).
+    Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
     options.require_suffix(out)
     tables = {**options.parse_buckets(dims, shapes, model), "pad": pad, "freeze": freeze, "settings": settings}

@@ -89,13 +89,15 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether all bundles passed verification (not proven without any), and the forecast keeps its limit."""
+        """Whether all bundles were made and passed any verification asked for, and the forecast keeps its limit."""
         goal: Verdict = "pass" if self.forecast is None else self.forecast.verdict
+        if not self.verified:
+            return worst_verdict(("fail" if any(bundle.path is None for bundle in self.bundles) else "pass", goal))
         return worst_verdict((*(bundle.verdict for bundle in self.bundles), goal))
 
     @property
     def passed(self) -> bool:
-        """True if every bundle was made and passed verification."""
+        """True if every bundle was made and, if verification was asked for, passed it."""
         return self.verdict == "pass"
 
 

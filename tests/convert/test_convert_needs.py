@@ -65,7 +65,6 @@ def test_what_is_newer_than_this_onnxruntime_is_lowered_by_every_command(
         assert lower_model(lowered, tmp_path / "again") is lowered
     given = Path("m.onnx").read_bytes()
     build = ["build", "m.onnx", "--data", "d.npz", "--target", "cpu", "--no-verify", "--out", "out", "-q"]
-    build.append("--accept-unproven")
     commands = (
         ["check", "m.onnx", "--target", "cpu"],
         build,

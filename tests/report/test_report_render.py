@@ -61,7 +61,7 @@ def _report(**fields: object) -> BuildReport:
     return replace(report, **fields)
 
 
-def test_a_bundle_passes_only_if_its_runs_reached_their_limits() -> None:
+def test_a_bundle_passes_if_its_runs_reached_their_limits_or_verification_was_off() -> None:
     report = _report()
     assert [bundle.passed for bundle in report.bundles] == [True, False, False, False]
     assert not report.passed
@@ -70,8 +70,8 @@ def test_a_bundle_passes_only_if_its_runs_reached_their_limits() -> None:
     report = _report(verified=False)
     assert not report.passed
     unverified = replace(report.bundles[0], verify=None)
-    for verified in (True, False):
-        assert _report(verified=verified, bundles=(unverified,)).verdict == "not proven"
+    assert _report(verified=False, bundles=(unverified,)).passed
+    assert not _report(verified=True, bundles=(unverified,)).passed
     assert headline_build(_report(verified=False, bundles=(unverified,))) == (
         "1 of 1 bundle made, none verified. Next: edgekit verify BUNDLE."
     )

@@ -137,7 +137,7 @@ def list_commands(model: Path) -> dict[str, list[str]]:
             "--out", f"{folder}/int8.onnx", "-q",
         ],
         "build": [
-            "build", small, "--target", "cpu", "--data", f"{folder}/data.npz", "--no-verify", "--accept-unproven", "-q",
+            "build", small, "--target", "cpu", "--data", f"{folder}/data.npz", "--no-verify", "-q",
             "--out", f"{folder}/bundles",
         ],
         "verify": ["verify", f"{folder}/bundles/model-cpu"],

@@ -27,7 +27,7 @@ def make_argv(out: Path, targets: list[str], run: int) -> list[str]:
     """Returns the command of a run, with another user and other CPUs than the run before."""
     wanted = [word for target in targets for word in ("--target", target)]
     files = [str(DEMO / "digits_mobilenet.onnx"), "--data", str(DEMO / "calibration.npz")]
-    build = ["build", *files, "--samples", SAMPLES, "--no-verify", "--accept-unproven", "--json", "--out", str(out)]
+    build = ["build", *files, "--samples", SAMPLES, "--no-verify", "--json", "--out", str(out)]
     pinned = ["taskset", "-c", str(run % (os.cpu_count() or 1))] if shutil.which("taskset") and run % 3 else []
     user = [*find_user(run), *pinned]
     python = next((path for path in PYTHONS if can_run([*user, path])), None)

@@ -166,21 +166,20 @@ def _run_commands(folder: Path) -> None:
     (folder / "made/plan.json").write_text(plan)
     _edgekit("convert", net, "--out", str(folder / "ort"), "--no-check")
     _edgekit("operators", *map(str, sorted((folder / "ort").glob("*.ort"))), "--out", f"{made}/required.config")
-    unproven = ("--no-verify", "--accept-unproven")
-    _edgekit("build", net, "--data", data, "--target", "cpu", "--target", "nnapi", *unproven, "--out", str(bundles))
+    _edgekit("build", net, "--data", data, "--target", "cpu", "--target", "nnapi", "--no-verify", "--out", str(bundles))
     for name in ("report.html", "report.json"):
         (bundles / name).unlink()
     recurrent = (str(folder / "models/recurrent.onnx"), "--data", str(folder / "data/recurrent.npz"), "--steps", "2")
     _edgekit(
-        "build", *recurrent, "--target", "cpu", "--precision", "fp32", *unproven, "--out", str(folder / "stateful")
+        "build", *recurrent, "--target", "cpu", "--precision", "fp32", "--no-verify", "--out", str(folder / "stateful")
     )
-    plain = ("--target", "cpu", *unproven, "--precision", "fp32")
+    plain = ("--target", "cpu", "--no-verify", "--precision", "fp32")
     words = (str(folder / "models/words.onnx"), "--data", str(folder / "data/words"), *plain)
     _edgekit("build", *words, "--out", str(folder / "open"))
     _edgekit("build", *words, "--dim", "N=1", "--dim", "S=2,5,8", "--out", str(folder / "sized"))
     shutil.copy(folder / "texts/group.toml", folder / "models/group.toml")
     labelled = ("--data", data, "--eval", data, "--labels", str(folder / "data/labels.npy"))
-    grouped = ("--target", "cpu", *unproven, "--out", str(folder / "grouped"))
+    grouped = ("--target", "cpu", "--no-verify", "--accept-unproven", "--out", str(folder / "grouped"))
     _edgekit("group", "build", str(folder / "models/group.toml"), *labelled, *grouped)
     history = f"{made}/history.sqlite"
     for _ in range(2):
