@@ -125,7 +125,7 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
     for family, count in sorted((expected - reported).items()):
         hidden += sorted((node for node in unseen if FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
     work = sum(node.macs for node in nodes)
-    if not hidden or sum(node.macs for node in hidden) <= _MOST_UNSEEN * work:
+    if sum(node.macs for node in hidden) <= _MOST_UNSEEN * work:
         return None
     names = ", ".join(f"'{node.name}'" for node in hidden[:5]) + (", ..." if len(hidden) > 5 else "")
     return f"its placement is not whole: {len(hidden)} nodes that do the model's work ran nowhere, as {names}"
