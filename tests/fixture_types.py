@@ -1,9 +1,16 @@
-"""What the fixtures `answer`, `refused` and `make_once` of conftest.py are."""
+"""What the fixtures `answer`, `refused` and `make_once` of conftest.py are, and a value that must be there."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Answer = Callable[..., Any]
 Refused = Callable[..., str]
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
+_Value = TypeVar("_Value")
+
+
+def present(value: _Value | None) -> _Value:
+    """Returns a value that must not be None."""
+    assert value is not None
+    return value

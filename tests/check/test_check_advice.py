@@ -66,7 +66,7 @@ def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
         (QuantType.QInt8, "coreml", "use-float"),
     ],
 )
-def test_the_wrong_quantization_is_named(tmp_path: Path, sign: QuantType, target: str, id_: str) -> None:
+def test_a_quantization_of_another_target_is_named(tmp_path: Path, sign: QuantType, target: str, id_: str) -> None:
     best = check_file(quantized_net(tmp_path / "q.onnx", sign), target).advice[0]
     assert best.id == id_
     assert best.gain_nodes > 10

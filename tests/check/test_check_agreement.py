@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from check_models import check_file, conv_net, quantized_net, save_text
+from fixture_types import present
 from onnxruntime.quantization import QuantType
 
 from edgekit.target import load_target
@@ -24,7 +25,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", ["float", pytest.param("uint8", marks=pytest.mark.long), "int8"])
-def test_networks(tmp_path: Path, kind: str) -> None:
+def test_the_rules_place_networks_as_qualcomms_simulator_does(tmp_path: Path, kind: str) -> None:
     signs = {"uint8": QuantType.QUInt8, "int8": QuantType.QInt8}
     path = quantized_net(tmp_path / "q.onnx", signs[kind]) if kind in signs else conv_net(tmp_path / "f.onnx")
     predicted = {node.name: node.taken for node in check_file(path, "qnn").node_list}
@@ -37,7 +38,6 @@ def test_networks(tmp_path: Path, kind: str) -> None:
 
 def test_a_session_that_fails_is_predicted(tmp_path: Path) -> None:
     path = save_text("g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }", tmp_path / "m.onnx")
-    failure = observe_qnn(path, load_target("qnn", {"soc_model": "30"})).failure
-    assert failure is not None
+    failure = present(observe_qnn(path, load_target("qnn", {"soc_model": "30"})).failure)
     assert "1002" in failure
     assert check_file(path, "qnn", {"soc_model": "30"}).is_refused

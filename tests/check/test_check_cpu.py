@@ -70,14 +70,14 @@ def test_the_session_agrees_about_a_network(tmp_path: Path, arch: str) -> None:
     assert (seen.taken, check_file(path, "cpu", {"arch": arch}).integer_macs) == (seen.nodes, 1.0)
 
 
-def test_signed_activations_are_for_arm(tmp_path: Path) -> None:
+def test_signed_activations_run_in_integers_on_arm_alone(tmp_path: Path) -> None:
     path = quantized_net(tmp_path / "q.onnx", QuantType.QInt8)
     arm, x64 = (check_file(path, "cpu", {"arch": arch}) for arch in ("arm64", "x64"))
     assert (arm.integer_macs, round(x64.integer_macs, 2)) == (1.0, 0.0)
     assert (arm.verdict, x64.verdict) == ("yes", "yes")
 
 
-def test_half_precision_is_for_arm_too() -> None:
+def test_kernels_of_half_precision_are_for_arm() -> None:
     text = "g (float16[1,2,4,4] x, float16[2,2,1,1] w) => (float16[1,2,4,4] y) { y = Conv(x, w) }"
     (arm,), (x64,) = (check_text(text, "cpu", {"arch": arch}) for arch in ("arm64", "x64-vnni"))
     assert (arm.taken, arm.remarks, x64.taken) == (True, (), True)

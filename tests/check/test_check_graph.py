@@ -64,6 +64,6 @@ def test_weights_are_not_kept_and_external_files_not_read(tmp_path: Path) -> Non
          "{ y = com.microsoft.MatMulNBits<K=64, N=7, bits=4, block_size=32>(x, w, s) }"), 5 * 64 * 7),
     ],
 )  # fmt: skip
-def test_counts(body: str, macs: int) -> None:
+def test_multiply_accumulates_are_counted_by_operator(body: str, macs: int) -> None:
     graph = graph_of(f"g {body}")
     assert count_macs(graph, graph.nodes[0]) == macs

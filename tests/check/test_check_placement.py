@@ -101,7 +101,7 @@ def test_bodies_of_control_flow_follow_the_provider() -> None:
     assert [node.op for node in nnapi] == ["If", "Relu", "Sigmoid"]
     assert not any(node.taken for node in nnapi)
     assert all(f"in the body of '{nnapi[0].name}'" in why_not([inner]) for inner in nnapi[1:])
-    assert [(node.taken, node.partition, node.reasons) for node in qnn] == [(True, 0, ())] * 3
+    assert [(node.taken, node.partition, node.reasons, node.domain) for node in qnn] == [(True, 0, (), "ai.onnx")] * 3
     assert [(node.taken, node.partition) for node in nnapi[1:]] == [(False, None)] * 2
 
 
@@ -167,7 +167,7 @@ def test_a_quantized_add_is_one_unit() -> None:
     ],
     ids=["mixed types", "other scale", "a float reader too", "no selector", "no Q"],
 )
-def test_what_is_no_unit(body: str) -> None:
+def test_groups_that_no_selector_accepts_are_no_unit(body: str) -> None:
     assert not any(unit.is_qdq and unit.node.op_type != "Neg" for unit in _units(
         _wrap("uint8[4] x, uint8[4] w, int8[4] v", body)).values())  # fmt: skip
 
@@ -188,6 +188,6 @@ def test_each_reader_of_a_dq_has_one_of_its_own(op: str) -> None:
     assert set(units) == ({"Sigmoid", "Tanh"} if op == "Tanh" else {"Sigmoid", "Selu", *QUANTIZERS})
 
 
-def test_no_selectors_no_units() -> None:
+def test_without_selectors_each_node_is_its_own_unit() -> None:
     body = "a = DequantizeLinear(x, s, z) b = Sigmoid(a) y = QuantizeLinear(b, s, z)"
     assert len(group_units(graph_of(f"g {_wrap('uint8[4] x', body)}"), None)) == 3

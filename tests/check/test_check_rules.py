@@ -27,7 +27,7 @@ def test_a_file_may_name_every_kind() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['target']}: {case['reason']}")
-def test_a_rule_says_no_and_yes(case: dict[str, str]) -> None:
+def test_each_kind_of_rule_refuses_a_bad_model_and_takes_its_mended_twin(case: dict[str, str]) -> None:
     assert case["reason"] in why_not(check_text(case["bad"], case["target"]))
     assert why_not(check_text(case["good"], case["target"])) == ""
 
@@ -128,7 +128,7 @@ def test_every_operator_and_rule_has_a_source(target: str) -> None:
         ('use = ["api29"]', 'use = ["api99"]', "uses group 'api99', which it does not define"),
     ],
 )
-def test_a_wrong_word_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_word_that_rules_do_not_know_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     shutil.copytree(FOLDER / "nnapi", tmp_path / "mine")
     rules = tmp_path / "mine" / "rules.toml"
     text = rules.read_text()
@@ -137,7 +137,7 @@ def test_a_wrong_word_is_refused(tmp_path: Path, old: str, new: str, message: st
         load_rules(load_target(str(tmp_path / "mine")))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_target_without_rules_is_refused(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "nnapi", tmp_path / "mine")
     (tmp_path / "mine" / "rules.toml").unlink()
     with pytest.raises(TargetError, match="cannot read"):

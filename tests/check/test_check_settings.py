@@ -57,7 +57,9 @@ CASES = [
 @pytest.mark.parametrize(
     ("target", "less", "more", "body", "reason"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else ""
 )
-def test_a_parameter_decides(target: str, less: dict[str, str], more: dict[str, str], body: str, reason: str) -> None:
+def test_a_parameter_of_a_target_decides_whether_a_node_is_taken(
+    target: str, less: dict[str, str], more: dict[str, str], body: str, reason: str
+) -> None:
     refused, taken = check_text(body, target, less), check_text(body, target, more)
     assert reason in why_not(refused)
     assert (why_not(taken), all(node.taken for node in taken)) == ("", True)

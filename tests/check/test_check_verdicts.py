@@ -47,7 +47,9 @@ def test_the_float_net_is_taken_by_all(tmp_path: Path) -> None:
         (QuantType.QInt8, "coreml", False),
     ],
 )
-def test_the_sign_of_activations_decides(tmp_path: Path, activation: QuantType, target: str, *, taken: bool) -> None:
+def test_int8_or_uint8_activations_decide_what_is_taken(
+    tmp_path: Path, activation: QuantType, target: str, *, taken: bool
+) -> None:
     report = check_file(quantized_net(tmp_path / "q.onnx", activation), target)
     assert _taken(report, "Conv") == {taken}
     assert (report.verdict == "yes") is taken
@@ -113,7 +115,7 @@ def test_a_reshape_between_two_scales_is_a_risk_for_qnn(second: str, risks: int,
     assert len(check_file(tmp_path / "m.onnx", "qnn").risks) == risks
 
 
-def test_work_counts_and_not_nodes() -> None:
+def test_the_verdict_counts_work_and_not_nodes() -> None:
     body = """g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z)
         { c = Conv <pads=[1,1,1,1]> (x, w) a = Neg(c) b = Neg(a) z = Neg(b) }"""
     nodes = check_text(body, "coreml")

@@ -50,7 +50,7 @@ def test_nodes_may_stand_before_those_that_they_read_from(opset: int, tmp_path: 
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
-def test_constants_are_folded(tmp_path: Path) -> None:
+def test_a_shape_that_constants_determine_is_folded(tmp_path: Path) -> None:
     text = """g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()
         n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"""
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
@@ -202,7 +202,7 @@ def test_strings_and_sequences_pass_through(tmp_path: Path) -> None:
     assert [spec.dtype for spec in (*prepared.inputs, *prepared.outputs)] == ["string", "sequence"]
 
 
-def test_external_data_comes_in(tmp_path: Path) -> None:
+def test_weights_of_another_file_are_stored_inside(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     proto = onnx.load(str(make_model(CONV, path).path))
     weights = numpy_helper.from_array(np.ones((64, 64), np.float32), "big")

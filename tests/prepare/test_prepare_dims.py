@@ -146,7 +146,7 @@ def test_a_fixed_axis_may_be_repeated_but_not_changed(tmp_path: Path) -> None:
         ("Mod(b, 0)", None),
     ],
 )
-def test_formulas(formula: str, size: int | None) -> None:
+def test_a_dimension_is_derived_from_a_formula_or_left_open(formula: str, size: int | None) -> None:
     assert derive_dim(formula, {"a": 2, "b": 3}) == size
 
 

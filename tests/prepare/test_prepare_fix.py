@@ -52,7 +52,7 @@ def test_a_rewrite_changes_its_nodes_and_no_result(tmp_path: Path, text: str, fi
     assert all(np.array_equal(expected[name], got[name]) for name in expected)
 
 
-def test_the_nodes_are_named(tmp_path: Path) -> None:
+def test_a_fix_names_the_nodes_that_it_rewrote(tmp_path: Path) -> None:
     fixed = fix_model(make_model(SUM, tmp_path / "m.onnx"), tmp_path / "out.onnx")
     assert fixed.fixes == (Fix(id="sum-to-add", nodes=("Sum_s", "Sum_y")),)
     names = [node.name for node in onnx.load(str(fixed.model.path)).graph.node]

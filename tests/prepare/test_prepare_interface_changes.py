@@ -60,7 +60,7 @@ def test_half_precision_inputs_take_images_too(tmp_path: Path) -> None:
     assert np.allclose(run(changed, image=PIXELS), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
+def test_preprocessing_layout_and_names_change_in_one_call(tmp_path: Path) -> None:
     model = make_net(tmp_path / "m.onnx")
     changes = InterfaceChanges(
         preprocess=IMAGENET, layouts={"image": "nhwc"}, renames={"image": "pixels", "scores": "classes"}
@@ -147,7 +147,7 @@ def test_weights_of_2_gb_cannot_go_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opset", [9, 13, 15, 18, 21, 22])
-def test_the_opset_goes_up_and_down(tmp_path: Path, opset: int) -> None:
+def test_a_model_is_converted_to_older_and_newer_opsets(tmp_path: Path, opset: int) -> None:
     model = make_net(tmp_path / "m.onnx")
     prepared = prepare_model(model, tmp_path / "p.onnx", {}, opset=opset)
     assert prepared.opsets["ai.onnx"] == opset

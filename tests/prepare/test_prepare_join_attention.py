@@ -149,7 +149,7 @@ def test_a_guard_goes_where_no_row_can_be_hidden_whole(tmp_path: Path, cases: di
         assert np.array_equal(expected, got), case
 
 
-def test_a_guard_of_something_else_stays(tmp_path: Path) -> None:
+def test_a_guard_with_another_value_or_condition_stays(tmp_path: Path) -> None:
     for old, new in (
         ("Where(n, z, c)", "Where(n, u, c)"),
         ("Where(n, z, c)", "Where(n, z, x)"),

@@ -132,7 +132,7 @@ def test_a_weight_beside_the_file_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not ZOO.exists(), reason="needs ../shared/zoo")
 @pytest.mark.parametrize("name", ["squeezenet1.1_fp32", "magika_v3_3", "vww_96_float_ext", "superres_core_224"])
-def test_real_models(tmp_path: Path, name: str) -> None:
+def test_a_sketch_of_a_real_model_is_judged_as_the_whole(tmp_path: Path, name: str) -> None:
     model = load_model(ZOO / f"models/{name}.onnx")
     dims = {str(dim): 1 for spec in model.inputs for dim in spec.shape or () if isinstance(dim, str)}
     dims |= {f"{spec.name}:{at}": 1 for spec in model.inputs for at, dim in enumerate(spec.shape or ()) if dim is None}

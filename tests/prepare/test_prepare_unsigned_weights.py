@@ -48,7 +48,7 @@ def weights(path: Path) -> list[np.ndarray]:
         ),
     ],
 )
-def test_every_value_stays(text: str, tmp_path: Path) -> None:
+def test_int8_weights_stored_as_uint8_keep_every_value(text: str, tmp_path: Path) -> None:
     fixed = rewrite(tmp_path, f"g (float[2,3] x) => (float[2,2] y) {text}", UNSIGNED_WEIGHTS)
     assert [fix.id for fix in fixed.fixes] == [UNSIGNED_WEIGHTS]
     assert {weight.dtype.name for weight in weights(fixed.model.path)} == {"uint8"}

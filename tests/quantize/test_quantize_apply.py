@@ -53,7 +53,7 @@ def test_every_node_is_quantized_and_close_to_float(
     assert sqnr_db(net, quantized.model) > 25
 
 
-def test_sixteen_bits_are_closer(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+def test_sixteen_bits_lose_less_than_eight(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     wide = quantize(net, calibration, "qnn", tmp_path, "int16")
     assert sqnr_db(net, wide.model) > sqnr_db(net, quantize(net, calibration, "qnn", tmp_path).model) + 2
 
@@ -96,21 +96,21 @@ def test_nothing_is_printed_or_logged(
     assert logging.getLogger().handlers == handlers
 
 
-def test_metadata_is_kept(net: Model, tmp_path: Path) -> None:
+def test_the_metadata_of_the_float_model_is_kept(net: Model, tmp_path: Path) -> None:
     proto = onnx.load(str(net.path))
     helper.set_model_props(proto, {"author": "me"})
     written = onnx.load(str(quantize_net(save_proto(proto, tmp_path / "m.onnx"), tmp_path, "qnn").model.path))
     assert [(entry.key, entry.value) for entry in written.metadata_props] == [("author", "me")]
 
 
-def test_quantized_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+def test_a_model_that_is_quantized_already_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     quantized = quantize(net, calibration, "qnn", tmp_path).model
     with pytest.raises(ModelError, match="quantized already") as caught:
         calibrate_model(quantized, random_samples(quantized), work=tmp_path / "work")
     assert "one trained so: export it without Q and DQ" in (caught.value.hint or "")
 
 
-def test_plan_of_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+def test_a_plan_for_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
     with pytest.raises(DataError, match="the plan was made for another model than"):
         quantize_model(net, msgspec.structs.replace(plan, model_sha256="0" * 64), calibration, tmp_path / "out.onnx")
@@ -137,7 +137,7 @@ def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: P
     assert sqnr_db(model, quantized.model, random_samples(model, seed=5)) > 25
 
 
-def test_control_flow_stays_float(tmp_path: Path) -> None:
+def test_an_if_and_its_branches_stay_float(tmp_path: Path) -> None:
     text = """g (float[1,3,8,8] x, bool c) => (float[1,8,8,8] y) {
       a = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
       r = Relu(a)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -55,11 +56,11 @@ def test_extremes_of_images_in_any_layout_are_those_of_numpy(tmp_path: Path) -> 
         assert (span.low, span.high) == pytest.approx((min(0, ends[0]) if name == "r1" else ends[0], ends[1]), rel=2e-3)
 
 
-def test_tensor_before_relu_has_the_range_after_it(calibration: Calibration) -> None:
+def test_a_tensor_before_a_relu_has_the_range_after_it(calibration: Calibration) -> None:
     assert calibration.ranges["minmax"]["c1"] == calibration.ranges["minmax"]["r1"]
 
 
-def test_so_has_the_layer_where_a_reshape_stands_between(tmp_path: Path) -> None:
+def test_a_layer_before_a_reshape_and_a_relu_has_the_range_after_the_relu(tmp_path: Path) -> None:
     text = """g (float[2,6] x) => (float[6,2] y, float[2,6] s) <int64[2] whole = {6,2}> {
       a = MatMul(x, w) b = Reshape(a, whole) c = Transpose<perm=[1,0]>(b) d = Relu(c) y = Reshape(d, whole)
       s = MatMul(x, v) t = Reshape(s, whole) u = Relu(t) }"""
@@ -170,7 +171,7 @@ def test_a_sample_that_makes_another_shape_than_declared_is_named(tmp_path: Path
         calibrate_model(model, bad, work=tmp_path / "bad", methods=METHODS_WITHOUT_HISTOGRAM)
 
 
-def test_batch_sizes_may_differ(tmp_path: Path) -> None:
+def test_samples_may_have_different_batch_sizes(tmp_path: Path) -> None:
     model = make_model(CONV_NET.replace("float[1,3,8,8]", "float[N,3,8,8]"), tmp_path / "m.onnx", CONV_SHAPES)
     rng = np.random.default_rng(0)
     arrays = [{"x": rng.normal(size=(batch, 3, 8, 8)).astype(np.float32)} for batch in (1, 3, 2)]
@@ -200,7 +201,9 @@ def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Pa
     assert misses <= 0.1 * 10 * 2 * 2
 
 
-def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+def test_percentiles_are_exact_where_all_values_of_all_samples_are_counted(
+    net: Model, calibration: Calibration, tmp_path: Path
+) -> None:
     assert calibration.is_exact
     many = calibrate_model(net, random_samples(net, count=MEASURED_SAMPLES + 1), work=tmp_path / "many", fitting=False)
     assert not many.is_exact
@@ -274,8 +277,7 @@ ARRAYS: dict[str, Array] = {
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     seen = {7: b"a" * 32, 0: b"b" * 32}
     write_checkpoint(tmp_path / "c", "key", Checkpoint(seen=seen, arrays=ARRAYS))
-    found = read_checkpoint(tmp_path / "c", "key", 1 << 20)
-    assert found is not None
+    found = present(read_checkpoint(tmp_path / "c", "key", 1 << 20))
     assert list(found.seen.items()) == list(seen.items())
     assert list(found.arrays) == list(ARRAYS)
     for name, array in ARRAYS.items():
@@ -309,9 +311,7 @@ def _measure(model: Model, lengths: list[int], work: Path) -> InputMoments:
     samples = Samples(source="drawn", count=len(lengths), read=lambda: map(draw, range(len(lengths))))
     calibrate_model(model, samples, work=work)
     with open_moments(work / "moments.npz") as stored:
-        found = stored("layer")
-    assert found is not None
-    return found
+        return present(stored("layer"))
 
 
 @pytest.mark.parametrize("opset", [13, 17])
@@ -324,7 +324,7 @@ def test_open_rows_give_the_moments_of_fixed_ones(tmp_path: Path, rows: int, ops
     np.testing.assert_array_equal(free.mean, fixed.mean)
 
 
-def test_samples_give_as_many_rows_as_they_have(tmp_path: Path) -> None:
+def test_each_sample_adds_as_many_rows_to_the_moments_as_it_has(tmp_path: Path) -> None:
     every = _measure(_write(tmp_path / "open.onnx", "S", 17), [3] * 20, tmp_path / "a")
     mixed = _measure(load_model(tmp_path / "open.onnx"), [3, 4] * 10, tmp_path / "b")
     # Some samples are kept back, to judge by; no row is counted twice.
@@ -339,8 +339,7 @@ def test_inputs_that_hardly_vary_beside_their_mean_keep_a_covariance(tmp_path: P
     samples = Samples(source="drawn", count=20, read=lambda: iter([{"x": each} for each in rows]))
     calibrate_model(model, samples, work=tmp_path / "a")
     with open_moments(tmp_path / "a" / "moments.npz") as stored:
-        found = stored("layer")
-    assert found is not None
+        found = present(stored("layer"))
     # E[xx'] - E[x]E[x]' of sums in float32 is off by a hundred times the variance here, and has negative eigenvalues.
     assert np.diagonal(found.covariance[0]) == pytest.approx(0.05**2, rel=0.2)
     assert np.linalg.eigvalsh(found.covariance[0]).min() > 0

@@ -71,7 +71,7 @@ SILU_NET = """g (float[1,3,8,8] x) => (float[1,40] y) {
   p = GlobalAveragePool(m) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
 
 
-def test_company_of_other_targets_changes_no_plan(tmp_path: Path) -> None:
+def test_a_plan_is_the_same_alone_and_beside_other_targets(tmp_path: Path) -> None:
     model = make_model(SILU_NET, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
     calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
     targets = {name: load_target(name) for name in ("nnapi", "qnn", "xnnpack", "cpu")}
@@ -158,7 +158,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
 
 
 @pytest.mark.parametrize("target", ["cpu", "qnn", "nnapi"])
-def test_what_is_moved_out_of_a_constant_keeps_its_scale(tmp_path: Path, target: str) -> None:
+def test_rows_gathered_from_a_table_keep_the_scale_of_the_table(tmp_path: Path, target: str) -> None:
     text = "g (int64[1,4] x) => (float[1,4,8] y) { e = Gather(t, x) s = Add(e, p) h = MatMul(s, w) y = Tanh(h) }"
     model = make_model(text, tmp_path / "m.onnx", {"t": (32, 8), "p": (4, 8), "w": (8, 8)})
     rng = np.random.default_rng(0)

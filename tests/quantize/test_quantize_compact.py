@@ -60,7 +60,7 @@ def test_a_compact_model_is_smaller_and_computes_the_same_in_bodies_too(small: o
     onnx.checker.check_model(small, full_check=True)
 
 
-def test_what_goes_without_saying_is_left_out_and_nothing_else(small: onnx.ModelProto) -> None:
+def test_attributes_with_their_default_and_doc_strings_are_left_out(small: onnx.ModelProto) -> None:
     first, second = ({item.name for item in node.attribute} for node in small.graph.node if node.op_type == "Conv")
     assert (first, second) == ({"group"}, {"group", "pads"})
     assert not any(node.doc_string for node in small.graph.node)
@@ -75,7 +75,7 @@ def test_activations_share_scales_and_zero_points_and_weights_do_not(small: onnx
     assert len({names[2] for names in weights}) == len(weights) == 3
 
 
-def test_names_do_not_hide_those_of_bodies(small: onnx.ModelProto) -> None:
+def test_short_names_do_not_hide_names_in_bodies(small: onnx.ModelProto) -> None:
     names = [tensor.name for tensor in small.graph.initializer]
     names += [name for node in small.graph.node for name in node.output]
     assert len(names) == len(set(names))

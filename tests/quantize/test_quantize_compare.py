@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, make_samples, make_search
 
 from edgekit._ort import CpuSession
@@ -39,7 +40,7 @@ def reference(tmp_path: Path) -> FloatReference:
     return FloatReference(add_bias(tmp_path, "0, 0, 0, 0"), make_samples([{"x": row} for row in rows]))
 
 
-def test_what_decides_nothing_counts_for_nothing(reference: FloatReference, tmp_path: Path) -> None:
+def test_an_error_of_a_class_that_never_wins_counts_for_nothing(reference: FloatReference, tmp_path: Path) -> None:
     loud, quiet = add_bias(tmp_path, "0, 0, 0, -40"), add_bias(tmp_path, "0.05, 0, 0, 0")
     assert reference.predict_drop(loud).sqnr_db < reference.predict_drop(quiet).sqnr_db - 30
     found = reference.compare(loud, quiet)
@@ -75,8 +76,7 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     found, is_whole = reference.look(worse, rival=near)
     assert not is_whole
     assert found.samples == len(runs) == 13
-    assert found.drop_estimate is not None
-    assert found.drop_estimate > 0.1
+    assert present(found.drop_estimate) > 0.1
     # What it gave for these samples is remembered.
     assert reference.predict_drop(worse).samples == 100
     assert len(runs) == 100
@@ -144,13 +144,16 @@ def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:
     rows /= np.linalg.norm(rows, axis=2, keepdims=True)
     reference = FloatReference(models[0], make_samples([{"x": row.astype(np.float32)} for row in rows]))
     assert reference.predict_drop(models[1]).measure == MEASURES["embedding"].name
+    pair: Array = np.stack([eye, eye + noise])
+    for count in (2, 3):
+        assert MEASURES["embedding"].distances([*pair[:, :count].swapaxes(0, 1)]).any() == (count == 3)
     # Twice the length is all noise to a ratio, and nothing to a cosine.
     ratios = [reference.predict_drop(each).sqnr_db for each in models[1:]]
     assert ratios == [pytest.approx(0, abs=0.1), pytest.approx(22, abs=3)]
     assert reference.compare(models[1], models[2]) < 0
 
 
-def test_distances_are_those_of_the_decisions() -> None:
+def test_distances_follow_the_hellinger_distance_of_the_decisions() -> None:
     logits: Array = np.array([[2.0, 0.0, -1.0], [0.1, 0.0, -9.0]]).T
     one, two = softmax(logits, axis=0), softmax(logits + np.array([[0.01], [0.0], [0.0]]), axis=0)
     found = measure_hellinger(one, two)

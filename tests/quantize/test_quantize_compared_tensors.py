@@ -119,7 +119,7 @@ def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
     assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
 
 
-def test_numbers_lose_their_noise_of_the_part() -> None:
+def test_the_loss_of_a_part_leaves_out_the_other_parts() -> None:
     wanted, found = np.array([[3.0, 4.0, 100.0]]), np.array([3.0, 6.0, 0.0])
     point = ComparedTensor(tensor="y", reader="", centred=False, part=(1, 0, 2))
     assert measure_loss(point, wanted, found).tolist() == [25.0, 4.0]
@@ -132,7 +132,7 @@ def test_numbers_lose_their_noise_of_the_part() -> None:
     assert measure_loss(centred, rows, rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
 
 
-def test_ratio_is_20_db_for_a_tenth() -> None:
+def test_an_error_of_a_tenth_is_20_db() -> None:
     point, ones = ComparedTensor(tensor="y", reader="", centred=False), np.ones(10)
     assert ratio_db(*measure_loss(point, ones, ones * 1.1)) == pytest.approx(20)
     assert ratio_db(*measure_loss(point, ones, ones)) == 80

@@ -20,7 +20,7 @@ from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
 
 
-def test_small_errors_lose_what_chances_diverge() -> None:
+def test_for_small_errors_the_loss_is_twice_the_kullback_leibler_divergence() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (50, 4))
     others = logits + 0.02 * rng.normal(size=logits.shape)
@@ -37,7 +37,7 @@ def test_however_sure_a_model_is_a_decision_lost_is_one_decision() -> None:
         assert lost.tolist() == pytest.approx([2.0, 0.0], rel=1e-3)
 
 
-def test_sure_places_bear_more_and_ties_are_dear() -> None:
+def test_sure_places_tolerate_errors_but_no_ties() -> None:
     sure = np.array([[30.0, 10.0, 0.0]] * 8 + [[0.0, 10.0, 30.0]] * 8)
     _, moved = measure_classes(sure, sure * 0.8)
     _, tied = measure_classes(sure, np.minimum(sure, 10.0))

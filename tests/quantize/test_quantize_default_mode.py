@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit.data.samples import Samples
@@ -87,16 +88,14 @@ def begin_search(
 
 def run_search(search: Search, goal: Goal | None = None, state: State | None = None) -> tuple[QuantPlan, Searched]:
     plan, searched = search_plan(search, goal or Goal(), state)
-    assert searched is not None
-    return plan, searched
+    return plan, present(searched)
 
 
 def run_all(
     search: Search, max_drop: float | None = None, *, narrow: bool = False, state: State | None = None
 ) -> tuple[QuantPlan, Searched]:
     plan, searched = find_plan(search, max_drop=max_drop, narrow=narrow, state=state)
-    assert searched is not None
-    return plan, searched
+    return plan, present(searched)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +201,7 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     assert search.tried.keys() == {trial.step for trial in searched.trials}
     known, bounds = measure_work(search, "all", first), list[float]()
     for count in (1, 3, 8):
-        plan = relieve_step(model, calibration, search.target, first, count, before=first, memo=search.memo)
-        assert plan is not None
+        plan = present(relieve_step(model, calibration, search.target, first, count, before=first, memo=search.memo))
         bounds.append(bound_integer(search, plan))
         assert known.integer >= bounds[-1] >= measure_work(search, f"relieve {count}", plan).integer
     assert 0.25 < bounds[-1] < 0.75
@@ -217,8 +215,7 @@ def test_a_step_goes_on_from_a_plan_with_the_same_factors_of_channels(
     # Its ranges are of tensors that the first plan does not have.
     rival = msgspec.structs.replace(first.plan, factors={"x": (1.0, 2.0)}, ranges={})
     trials = (first, msgspec.structs.replace(first, plan=rival))
-    plan = plan_step(search, trials, 20)
-    assert plan is not None
+    plan = present(plan_step(search, trials, 20))
     assert plan == plan_step(search, trials[:1], 20)
 
 
@@ -457,11 +454,8 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
         assert written == searched.chosen.prediction
         stock = plan_minmax(model, calibration, search.target, plan)
         plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
-        assert written.drop_estimate is not None
-        assert plain.drop_estimate is not None
-        assert written.drop_estimate <= plain.drop_estimate + 0.001
+        assert present(written.drop_estimate) <= present(plain.drop_estimate) + 0.001
         if name == "reader":
             # Winners that are cut tie, and no line would be left.
             assert written.measure == MEASURES["sequence"].name
-            assert written.top1_agreement is not None
-            assert written.top1_agreement > 0.9
+            assert present(written.top1_agreement) > 0.9

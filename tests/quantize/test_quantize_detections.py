@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, make_samples
 
 from edgekit.model.outputs import StatedOutput
@@ -10,7 +11,6 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
-from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.likeness import AP, EXTRA_VALUES, MASKS, POINTS, read_head
 from edgekit.quantize.accuracy.loss import Loss
 from edgekit.quantize.accuracy.predict import SILENT, predict_drop
@@ -90,15 +90,10 @@ def make_outputs(code: str, seed: int = 0, count: int = 24) -> list[Tensors]:
     ]
 
 
-def read(head: Head | None) -> Head:
-    assert head is not None
-    return head
-
-
 @pytest.mark.parametrize("code", CODES)
 def test_a_head_is_decoded_to_the_boxes_that_it_codes(code: str) -> None:
     outputs = make_outputs(code)
-    head = read(find_head(outputs, (SIDE, SIDE)))
+    head = present(find_head(outputs, (SIDE, SIDE)))
     assert head.code == ("middle and size" if code == "with objectness" else code)
     assert (head.objectness is not None) == (code in {"with objectness", "yolox"})
     boxes, chances = head.decode(outputs[0])
@@ -116,14 +111,14 @@ def test_levels_in_outputs_of_their_own_are_one_head(code: str) -> None:
         parts = row if code == "offsets" else {"b": row["y"][..., :4], "o": row["y"][..., 4:5], "c": row["y"][..., 5:]}
         level: Tensors = {f"{name}_{at}": each[:, a:z] for at, a, z in places for name, each in parts.items()}
         levels.append(level)
-    head, whole = read(find_head(levels, (SIDE, SIDE))), read(find_head(joined, (SIDE, SIDE)))
+    head, whole = present(find_head(levels, (SIDE, SIDE))), present(find_head(joined, (SIDE, SIDE)))
     assert (head.code, head.grid, head.objectness is None) == (code, whole.grid, whole.objectness is None)
     for found, wanted in zip(head.decode(levels[0]), whole.decode(joined[0]), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("code", heads.CODES)
-def test_what_shows_nothing_has_no_boxes(code: str) -> None:
+def test_boxes_of_chosen_rows_are_those_of_all_rows_and_no_rows_give_none(code: str) -> None:
     grid = heads.Grid(levels=(heads.Level(anchors=3, height=2, width=2),) * 3, image=(SIDE, SIDE))
     values = np.ones((36, 4 * 8 if code == "binned distances" else 4))
     whole = heads.decode_boxes(code, values, grid)
@@ -133,7 +128,7 @@ def test_what_shows_nothing_has_no_boxes(code: str) -> None:
 
 
 def test_a_background_is_no_class() -> None:
-    head = read(find_head(make_outputs("corners"), (SIDE, SIDE)))
+    head = present(find_head(make_outputs("corners"), (SIDE, SIDE)))
     assert (head.background, head.scores.count) == (0, KINDS + 1)
     assert head.decode(make_outputs("corners")[0])[1].shape == (80, KINDS)
 
@@ -232,7 +227,7 @@ def test_maps_of_middles_shifts_and_sizes_are_read_at_their_peaks(
     outputs = [draw_centres(seed, scale=scale)[0] for seed in range(16)]
     if channels_last:
         outputs = [{name: np.moveaxis(value, 1, -1) for name, value in row.items()} for row in outputs]
-    head = read(find_head(outputs, (SIDE, SIDE)))
+    head = present(find_head(outputs, (SIDE, SIDE)))
     assert (head.code, head.peaks, head.scores.outputs) == (code, (16, 16), ("a",))
     boxes, chances = head.decode(outputs[0])
     found = boxes[chances.max(axis=1) > 0.3]
@@ -259,7 +254,7 @@ def test_a_cache_of_many_outputs_is_no_head(others: int, *, is_head: bool) -> No
 
 def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not() -> None:
     rows = [draw_centres(seed)[0] for seed in range(24)]
-    head = read(find_head(rows, (SIDE, SIDE)))
+    head = present(find_head(rows, (SIDE, SIDE)))
 
     def drop(**factors: float) -> float:
         others = [{name: value * np.float32(factors.get(name, 1)) for name, value in row.items()} for row in rows]
@@ -272,7 +267,7 @@ def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not(
 
 def test_a_peak_that_moved_is_held_against_the_box_where_it_was() -> None:
     rows = [draw_centres(seed)[0] for seed in range(16)]
-    head, row = read(find_head(rows, (SIDE, SIDE))), rows[0]
+    head, row = present(find_head(rows, (SIDE, SIDE))), rows[0]
     kind, y, x = np.unravel_index(int(row["a"].argmax()), row["a"].shape[1:])
     row["b"][0, :, y, x + 1] = row["b"][0, :, y, x] - (1, 0)
     row["c"][0, :, y, x + 1] = 1.2 * row["c"][0, :, y, x]
@@ -298,7 +293,7 @@ def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tup
 def drop_of(change: float, chance: float = 1.0) -> tuple[float, tuple[float, float]]:
     """Returns the drop where boxes move by a share of the pixels, and chances are multiplied."""
     rows = make_outputs("middle and size", count=40)
-    head, rng = read(find_head(rows, (SIDE, SIDE))), np.random.default_rng(1)
+    head, rng = present(find_head(rows, (SIDE, SIDE))), np.random.default_rng(1)
     others = [{"y": row["y"].copy()} for row in rows]
     for row in others:
         row["y"][0, :4] += rng.normal(0, change, (4, 80)).astype(np.float32)
@@ -330,7 +325,7 @@ def test_detections_that_are_gone_are_lost_and_scores_that_all_shrink_are_not() 
 def test_a_class_that_is_taken_for_another_is_lost() -> None:
     rows = make_outputs("middle and size", count=40)
     others = [{"y": row["y"][:, [0, 1, 2, 3, 5, 6, 4]]} for row in rows]
-    head = read(find_head(rows, (SIDE, SIDE)))
+    head = present(find_head(rows, (SIDE, SIDE)))
     assert estimate_drop([record_detections(head, *pair) for pair in zip(rows, others, strict=True)]).estimate > 0.2
 
 
@@ -405,7 +400,7 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
     code: Callable[[Array, Array], Tensors], kind: str, measure: str
 ) -> None:
     rows = [code(*draw_places(seed)) for seed in range(6)]
-    head = read(find_head(rows, (SIDE, SIDE)))
+    head = present(find_head(rows, (SIDE, SIDE)))
     (extra,) = head.extras
     assert (head.scores.start, head.scores.stop, extra.kind) == (4, 4 + KINDS, kind)
     assert head.outputs == rows[0].keys()
@@ -436,7 +431,7 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
 
 def test_points_that_are_not_seen_do_not_count() -> None:
     rows = [code_points(*draw_places(seed)) for seed in range(6)]
-    _, part = read_head(read(find_head(rows, (SIDE, SIDE))), {"y": rows[0]["y"].shape})
+    _, part = read_head(present(find_head(rows, (SIDE, SIDE))), {"y": rows[0]["y"].shape})
 
     def lose(point: int) -> float:
         off = np.zeros((rows[0]["y"].shape[1], 1))

@@ -207,7 +207,7 @@ def test_channels_are_scaled_through_slopes_below_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "least_db"), [(load_target("qnn"), 25), (per_tensor("nnapi"), 22)])
-def test_unequal_channels_come_back(
+def test_unequal_channels_that_minmax_ruins_are_saved_by_equalization(
     unequal: tuple[Model, Calibration], tmp_path: Path, target: Target, least_db: float
 ) -> None:
     model, calibration = unequal
@@ -242,7 +242,7 @@ def test_weights_gain_by_equal_channels_whatever_activations_have(
     assert best[True] > best[False] + 3
 
 
-def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> None:
+def test_factors_that_do_not_fit_the_graph_are_refused(unequal: tuple[Model, Calibration]) -> None:
     graph = read_float_graph(unequal[0])
     for factors in ({"y": (1.0,) * 40}, {"r": (1.0,)}, {"r": (0.3,) * 24}, {"r": (0.0,) * 24}, {"r": (1e300,) * 24}):
         with pytest.raises(UsageError, match="the plan cannot scale"):

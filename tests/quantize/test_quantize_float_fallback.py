@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, make_samples, make_search
 
 from edgekit.model.model import Model
@@ -41,9 +42,7 @@ def find_searched(
     reference = FloatReference(model, samples, {"y": StatedOutput(kind="values")})
     calibration = calibrate_model(model, samples, work=folder / "work")
     search = make_search((model, calibration), reference, target, folder, precision)
-    searched = find_plan(search, max_drop=None, narrow=False)[1]
-    assert searched is not None
-    return searched
+    return present(find_plan(search, max_drop=None, narrow=False)[1])
 
 
 def list_floats(searched: Searched) -> set[str]:

@@ -66,7 +66,7 @@ def test_a_searched_scale_cuts_off_what_costs_little() -> None:
     assert (search_scale(matrix, energy=energy, floor=9.0) == 9.0).all()
 
 
-def test_gptq_uses_the_sixteenth_step() -> None:
+def test_gptq_uses_minus_8_of_4_bits() -> None:
     matrix = -np.abs(np.random.default_rng(2).normal(size=(1, 4, 30))).astype(np.float32)
     scale = np.abs(matrix).max(axis=2, keepdims=True).astype(np.float32) / 8
     assert lowest(FOUR_LIMIT) == -8
@@ -283,7 +283,7 @@ def test_layers_rounded_in_order_make_up_for_those_before(tmp_path: Path) -> Non
     assert ratios["qronos"] > ratios["comq"] + 3
 
 
-def test_samples_that_judge_round_nothing(net: Model, tmp_path: Path) -> None:
+def test_samples_that_judge_plans_do_not_fit_weights(net: Model, tmp_path: Path) -> None:
     work = tmp_path / "work"
     calibrate_model(net, random_samples(net, 60), work=work)
     fitted = [sample["x"].tobytes() for sample in read_fitted(work)]

@@ -64,7 +64,7 @@ def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: 
     np.testing.assert_allclose(got["y"], [9.0, 4.0], rtol=2e-3)
 
 
-def test_weights_beyond_half_are_named(tmp_path: Path) -> None:
+def test_weights_beyond_the_largest_half_are_named(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2] x) => (float[2] y) <float[2] w = {{1.0, 100000.0}}> {{ y = Mul(x, w) }}"
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     assert convert_to_fp16(model, (), tmp_path / "h.onnx").clamped == ("w",)

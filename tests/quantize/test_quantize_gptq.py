@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from onnx import numpy_helper, parser
 from quantize_models import make_model, make_samples
 
@@ -347,8 +348,7 @@ def test_moments_are_read_by_one_thread_at_a_time(tmp_path: Path) -> None:
             waiting = pool.submit(read, "n")
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=0.1)
-        found = waiting.result(timeout=60)
-        assert found is not None
+        found = present(waiting.result(timeout=60))
         assert found.count == 50
 
 
@@ -357,7 +357,7 @@ NET = """g (float[1,16,6,6] x) => (float[1,8,12,12] y) {
 
 
 @pytest.mark.parametrize("target", ["qnn", "cpu"])
-def test_roundings_reach_transposed_convolutions(target: str, tmp_path: Path) -> None:
+def test_weights_of_transposed_convolutions_are_rounded_by_samples_too(target: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     # Channels that move together make up for each other's errors, and all of them have a mean.
     mix = rng.normal(size=(16, 4))

@@ -25,7 +25,7 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
 
 
 @given(floats)
-def test_centers_lie_near_the_values(values: np.ndarray) -> None:
+def test_each_value_lies_within_a_bin_of_a_center(values: np.ndarray) -> None:
     collector = HistogramCollector()
     collector.add(values[None])
     centers = collector.freeze().centers

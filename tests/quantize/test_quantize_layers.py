@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -51,11 +52,9 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
     model = make_model(text, tmp_path / "m.onnx", {"w": weight_shape})
     graph = read_float_graph(model)
     (layer,) = read_layers(graph)
-    where = locate_patches(graph, layer, 10_000)
-    assert where is not None
+    where = present(locate_patches(graph, layer, 10_000))
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    weight = graph.constant("w")
-    assert weight is not None
+    weight = present(graph.constant("w"))
     expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
     if layer.op in {"Conv", "ConvTranspose"}:
         expected = np.moveaxis(expected, 1, -1)
@@ -78,7 +77,7 @@ def test_layers_that_cannot_be_corrected_are_left_out(body: str, tmp_path: Path)
     assert read_layers(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))) == ()
 
 
-def test_unknown_spatial_size_gives_no_cut(tmp_path: Path) -> None:
+def test_inputs_of_unknown_size_give_no_patches(tmp_path: Path) -> None:
     text = "g (float[1,4,H,W] x) => (float y) { y = Conv(x, w) }"
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 4, 3, 3)}))
     assert locate_patches(graph, read_layers(graph)[0], 10) is None

@@ -5,6 +5,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from onnx import numpy_helper
 from quantize_models import make_model, make_samples, random_samples
 
@@ -12,7 +13,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.head_search import DetectionList, find_list
+from edgekit.quantize.accuracy.head_search import find_list
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -36,15 +37,10 @@ def list_rows(seed: int, layout: str = "joined") -> Tensors:
     return {"y": np.concatenate(columns, 1).astype(np.float32)[None]}
 
 
-def read(found: DetectionList | None) -> DetectionList:
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lists_are_found_and_read(layout: str) -> None:
+def test_lists_of_detections_are_found_and_their_columns_read(layout: str) -> None:
     rows = [list_rows(seed, layout) for seed in range(8)]
-    boxes, chances = read(find_list(rows, (SIDE, SIDE))).decode(rows[0])
+    boxes, chances = present(find_list(rows, (SIDE, SIDE))).decode(rows[0])
     wanted = list_rows(0)["y"][0]
     assert boxes == pytest.approx(wanted[:, :4])
     assert chances.max(axis=1) == pytest.approx(wanted[:, 4])
@@ -52,7 +48,7 @@ def test_lists_are_found_and_read(layout: str) -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["order", "boxes", "scores", "no box", "shapes"])
-def test_what_is_no_list_is_not_read(spoiled: str) -> None:
+def test_tables_that_list_no_detections_are_not_read_as_lists(spoiled: str) -> None:
     rng, tables = np.random.default_rng(0), [list_rows(seed)["y"] for seed in range(8)]
     for table in tables:
         if spoiled == "order":
@@ -68,7 +64,7 @@ def test_what_is_no_list_is_not_read(spoiled: str) -> None:
 
 
 def drop_of(rows: Sequence[Tensors], others: Sequence[Tensors]) -> float:
-    found = read(find_list(rows, (SIDE, SIDE)))
+    found = present(find_list(rows, (SIDE, SIDE)))
     return estimate_drop(
         [record_detections(found, row, other) for row, other in zip(rows, others, strict=True)]
     ).estimate

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -173,8 +174,7 @@ def test_weights_are_rounded_part_by_part_as_at_once(axis: int | None, monkeypat
 def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
     assert load_rounded(tmp_path, "a") is None
     store_rounded(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
-    found = load_rounded(tmp_path, "a")
-    assert found is not None
+    found = present(load_rounded(tmp_path, "a"))
     assert {name: value.tolist() for name, value in found.items()} == {"integers": [0, 1, 2], "scale": [0.5]}
     assert load_rounded(tmp_path, "b") is None
 
@@ -185,6 +185,5 @@ def test_a_damaged_file_is_as_if_there_were_none(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:150])
     assert load_rounded(tmp_path, "a") is None
     store_rounded(tmp_path, "a", {"scale": np.ones(1)})
-    found = load_rounded(tmp_path, "a")
-    assert found is not None
+    found = present(load_rounded(tmp_path, "a"))
     assert found["scale"].tolist() == [1.0]

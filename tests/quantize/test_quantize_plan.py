@@ -16,7 +16,7 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 
-def test_float_precision_is_refused(net: Model, calibration: Calibration) -> None:
+def test_a_plan_of_float_precision_is_refused(net: Model, calibration: Calibration) -> None:
     with pytest.raises(UsageError, match="'fp16' is no integer precision"):
         plan_quantization(net, calibration, load_target("qnn"), "fp16")
 
@@ -27,7 +27,7 @@ def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibr
         plan_quantization(net, other, load_target("qnn"), "int8")
 
 
-def test_unknown_method_gets_a_suggestion(net: Model, calibration: Calibration) -> None:
+def test_an_unknown_range_method_is_refused_with_a_suggestion(net: Model, calibration: Calibration) -> None:
     with pytest.raises(UsageError, match="did you mean 'minmax'"):
         plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmx")
 

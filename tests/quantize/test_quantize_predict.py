@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -47,8 +48,7 @@ def test_a_model_and_itself_differ_in_nothing(samples: Samples, tmp_path: Path) 
     one = classifier(tmp_path, "one", "0, 0, 0, 0")
     found = predict_drop(one, one, samples)
     assert (found.top1_agreement, found.drop_estimate, found.sqnr_db) == (1, 0, 80)
-    assert found.drop_interval is not None
-    assert found.drop_interval[0] <= 0 <= found.drop_interval[1]
+    assert present(found.drop_interval)[0] <= 0 <= present(found.drop_interval)[1]
     assert found.meets(0)
 
 
@@ -155,13 +155,11 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     good, off = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "off", "1, 0, -1, 0")
     guess, truth = predict_drop(good, off, samples), true_drop(good, off, samples, labels)
     assert (guess.source, truth.source) == ("the float model's confidence", "labels")
-    assert guess.drop_interval is not None
     assert truth.drop_estimate is not None
-    assert guess.drop_interval[0] <= truth.drop_estimate <= guess.drop_interval[1]
+    assert present(guess.drop_interval)[0] <= truth.drop_estimate <= present(guess.drop_interval)[1]
     assert truth.drop_estimate > 0.02
-    assert truth.reference is not None
-    assert truth.reference < 0.9
-    assert truth.drop_estimate == pytest.approx(truth.reference - (truth.got or 0), abs=1e-5)
+    assert present(truth.reference) < 0.9
+    assert truth.drop_estimate == pytest.approx(present(truth.reference) - (truth.got or 0), abs=1e-5)
 
 
 def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
@@ -221,10 +219,8 @@ def test_what_is_lost_is_measured_by_what_an_output_means(
     assert (same.measure, far.measure) == (measure, measure)
     assert same.meets(0.005)
     assert not far.meets(0.005)
-    assert far.drop_estimate is not None
-    assert far.drop_interval is not None
-    assert far.drop_interval[0] <= far.drop_estimate <= far.drop_interval[1]
-    assert far.drop_estimate > 0.05
+    assert present(far.drop_interval)[0] <= present(far.drop_estimate) <= present(far.drop_interval)[1]
+    assert present(far.drop_estimate) > 0.05
 
 
 def test_a_sigmoid_for_each_row_decides(tmp_path: Path) -> None:
@@ -338,8 +334,7 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert overlap.drop_interval is not None
     assert overlap.drop_interval[0] < overlap.drop_estimate < overlap.drop_interval[1] < 1.2 * overlap.drop_estimate
     assert overlap.drop_interval == tuple(round(end, 6) for end in overlap.drop_interval)
-    assert noise.drop_interval is not None
-    assert noise.drop_interval == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
+    assert present(noise.drop_interval) == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
     negative = true_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.1))
     assert negative.drop_estimate == pytest.approx(
         36.48 - 24.17, abs=0.01
@@ -361,9 +356,8 @@ def test_a_loss_that_grows_is_a_drop(samples: Samples, tmp_path: Path, monkeypat
     )
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "5, 0, 0, 0")
     found = true_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:far", higher_is_better=False))
-    assert found.reference is not None
-    assert found.got == pytest.approx(found.reference + 5, abs=1e-4)
-    assert found.drop_estimate == pytest.approx(5 / found.reference, abs=1e-5)
+    assert found.got == pytest.approx(present(found.reference) + 5, abs=1e-4)
+    assert found.drop_estimate == pytest.approx(5 / present(found.reference), abs=1e-5)
     assert found.drop_interval == pytest.approx((found.drop_estimate,) * 2, abs=1e-5)
     lost = true_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:lost"))
     assert (lost.reference, lost.drop_estimate) == (0, 0)

@@ -91,14 +91,14 @@ def test_a_weight_that_keeps_8_bits_is_in_no_block(bert: tuple[Model, Calibratio
     assert f"{first}_q4" not in {name for node in products(made.model.path) for name in node.input}
 
 
-def test_blocks_are_the_targets_to_decide(bert: tuple[Model, Calibration]) -> None:
+def test_only_a_target_with_blocks_gets_blocks(bert: tuple[Model, Calibration]) -> None:
     with pytest.raises(UsageError, match="has blocks of 64 weights, but w4a16 of target 'qnn' takes 32"):
         require_plan(plan_blocks(*bert, block=64), bert[0], bert[1], TARGET)
     with pytest.raises(UsageError, match="has blocks of 32 weights, but w4a16 of target 'qnn' takes none"):
         require_plan(plan_blocks(*bert), bert[0], bert[1], load_target("qnn"))
 
 
-def test_blocks_are_for_w4a16_alone() -> None:
+def test_blocks_are_refused_beside_another_precision_than_w4a16() -> None:
     assert TARGET.session.provider_options["enable_block_quant_weight_optimization"] == "1"
     assert choose_precision(TARGET, "auto") == "w4a16"
     with pytest.raises(UsageError, match="16 bits"):

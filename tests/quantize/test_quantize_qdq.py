@@ -149,7 +149,7 @@ def test_a_concat_shares_one_scale_where_the_provider_demands_it(made: tuple[str
     assert (len(sides) == 1) is (case == "nnapi-28")
 
 
-def test_a_softmax_counts_in_256ths(made: tuple[str, Model]) -> None:
+def test_a_softmax_has_a_scale_of_1_over_256(made: tuple[str, Model]) -> None:
     case, model = made
     units = Units(model)
     softmax = units.find("Softmax")

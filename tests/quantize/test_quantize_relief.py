@@ -109,8 +109,8 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
 
 
 STACKED = """<ir_version: 10, opset_import: ["" : 21]>
-  g (float[1,1,64] x, float[1,1,64] far) => (float[1,2,64] y) <int64[3] shape = {1,1,64}> {
-  near = Tanh(x) flat = Reshape(near, shape) y = Concat<axis=1>(flat, far) }"""
+  g (float[1,1,64] x, float[1,1,64] far) => (float[1,2,64] y, float[1,1,64] z) <int64[3] shape = {1,1,64}> {
+  near = Tanh(x) flat = Reshape(near, shape) y = Concat<axis=1>(flat, far) z = Tanh(far) }"""
 
 
 @pytest.mark.slow

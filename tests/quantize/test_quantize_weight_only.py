@@ -173,7 +173,7 @@ def test_learning_needs_samples_and_4_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "written"), [(0, []), (4, [4])])
-def test_the_accuracy_level_is_written(tmp_path: Path, level: int, written: list[int]) -> None:
+def test_nodes_of_weights_in_blocks_have_the_accuracy_level(tmp_path: Path, level: int, written: list[int]) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
     light = compress_weights(model, WeightOnlyOptions(form="int4", accuracy_level=level), tmp_path / "c.onnx")
     node = next(node for node in onnx.load(str(light.model.path)).graph.node if node.name == "first")

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from bucket_models import LENGTHS, SIZES, make, make_sample, write_net, write_samples
-from fixture_types import MakeOnce
+from fixture_types import MakeOnce, present
 from msgspec.structs import replace
 from onnx import parser
 from verify_devices import InProcess, from_list, open_loader
@@ -60,12 +60,11 @@ def test_each_size_is_held_against_the_float_model_at_the_length_of_the_sample(b
     (run,) = report.runs
     assert run.passed, (run.failures, run.unproven)
     assert any("at its own 'sequence': 4 (4 samples, " in line for line in list_verify_remarks(report))
-    assert run.sizes is not None
-    ran = {size.size: size.lengths for size in run.sizes.sizes}
+    ran = {size.size: size.lengths for size in present(run.sizes).sizes}
     assert set(ran[4]) == {1, 2, 3, 4}
     assert set(ran[8]) == {5, 6, 7, 8}
     assert sorted(ran[12]) == sorted(bundle.manifest.buckets.lengths)  # type: ignore[union-attr]
-    assert all(output.elements for size in run.sizes.sizes for output in size.outputs)
+    assert all(output.elements for size in present(run.sizes).sizes for output in size.outputs)
 
 
 def turn_one_size(job: Job, run: DeviceRun) -> dict[str, Any]:
@@ -81,8 +80,7 @@ def test_a_size_that_a_device_computes_otherwise_fails(bundle: Bundle) -> None:
 
 
 def test_a_model_that_does_not_mask_what_fills_a_sample_is_found(tmp_path: Path) -> None:
-    made = make(tmp_path, "plain", "fp32")
-    assert made is not None
+    made = present(make(tmp_path, "plain", "fp32"))
     (run,) = verify_bundle(open_bundle(made), [InProcess()]).runs
     assert {gate.name for gate in run.gates if gate.failures} == {"size"}
     assert any("padding changes the result of the float model itself" in line for line in run.failures)
@@ -129,8 +127,7 @@ def test_samples_of_ones_own_go_to_the_smallest_size_that_takes_them(bundle: Bun
     float_model = write_net(tmp_path)
     (run,) = verify_with(bundle, float_model, data, DeviceChoice(names=("host",))).runs
     assert run.passed, (run.failures, run.unproven)
-    assert run.sizes is not None
-    assert [size.lengths for size in run.sizes.sizes] == [(1,), (7, 6), (1, 7, 6, 12)]
+    assert [size.lengths for size in present(run.sizes).sizes] == [(1,), (7, 6), (1, 7, 6, 12)]
     long = Data(source=write_samples(tmp_path / "long", (9, 10)))
     (run,) = verify_with(bundle, float_model, long, DeviceChoice(names=("host",))).runs
     assert not run.failures
@@ -235,8 +232,7 @@ def test_a_manifest_cannot_state_buckets_that_are_not_there_or_beside_what_exclu
 
 
 def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
-    first = make(tmp_path, precision="fp32")
-    assert first is not None
+    first = present(make(tmp_path, precision="fp32"))
     recipe = Recipe(targets=("cpu",), precision="fp32", dims={"batch": 1}, buckets={"sequence": SIZES})
     data = str(tmp_path / "data")
     again = build(
@@ -253,9 +249,7 @@ def held(device: str, *numbers: float, indices: Sequence[int] = (0, 1), shift: f
         {"y": np.array(numbers, np.int64) if numbers else np.arange(4, dtype=np.float32) + index + shift}
         for index in indices
     ]
-    found = keep_outputs(device, device.partition(":")[0], indices, from_list(rows))
-    assert found is not None
-    return found
+    return present(keep_outputs(device, device.partition(":")[0], indices, from_list(rows)))
 
 
 OTHER = "android:cortex-a53"
@@ -287,7 +281,7 @@ def test_devices_of_one_kind_that_differ_on_the_samples_of_both_are_named_with_t
         assert said in line
 
 
-def test_large_outputs_are_let_go() -> None:
+def test_outputs_too_large_to_keep_are_not_compared_between_devices() -> None:
     rows: list[Tensors] = [{"y": np.zeros(5 << 20, np.float32)}] * 2
     assert keep_outputs("android", "android", (0, 1), from_list(rows)) is None
 
@@ -317,9 +311,8 @@ def test_the_manifest_says_which_dimensions_are_open(sizeless: Bundle) -> None:
 def test_small_middle_and_large_samples_are_judged_apart(sizeless: Bundle) -> None:
     (run,) = verify_bundle(sizeless, [InProcess()]).runs
     assert run.passed, (run.failures, run.unproven)
-    assert run.sizes is not None
-    assert run.sizes.dim == "sequence"
-    assert [size.lengths for size in run.sizes.sizes] == [(3, 4, 1, 2), (8, 5, 6, 7), (12, 10, 9, 11)]
+    assert present(run.sizes).dim == "sequence"
+    assert [size.lengths for size in present(run.sizes).sizes] == [(3, 4, 1, 2), (8, 5, 6, 7), (12, 10, 9, 11)]
 
     def lie(rows: list[Tensors]) -> list[Tensors]:
         return [row if row["t"].shape[1] < 9 else {**row, "t": row["t"] * np.float32(1.5)} for row in rows]
@@ -333,8 +326,7 @@ def test_samples_of_ones_own_have_their_own_sizes(sizeless: Bundle, made: Path, 
     report = verify_with(sizeless, made / "net.onnx", data, DeviceChoice(names=("host",)))
     (run,) = report.runs
     assert run.passed, (run.failures, run.unproven)
-    assert run.sizes is not None
-    assert [size.size for size in run.sizes.sizes] == [4, 30]
+    assert [size.size for size in present(run.sizes).sizes] == [4, 30]
 
 
 def test_a_package_tests_one_size_and_runs_any(sizeless: Bundle, tmp_path: Path) -> None:

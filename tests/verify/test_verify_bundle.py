@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import edit_json, make_bundle, make_contents, make_samples
+from fixture_types import present
 from msgspec.structs import replace
 from onnx import helper
 from tiny_models import parse_model
@@ -183,8 +184,7 @@ def test_honest_devices_pass_in_the_order_in_which_they_were_named(bundle: Bundl
     assert report.passed
     assert run.failures == ()
     assert run.provider_nodes == {"NnapiExecutionProvider": 2}
-    assert run.accuracy is not None
-    assert run.accuracy.got == run.accuracy.reference
+    assert present(run.accuracy).got == present(run.accuracy).reference
     names = [f"adb:{index}" for index in range(6)]
     report = verify_bundle(bundle, [InProcess(name=name, evidence=Evidence.DEVICE) for name in names])
     assert [run.device for run in report.runs] == names
@@ -196,8 +196,7 @@ def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
 ) -> None:
     slowing = InProcess(evidence=evidence, times=tuple(0.001 * (10.0 + index) for index in range(24)))
     (run,) = verify_bundle(make_bundle(tmp_path), [slowing]).runs
-    assert run.latency_ms is not None
-    assert run.latency_ms.drift is not None
+    assert present(run.latency_ms).drift is not None
     assert any("slower from first to last" in note for note in run.notes) is warned
 
 
@@ -215,7 +214,7 @@ def test_a_gate_on_the_bound_needs_enough_samples(bundle: Bundle) -> None:
     assert "it could be 11 dB" in replace(run, outputs=(loud,)).unproven[0]
 
 
-def test_work_and_size_have_limits(bundle: Bundle) -> None:
+def test_a_bundle_fails_that_leaves_too_much_work_or_is_too_large(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
     assert report.passed
     idle = replace(report, taken_macs=0.3)
@@ -279,8 +278,7 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
     phone = InProcess(name="adb:1", evidence=Evidence.DEVICE, lie=change_all(lambda y: y * 1.1))
     added = keep_attribution(verify_bundle(bundle, [phone]), known).attribution
     assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]
-    assert added[-1].noise_share is not None
-    assert added[-1].noise_share > 0.8
+    assert present(added[-1].noise_share) > 0.8
     assert read_known(replace(bundle, folder=bundle.folder.parent)) is None
 
 

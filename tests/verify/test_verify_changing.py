@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from bundle_models import make_detector_bundle, make_scenes, save_detector
 from devices_models import require_device
+from fixture_types import present
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -54,8 +55,7 @@ def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: 
     assert outputs["kept"].exact_match == 1.0
     assert (outputs["found"].sqnr_db or 0.0) > 100.0
     assert not [line for line in run.failures if "output" in line]
-    assert run.located is not None
-    assert run.located.layer is None
+    assert present(run.located).layer is None
 
 
 def lose_in(samples: set[int]) -> Lie:

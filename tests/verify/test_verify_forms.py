@@ -11,6 +11,7 @@ import onnx
 import pytest
 from bundle_models import edit_json
 from devices_models import require_device
+from fixture_types import present
 from msgspec.structs import replace
 from onnx import numpy_helper
 from verify_devices import InProcess, from_list
@@ -159,8 +160,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
-    assert run.located is not None
-    assert run.located.operations["stem/conv"][0].startswith("conv 'stem/conv")
+    assert present(run.located).operations["stem/conv"][0].startswith("conv 'stem/conv")
     assert run.provider_nodes.keys() == {"CoreMLExecutionProvider"}
     assert {file.file: set(file.provider_nodes) for file in run.files} == {
         "model.runtime.ort": {"CoreMLExecutionProvider"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixture_types import present
 from msgspec.structs import replace
 from verify_devices import InProcess, restate
 
@@ -213,8 +214,7 @@ def test_runs_are_recorded_come_back_and_are_compared(bundle: Bundle, report: Ve
     assert [record_report(file, item) for item in (report, bad)] == [1, 2]
     assert [(run.id, run.passed, run.verdict) for run in list_runs(file)] == [(1, True, "pass"), (2, False, "fail")]
     assert read_run(file, 1).report == report
-    last = find_last_good(file, bad)
-    assert last is not None
+    last = present(find_last_good(file, bad))
     assert last.id == 1
     other = replace(report, target="qnn", bundle="tiny-qnn")
     assert find_last_good(file, other) is None

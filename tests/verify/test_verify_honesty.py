@@ -136,6 +136,7 @@ LATE = np.vstack([SPREAD[:1], SPREAD[:-1]])
         (SPREAD, SPREAD[:, [1, 0, 2, 3, 4, 5]], "what belongs to 1 came back as 0"),
         (SPREAD, SPREAD[:, ::-1], "has its elements in another order"),
         (SPREAD, np.where(np.arange(6) == 2, 0.1, SPREAD), "has element 2 the same for every sample"),
+        (SPREAD[:, :2], np.where(np.arange(2) == 1, 0.1, SPREAD[:, :2]), "has element 1 the same for every sample"),
         (SPREAD * [1, 1, 0.02, 1, 1, 1], np.where(np.arange(6) == 2, 0.0, SPREAD), None),  # it hardly moves
     ],
 )

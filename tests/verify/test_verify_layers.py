@@ -9,6 +9,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 from bundle_models import make_contents, make_samples
+from fixture_types import present
 from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from tiny_models import save_net
@@ -49,9 +50,7 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
     assert [layer.tensor for layer in layers] == ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
     # Errors pile up, but a layer's own error does not.
     (deep,) = (layer for layer in layers if layer.tensor == "r4")
-    assert deep.sqnr_db is not None
-    assert deep.own_sqnr_db is not None
-    assert deep.sqnr_db < deep.own_sqnr_db - 3
+    assert present(deep.sqnr_db) < present(deep.own_sqnr_db) - 3
 
 
 def test_layers_are_compared_on_four_samples_from_all_over_the_data(
@@ -215,8 +214,7 @@ def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Mode
     assert [layer.tensor for layer in renamed] == [layer.tensor for layer in plain]
     assert [layer.own_sqnr_db for layer in renamed] == [layer.own_sqnr_db for layer in plain]
     broken = break_layer(models[1], tmp_path / "broken.onnx", "conv3", swap_channels)
-    bad = find_first_bad(compare_layers(models[0], rename(broken, tmp_path / "other.onnx"), make_images()))
-    assert bad is not None
+    bad = present(find_first_bad(compare_layers(models[0], rename(broken, tmp_path / "other.onnx"), make_images())))
     assert bad.tensor == "r3"
 
 
@@ -278,7 +276,9 @@ LAYER = LayerReport(
         ({"arithmetic": None, "channel_steps": (9.4, 0.3)}, False),
     ],
 )
-def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
+def test_a_layer_stands_out_by_its_own_error_beyond_what_rounding_explains(
+    changes: dict[str, object], is_bad: bool
+) -> None:
     said = explain_layers([replace(LAYER, **changes), LAYER])
     assert bool(said) is is_bad
     assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)

@@ -275,7 +275,7 @@ def test_an_honest_device_passes_and_nothing_is_told_of_it(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", FAILS)
-def test_a_lie_fails(case: Case, kind: str) -> None:
+def test_a_device_that_lies_fails_and_the_report_says_why(case: Case, kind: str) -> None:
     make, words = FAILS[kind]
     # Who answers for golden samples alone is found by others.
     verdict, said = ask(case, make, case.unseen if make is recorded else None)

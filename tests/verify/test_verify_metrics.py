@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from fixture_types import present
+from msgspec.structs import replace
 from verify_devices import breaking_after, from_list
 
 from edgekit.data.wilson import wilson_interval
@@ -11,6 +13,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.target import Thresholds
 from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
 from edgekit.verify.metrics.outputs import ClassChange, OutputReport, judge_output
@@ -21,7 +24,7 @@ def measure(reference: Array, got: Array) -> metrics.SampleErrors:
     return metrics.measure_samples(reference[None], got[None])[0]
 
 
-def test_known_figures() -> None:
+def test_figures_are_those_worked_out_by_hand() -> None:
     errors = [measure(np.array([3.0, 6.0]), np.array([4.0, 4.0])), measure(np.array([2.0]), np.array([2.0]))]
     assert metrics.mean_abs(errors) == pytest.approx(3 / 3)
     assert metrics.rmse(errors) == pytest.approx((5 / 3) ** 0.5)
@@ -45,7 +48,7 @@ def test_a_reference_of_zeros_is_defined(got: list[float], cosine: float, sqnr: 
     [(100.0, 1.0, 20.0), (1.0, 0.0, 200.0), (0.0, 1.0, -200.0), (0.0, 0.0, 200.0), (1e300, 1e-300, 200.0),
      (1e-300, 1e300, -200.0), (1.0, 1.0, 0.0)],
 )  # fmt: skip
-def test_decibels_are_clamped(signal: float, noise: float, ratio: float) -> None:
+def test_ratios_in_decibels_are_clamped_to_200(signal: float, noise: float, ratio: float) -> None:
     assert metrics.decibels(signal, noise) == pytest.approx(ratio)
 
 
@@ -82,7 +85,9 @@ def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:
         pytest.param([0.5, 0.5, 0.1], [0.1, 0.6, 0.1], True, id="ties of the reference count as right"),
     ],
 )
-def test_the_first_class_of_ties(wanted: list[float], found: list[float], *, top1: bool) -> None:
+def test_a_tie_is_right_on_the_side_of_the_reference_only(
+    wanted: list[float], found: list[float], *, top1: bool
+) -> None:
     assert measure(np.array([wanted]), np.array([found])).top1 is top1
     # Quantized integers are measured like floats.
     integers = measure(np.array([[250, 3]], np.uint8), np.array([[3, 250]], np.uint8))
@@ -106,7 +111,7 @@ def test_only_one_axis_of_classes_is_ranked(shape: tuple[int, ...], ranked: bool
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.bool_, object])
-def test_labels_are_matched_not_measured(dtype: type) -> None:
+def test_labels_are_counted_as_matches_and_not_measured(dtype: type) -> None:
     errors = measure(np.array([1, 0, 1], dtype), np.array([1, 1, 1], dtype))
     assert not errors.numeric
     assert metrics.match_share([errors]) == pytest.approx(2 / 3)
@@ -122,13 +127,11 @@ def test_the_bootstrap_holds_the_figure_and_repeats_itself() -> None:
     rng = np.random.default_rng(0)
     rows = [rng.normal(size=(1, 20)) for _ in range(50)]
     errors = [measure(row, row + rng.normal(scale=0.1, size=row.shape)) for row in rows]
-    interval = bootstrap_sqnr(errors)
-    assert interval is not None
+    interval = present(bootstrap_sqnr(errors))
     assert interval[0] < metrics.sqnr_db(errors) < interval[1]
     assert bootstrap_sqnr(errors) == interval
     assert bootstrap_sqnr(errors[:1]) is None
-    two = bootstrap_sqnr(errors[:2])
-    assert two is not None
+    two = present(bootstrap_sqnr(errors[:2]))
     assert two == pytest.approx(
         sorted(metrics.sqnr_db([one]) for one in errors[:2])
     )  # each alone in a quarter of draws
@@ -158,6 +161,16 @@ def test_sums_beyond_the_largest_float_are_no_perfect_score(count: int) -> None:
     assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors), metrics.psnr_db(errors)]).all()
     interval = bootstrap_sqnr(errors)
     assert interval is None or interval[1] <= 0.0
+
+
+def test_a_sketch_keeps_distances_and_counts_what_is_not_finite_as_zero() -> None:
+    one, two = np.random.default_rng(0).normal(size=(2, 5000))
+    first, second = metrics.sketch_samples(np.stack([one, two]))
+    assert first.shape == (16,)
+    assert ((first - second) ** 2).sum() == pytest.approx(((one - two) ** 2).sum(), rel=0.5)
+    strange, plain = metrics.sketch_samples(np.array([[np.nan, np.inf, 1e300, 2.0], [0.0, 0.0, 1e15, 2.0]]))
+    assert np.array_equal(strange, plain)
+    assert np.abs(metrics.sketch_samples(np.array([[3e7, 1.0]]))).max() == 3e7
 
 
 def test_arithmetic_is_exact_where_the_type_of_the_output_is_not() -> None:
@@ -261,10 +274,11 @@ def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> No
     got = change(5, least, 30.0)
     tables: list[list[Tensors]] = [[{"y": row["y"].reshape(2, 5)} for row in rows] for rows in (got, ROWS)]
     for report, wanted in ((compare(got), best), (compare(*tables), least)):
-        assert report.worst_answers is not None
-        assert (report.worst_answers.wanted.place, report.worst_answers.got.place) == (wanted, least)
+        assert (present(report.worst_answers).wanted.place, present(report.worst_answers).got.place) == (wanted, least)
     assert compare(got).changes == (ClassChange(wanted=best, got=least, samples=1),)
-    assert compare(ROWS).changes == ()
+    assert (compare(ROWS).changes, compare(ROWS).agreed) == ((), 1.0)
+    shared = Agreement(of="classes", share=0.5, samples=8)
+    assert replace(compare(ROWS), agreements=(shared,)).agreed == 0.5
 
 
 @pytest.mark.parametrize(
@@ -278,7 +292,7 @@ def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> No
         pytest.param([{"y": row["y"].astype(np.float64)} for row in ROWS], "has dtype float64", id="other dtype"),
     ],
 )
-def test_what_is_wrong_is_said(got: list[Tensors], words: str) -> None:
+def test_outputs_that_do_not_fit_the_reference_are_a_mismatch_in_words(got: list[Tensors], words: str) -> None:
     report = compare(got)
     assert re.search(words, report.mismatch or "")
     # Shapes that are the same in every sample are not excused.

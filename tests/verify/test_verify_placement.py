@@ -10,6 +10,7 @@ import pytest
 from bundle_models import make_contents
 from devices_models import Altering, require_device
 from exported_models import draw_inputs, export_bert
+from fixture_types import present
 from msgspec.structs import replace
 from onnx import helper, numpy_helper
 from verify_devices import InProcess, restate
@@ -100,8 +101,7 @@ def test_layers_that_fall_back_fail_the_run(
     bundle = make_network_bundle(tmp_path, target)
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
-    assert good.gap is not None
-    assert (good.gap.lost, good.observes_placement) == (0, True)
+    assert (present(good.gap).lost, good.observes_placement) == (0, True)
     bad = verify_bundle(bundle, [Altering(device=inner, change=change)]).runs[0]
     line = bad.failures[0]
     assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
@@ -118,8 +118,7 @@ def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(t
     np.savez(tmp_path / "bert.npz", allow_pickle=False, **stacked)
     recipe = Recipe(targets=("xnnpack",), precision="fp32")
     report = build(bert.path, Data(source=str(tmp_path / "bert.npz")), tmp_path / "out", recipe, verify=False)
-    path = report.bundles[0].path
-    assert path is not None
+    path = present(report.bundles[0].path)
     bundle = open_bundle(path)
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
@@ -151,8 +150,7 @@ def test_little_may_be_lost_by_a_limit_and_renamed_work_is_found(network: Bundle
     assert _place(network, "relu1").passed
     assert not _place(network, "relu1", "relu2", "relu3").passed
     lost = _place(network, "conv0", renamed="fused_nchwc", op="FusedConv")
-    assert lost.gap is not None
-    assert lost.gap.lost == 1
+    assert present(lost.gap).lost == 1
     assert not _place(network, "conv4", renamed="nchwc_4").passed
     report = verify_bundle(network, [InProcess()])
     run = replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
@@ -226,8 +224,7 @@ def test_a_gap_is_what_was_predicted_taken_and_ran_on_the_cpu(placed: str, lost:
 
 def test_without_products_nodes_count_and_without_observation_nothing_does() -> None:
     plain = tuple(replace(node, macs=0) for node in NODES)
-    gap = gap_of("a Conv cpu", plain)
-    assert gap is not None
+    gap = present(gap_of("a Conv cpu", plain))
     assert gap.lost_macs == pytest.approx(1 / 3)
     assert gap_of("a Conv cpu", plain[3:4]) == PlacementGap(predicted=0, lost=0, lost_macs=0.0, nodes=())
     assert gap_of("a Conv cpu", evidence=Evidence.EMULATED) is None
@@ -254,22 +251,18 @@ SMALL = (
     ],
 )
 def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: int) -> None:
-    gap = gap_of(placed, SMALL)
-    assert gap is not None
+    gap = present(gap_of(placed, SMALL))
     assert gap.hidden == hidden
     assert (f"{hidden} nodes that were predicted for the CPU" in str(describe_hidden(gap))) is (hidden > 0)
-    looping = gap_of(placed, (*SMALL, checked("loop", "Loop", 0)))
-    assert looping is not None
+    looping = present(gap_of(placed, (*SMALL, checked("loop", "Loop", 0))))
     assert looping.hidden == 0
-    compiled = gap_of(f"{placed}, fused NNAPI_1 npu", SMALL, source="profile")
-    assert compiled is not None
+    compiled = present(gap_of(f"{placed}, fused NNAPI_1 npu", SMALL, source="profile"))
     assert compiled.hidden == 0
 
 
 def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(network: Bundle) -> None:
     (run,) = verify_bundle(network, [InProcess(evidence=Evidence.DEVICE)]).runs
-    assert run.gap is not None
-    hiding = replace(run, gap=replace(run.gap, hidden=2))
+    hiding = replace(run, gap=replace(present(run.gap), hidden=2))
     for most, passed in ((2, True), (1, False)):
         limits = replace(run.thresholds, max_cpu_nodes=most + run.provider_nodes.get(CPU_PROVIDER, 0))
         assert replace(hiding, thresholds=limits).passed is passed

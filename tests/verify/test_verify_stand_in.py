@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundle_models import make_contents, make_samples
+from fixture_types import present
 from msgspec.structs import replace
 from verify_devices import InProcess, Lie, restate
 
@@ -70,8 +71,7 @@ def metric_lines(run: RunReport) -> tuple[str, ...]:
 def test_a_slow_device_that_agrees_passes_by_what_this_machine_measures(bundle: Bundle) -> None:
     report = verify(bundle, InProcess(name="slow"))
     (run,) = report.runs
-    assert run.task is not None
-    assert (run.task.samples, run.task.labelled) == (FEW, SAMPLES)
+    assert (present(run.task).samples, present(run.task).labelled) == (FEW, SAMPLES)
     assert run.stand_in is not None
     assert (run.stand_in.compared, run.stand_in.agreeing, run.stand_in.task.samples) == (FEW, FEW, SAMPLES)
     assert report.verdict == "pass"
@@ -91,8 +91,7 @@ def test_too_few_labelled_samples_prove_nothing_and_say_how_many_would(tmp_path:
 def test_a_device_that_differs_is_not_proven_by_another(bundle: Bundle) -> None:
     report = verify(bundle, InProcess(name="slow", lie=wrong_on(3)))
     (run,) = report.runs
-    assert run.stand_in is not None
-    assert (run.stand_in.agreeing, run.stand_in.agrees) == (FEW - 1, False)
+    assert (present(run.stand_in).agreeing, present(run.stand_in).agrees) == (FEW - 1, False)
     assert run.settled_task == run.task
     (line,) = metric_lines(run)
     assert "12.50 points worse than the float model, more than 1, on 8 of 220 labelled samples" in line
@@ -110,8 +109,7 @@ def test_what_is_wrong_on_all_samples_fails_the_slow_device_too(tmp_path: Path) 
 
     bundle = make_labelled(tmp_path, second_class, count=64)
     (run,) = verify(bundle, InProcess(name="slow"), limit=TaskLimit(name="top1", at_least=0.9)).runs
-    assert run.stand_in is not None
-    assert run.stand_in.agrees
+    assert present(run.stand_in).agrees
     assert any("below 0.9" in line for line in run.failures)
 
 
@@ -130,10 +128,21 @@ def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp
     assert metric_lines(same) == ()
     off = InProcess(name="slow", lie=lambda rows: [{"y": row["y"] - np.float32(0.0047)} for row in rows])
     (near,) = verify(bundle, off, limit=limit).runs
-    assert near.stand_in is not None
-    assert near.stand_in.agrees
-    assert near.stand_in.task.difference == pytest.approx(-0.4, abs=0.02)
+    assert present(near.stand_in).agrees
+    assert present(near.stand_in).task.difference == pytest.approx(-0.4, abs=0.02)
     assert "0.40 points worse than the float model, more than 0.3" in metric_lines(near)[0]
+
+
+@pytest.mark.slow
+def test_samples_of_a_metric_that_only_ranks_agree_by_their_scores(bundle: Bundle) -> None:
+    pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
+
+    def shift(rows: list[Tensors]) -> list[Tensors]:
+        return [{"y": row["y"] + np.float32(0.02 if place % 2 else 0.005)} for place, row in enumerate(rows)]
+
+    device = InProcess(name="slow", lie=shift)
+    (run,) = verify(bundle, device, limit=TaskLimit(name="auc", positive=0, at_least=0.5)).runs
+    assert present(run.stand_in).agreeing == FEW // 2
 
 
 @pytest.mark.parametrize(("evidence", "verdict"), [(Evidence.SAME_EP, "not proven"), (Evidence.DEVICE, "fail")])

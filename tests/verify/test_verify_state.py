@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from fixture_types import MakeOnce
+from fixture_types import MakeOnce, present
 from msgspec.structs import replace
 from onnx import numpy_helper
 from stepped_models import RECURRENT, STEPS, make, save_data
@@ -111,8 +111,7 @@ def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: 
     assert any(said in line for line in run.failures), run.failures
     if factor < 1.1:
         assert gates == {"session", "state"}  # 3 % is more than the self-test of a float32 model grants
-        assert run.state is not None
-        drift = run.state.drift[0]
+        drift = present(run.state).drift[0]
         # The more steps, the more its error adds up.
         assert drift.fed_back[1] > drift.fed_back[3] > drift.fed_back[7]  # type: ignore[operator]
         loose = replace(run.thresholds, max_drift_db=None)
@@ -141,8 +140,7 @@ def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
     (run,) = verify_bundle(few, [InProcess()]).runs
     assert run.samples == STEPS
     assert run.find_places(bundle.golden.samples) == tuple(range(STEPS))
-    assert run.state is not None
-    assert run.state.sequences == 1
+    assert present(run.state).sequences == 1
 
 
 def _spoil(manifest: Manifest, **changes: object) -> bytes:
@@ -180,8 +178,7 @@ def test_a_sequence_may_begin_with_a_state_of_the_data(tmp_path: Path) -> None:
     recipe = Recipe(targets=("cpu",), precision="fp32", state=State(steps=STEPS))
     data = save_data(tmp_path / "d.npz", h=np.ones((8 * STEPS, 1, 4), np.float32))
     (made,) = build(model, data, tmp_path / "o", recipe, verify=False).bundles
-    assert made.path is not None
-    rows = [row["h"] for row in read_inputs(open_bundle(made.path).golden)]
+    rows = [row["h"] for row in read_inputs(open_bundle(present(made.path)).golden)]
     assert rows[0].tolist() == rows[STEPS].tolist() == [[1.0] * 4]
     assert rows[1].tolist() != [[1.0] * 4]
 
@@ -223,8 +220,7 @@ def test_other_sequences_verify_with_the_float_models_state(bundle: Bundle, tmp_
     report = verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", data, choice, samples=2 * STEPS)
     (run,) = report.runs
     assert run.passed, run.failures
-    assert run.state is not None
-    assert (run.state.sequences, run.state.steps) == (2, STEPS)
+    assert (present(run.state).sequences, present(run.state).steps) == (2, STEPS)
     with pytest.raises(DataError, match="no whole sequences"):
         np.savez(tmp_path / "e.npz", x=np.ones((STEPS + 1, 1, 4), np.float32))
         verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", Data(source=str(tmp_path / "e.npz")), choice)

@@ -143,6 +143,7 @@ def test_an_order_is_named_only_where_it_explains_what_came_back(noise: float, w
         return np.asarray((y.reshape(-1)[shuffled] + noise * rng.normal(size=100)).reshape(y.shape))
 
     assert words in suspect(change)
+    assert words in suspect(change, ROWS[:2])
     assert suspect(change, ROWS[:1]) == "nobody"  # one sample alone could be sorted into anything
 
 

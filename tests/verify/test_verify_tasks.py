@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundle_models import make_samples, save_classifier
+from fixture_types import present
 from msgspec.structs import replace
 from verify_devices import from_list
 
@@ -18,7 +19,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.task_metrics import METRICS, measure_task
+from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 
 
@@ -62,8 +63,7 @@ def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() ->
     ],
 )
 def test_only_numbers_that_are_finite_have_a_first_class(output: Tensors, share: float) -> None:
-    accuracy = measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2])
-    assert accuracy is not None
+    accuracy = present(measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2]))
     assert (accuracy.reference, accuracy.got) == (1.0, share / 2)
 
 
@@ -92,11 +92,13 @@ def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:
     assert score("edit-distance", texts, labels) == pytest.approx(3 / 11)
 
 
-def test_errors_of_words_and_letters() -> None:
+def test_wer_and_cer_count_errors_of_words_and_letters() -> None:
     pytest.importorskip("jiwer", reason="pip install scikit-learn pycocotools jiwer")
     texts, labels = spoken("the cat sat", "a dog"), ["the cat sat down", "a dog"]
     assert score("wer", texts, labels) == pytest.approx(1 / 6)
     assert score("cer", texts, labels) == pytest.approx(5 / 21)
+    # Of a label without words all that is read is wrong.
+    assert [score(name, spoken("a b", "c"), ["", "c"]) for name in ("wer", "cer")] == [2.0, 3.0]
 
 
 def test_ctc_joins_repeats_and_drops_blanks() -> None:
@@ -147,7 +149,7 @@ def test_texts_that_do_not_fit_are_refused(label: Array, what: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_area_under_the_curve() -> None:
+def test_auc_is_the_area_under_the_curve_and_needs_both_kinds() -> None:
     pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
     outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
     assert score("auc", outputs, [0, 0, 1, 1]) == pytest.approx(0.75)
@@ -155,7 +157,7 @@ def test_the_area_under_the_curve() -> None:
         score("auc", outputs, [1, 1, 1, 1])
 
 
-def test_mean_average_precision() -> None:
+def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
     pytest.importorskip("pycocotools", reason="pip install scikit-learn pycocotools jiwer")
     box = (10.0, 10.0, 50.0, 50.0)
     labels = [Boxes(boxes=(box,), classes=(1,)), Boxes(boxes=(box,), classes=(1,))]
@@ -164,12 +166,12 @@ def test_mean_average_precision() -> None:
     assert score("map", [right, right], labels) == pytest.approx(1.0)
     assert score("map", [right, wrong], labels) == pytest.approx(51 / 101, abs=0.01)
     assert score("map", [wrong, wrong], labels) == 0.0
+    assert score("map", [{name: value[:0] for name, value in right.items()}] * 2, labels) == 0.0
     # An overlap of 0.68 counts at the limits 0.50 to 0.65 of ten.
     near = {**right, "boxes": np.array([box]) + 4.0}
     assert score("map", [near, near], labels) == pytest.approx(0.4)
     report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
-    assert report.interval is not None
-    assert report.interval[0] < -0.5 < report.interval[1] < -0.3
+    assert present(report.interval)[0] < -0.5 < present(report.interval)[1] < -0.3
     assert judge_task(report, TaskLimit(name="map", max_drop=5.0)).verdict == "fail"
     renamed = [{"b": value["boxes"], "s": value["scores"], "c": value["classes"]} for value in (right, right)]
     assert score("map", renamed, labels, output="b,s,c") == pytest.approx(1.0)
@@ -177,37 +179,59 @@ def test_mean_average_precision() -> None:
         score("map", renamed, labels)
 
 
-def test_images_against_references() -> None:
+def test_psnr_compares_images_with_their_labels() -> None:
     label = np.full((4, 4), 100, np.uint8)
     report = measure("psnr", [{"y": np.full((1, 1, 4, 4), 101.0)}], [{"y": np.full((1, 1, 4, 4), 110.0)}], [label])
     assert report.reference == pytest.approx(20 * np.log10(255))
     assert report.difference == pytest.approx(-20.0)
     assert (report.unit, describe_difference(report)) == ("dB", "-20.00")
+    assert score("psnr", [{"y": np.full((1, 4), 0.5)}], [np.full((1, 4), 0.6)]) == pytest.approx(20)
 
 
-def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_metric.py").write_text(
         "def near(outputs, label):\n    return abs(float(outputs['y'].argmax()) - label), 2.0\n"
         "def broken(outputs, label):\n    return 'much'\n"
+        "def failing(outputs, label):\n    return 1 / 0\n"
     )
     assert score("own_metric:near", ranked(3, 5), [4, 5]) == 0.25
     with pytest.raises(DataError, match="gave 'much'"):
         score("own_metric:broken", ranked(3), [4])
+    with pytest.raises(DataError, match="metric 'own_metric:failing' raises ZeroDivisionError: division by zero"):
+        score("own_metric:failing", ranked(3), [4])
     with pytest.raises(UsageError, match="cannot load metric 'own_metric:none'"):
         score("own_metric:none", ranked(3), [4])
 
 
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(UsageError, match="there is no metric 'top2'"):
-        score("top2", ranked(1), [1])
-    with pytest.raises(DataError, match="label 10 is no class"):
-        score("top1", ranked(1), [10])
-    with pytest.raises(DataError, match="there is no output 'z'"):
-        score("top1", ranked(1), [1], output="z")
-    with pytest.raises(UsageError, match="there is no decoder 'beam'"):
-        score("wer", spoken("a"), ["a"], decoder="beam")
-    assert set(METRICS) >= {"top1", "top5", "map", "miou", "exact-match", "edit-distance", "auc", "wer", "cer", "psnr"}
+SQUARE = np.zeros((2, 2), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "label", "options", "message"),
+    [
+        ("top2", ranked(1)[0], 1, {}, "there is no metric 'top2'"),
+        ("top1", ranked(1)[0], 10, {}, "label 10 is no class"),
+        ("top1", ranked(1)[0], 1, {"output": "z"}, "there is no output 'z'"),
+        ("wer", spoken("a")[0], "a", {"decoder": "beam"}, "there is no decoder 'beam'"),
+        ("exact-match", ranked(1)[0], "a", {"decoder": "ctc-greedy"}, "ctc-greedy cannot read float64"),
+        ("exact-match", ranked(1)[0], "a", {"decoder": "indices"}, "'indices' cannot read float64"),
+        ("exact-match", {"y": SQUARE + 3}, "a", {"decoder": "indices", "alphabet": "abc"}, "does not fit 3 classes"),
+        ("miou", {"y": np.zeros((2, 3), np.int64)}, SQUARE, {}, r"a mask \[2, 3\] does not fit a label \[2, 2\]"),
+        ("miou", {"y": SQUARE + 256}, SQUARE, {}, "classes beyond 0 to 255"),
+        ("auc", ranked(1)[0], 1, {"positive": 10}, "positive = 10 is no class of 10"),
+        ("psnr", {"y": np.zeros((1, 3))}, SQUARE, {"output": "y"}, r"an image \[1, 3\] does not fit a label \[2, 2\]"),
+        ("map", {"boxes": np.ones(3), "scores": np.ones(1), "classes": np.ones(1)}, Boxes(boxes=(), classes=()), {},
+         "hold 3 coordinates, 1 scores and 1 classes"),
+    ],
+)  # fmt: skip
+def test_what_a_metric_cannot_read_is_refused_with_what_does_not_fit(
+    name: str, output: Tensors, label: Label, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EdgekitError, match=message):
+        score(name, [output], [label], **options)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +265,7 @@ def test_a_part_of_the_labelled_samples_fails_only_beyond_chance() -> None:
     assert "on 8 of 400 labelled samples" in line
 
 
-def test_a_share_of_the_float_model() -> None:
+def test_a_metric_may_be_limited_to_a_share_of_the_float_model() -> None:
     limit = TaskLimit(name="top1", min_share=0.98)
     assert judge_task(agree(600, 1), limit).verdict == "pass"
     found = judge_task(agree(600, 8), limit)
@@ -258,12 +282,11 @@ def test_a_part_of_the_samples_may_prove_that_a_least_value_is_missed() -> None:
     assert judge_task(ruined, TaskLimit(name="top1", at_least=0.9)).failures == ("metric 'top1' is 10.9%, below 0.9",)
 
 
-def test_more_errors_are_worse() -> None:
+def test_of_a_metric_that_counts_errors_more_is_worse() -> None:
     labels = [f"word{index} same" for index in range(60)]
     got = [label if index % 2 else "same" for index, label in enumerate(labels)]
     report = measure("edit-distance", spoken(*labels), spoken(*got), labels)
-    assert report.interval is not None
-    assert report.interval[0] > 0
+    assert present(report.interval)[0] > 0
     assert "points worse" in judge_task(report, TaskLimit(name="edit-distance", max_drop=5.0)).failures[0]
     assert judge_task(report, TaskLimit(name="edit-distance", max_drop=90.0)).verdict == "pass"
     few = measure("edit-distance", spoken(*labels[:9]), spoken(*labels[:9]), labels[:9])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from devices_models import Altering
+from fixture_types import present
 from msgspec.structs import replace
 from verify_models import turn_weights
 
@@ -131,10 +132,8 @@ def open_loader(bundle: Bundle, folder: Path) -> tuple[Any, Any]:
     """Returns the Python loader of a bundle that was packaged as an archive, and its one variant."""
     package_bundles([bundle.folder], "tar", folder / "p.tar")
     unpack_archive(folder / "p.tar", folder / "p")
-    place = importlib.util.spec_from_file_location("loader", folder / "p" / "python" / "edgekit_loader.py")
-    assert place is not None
-    assert place.loader is not None
+    place = present(importlib.util.spec_from_file_location("loader", folder / "p" / "python" / "edgekit_loader.py"))
     loader = importlib.util.module_from_spec(place)
-    place.loader.exec_module(loader)
+    present(place.loader).exec_module(loader)
     (variant,) = loader.read_variants()
     return loader, variant
