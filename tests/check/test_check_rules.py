@@ -34,7 +34,7 @@ def test_each_kind_of_rule_refuses_a_bad_model_and_takes_its_mended_twin(case: d
 
 CONV = """g (float[1,4,8,8] x, float s, int64[K] k) => (float[1,4,8,8] y) <float[4,4,1,1] w = {1}, float[1] one = {2}> {
   r = Relu(x) y = Conv<group=1, dilations=[1,1]>(r, w) z = Add(r, one) m = Mul(r, s) u = Reshape(r, k)
-  n = Sub(r, u) }"""
+  n = Sub(r, u) v = Neg(y) }"""
 
 
 def subject_of(op: str) -> Subject:
@@ -86,6 +86,8 @@ def subject_of(op: str) -> Subject:
         ({"ranks": {"0": (3,)}}, False),
         ({"fed_by": ("Relu", "Neg")}, True),
         ({"fed_by": ("Neg",)}, False),
+        ({"feeds": ("Abs", "Neg")}, True),
+        ({"feeds": ("Abs",)}, False),
         ({"leaves": True}, True),
         ({"leaves": False}, False),
         ({"single": (1,)}, False),

@@ -67,7 +67,7 @@ TESTS = {
     "check/report.py": "verdicts trace",
     "check/check.py": "verdicts placement open",
     "convert/ort_format/canonical.py": "canonical census",
-    "convert/ort_form.py": "equality",
+    "convert/ort_form.py": "equality canonical",
     "prepare/rewrites/activations.py": "rewrites exported",
     "devices/local/emulated.py": "emulated",
     "prepare/clean.py": "clean outside",
