@@ -142,6 +142,13 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
 class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no types
     """ORT's quantizer with the scales of all channels of a weight in one array, as `channel_overrides` returns them."""
 
+    model: Any
+
+    def adjust_tensor_ranges(self) -> None:
+        # The constructor calls this first of all that searches the model.
+        self.model = IndexedModel(self.model.model)
+        super().adjust_tensor_ranges()
+
     def _calc_initializer_quant_params(self) -> dict[str, Any]:
         found: dict[str, Any] = super()._calc_initializer_quant_params()
         for name, parameters in found.items():

@@ -21,7 +21,7 @@ from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph
 from edgekit.model.model import copy_without_weights, drop_unread, refill
 from edgekit.model.tensors import Array
-from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
+from edgekit.quantize._ort_model import ChannelQuantizer, channel_overrides, reading_from
 from edgekit.quantize.gains import NORM
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
@@ -56,7 +56,6 @@ def place_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     # The scales of these weights are given, so the quantizer does not read their values before they are rounded.
     weights = {tensor.name: tensor for tensor in graph.proto.initializer if tensor.name in plan.axes}
     quantizer = _open_quantizer(graph, plan, subject, left_out=weights.keys())
-    quantizer.model = IndexedModel(quantizer.model.model)
     with _asking_ort(subject), reading_from(graph.folder):
         quantized: onnx.ModelProto = quantizer.quantize_model()
     _quantize_weights(quantized.graph, weights, graph.folder)

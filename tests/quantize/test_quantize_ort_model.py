@@ -56,7 +56,6 @@ def _spell_channels(scales: Any, axis: int, quant_type: Any) -> list[dict[str, A
 
 
 def _as_ort_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "IndexedModel", ONNXModel)
     monkeypatch.setattr(door, "ChannelQuantizer", qdq_quantizer.QDQQuantizer)
     monkeypatch.setattr(door, "channel_overrides", _spell_channels)
     for module in (base_quantizer, qdq_quantizer):
