@@ -93,17 +93,14 @@ class RemoteStore(msgspec.Struct, frozen=True):
             self._ask("write", self.files.makedirs, place.rpartition("/")[0], True)  # noqa: FBT003 - fsspec's exist_ok
             self._ask("write", self.files.put_file, str(path), place)
 
-    def _ask(self, what: str, call: Any, *words: object) -> Any:
+    def _ask(self, what: str, call: Any, *given: object) -> Any:
         try:
-            return call(*words)
+            return call(*given)
         except NotImplementedError:
             raise
         except Exception as error:
-            reason = quote_error(error)
-            raise DeviceError(
-                f"cannot {what} store '{self.place}': {reason}",
-                hint="check that it is there, and that you may read and write it",
-            ) from error
+            words = f"cannot {what} store '{self.place}': {quote_error(error)}"
+            raise DeviceError(words, hint="check that it is there, and that you may read and write it") from error
 
 
 Store = FolderStore | RemoteStore
@@ -124,9 +121,8 @@ def open_store(place: str) -> Store:
         wanted = "fsspec" if error.name == "fsspec" else quote_error(error)
         raise MissingExtraError(f"store '{place}' needs {wanted}", hint=spell_install("fsspec s3fs")) from error
     except (ValueError, OSError) as error:
-        raise UsageError(
-            f"cannot open store '{place}': {quote_error(error)}", hint="a folder, or a URL that fsspec opens"
-        ) from error
+        words = f"cannot open store '{place}': {quote_error(error)}"
+        raise UsageError(words, hint="a folder, or a URL that fsspec opens") from error
     return RemoteStore(place=place, files=files, root=str(root).rstrip("/"))
 
 

@@ -60,9 +60,8 @@ def run_app(
     for selector in only:
         known = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
         if selector not in known:
-            raise UsageError(
-                f"--only '{selector}': the app has no such model or target", hint=suggest_name(selector, known)
-            )
+            words = f"--only '{selector}': the app has no such model or target"
+            raise UsageError(words, hint=suggest_name(selector, known))
     cells = [cell for cell in all_cells if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:

@@ -133,10 +133,8 @@ def build_on_worker(
         # A folder for each key, because another app may have a cell of this name. All keys share the calibration cache.
         app, digests = App(path=folder / key / "edgekit.toml", table=table), Digests(folder / "digests.json")
         if find_key(app, cell, digests)[0] != key:
-            raise DeviceError(
-                f"worker '{worker.address}' would make something else: its versions or its data functions differ",
-                hint="install there what is installed here",
-            )
+            words = f"worker '{worker.address}' would make something else: its versions or its data functions differ"
+            raise DeviceError(words, hint="install there what is installed here")
         if not again and store.has(name_cell(key)):
             return None
         with ExitStack() as leases:

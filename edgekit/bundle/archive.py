@@ -83,9 +83,8 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
         if stat.S_IFMT(entry.external_attr >> 16) not in {0, stat.S_IFREG, stat.S_IFDIR}:
             raise ValueError(f"{entry_name[:200]!r} is a link or a device")
         if entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-            raise ValueError(
-                f"{entry_name[:200]!r} is packed by method {entry.compress_type}, neither stored nor deflated"
-            )
+            words = f"{entry_name[:200]!r} is packed by method {entry.compress_type}, neither stored nor deflated"
+            raise ValueError(words)
         if entry_name.endswith("/"):
             _check_folder(entry_name, entry.file_size)
             continue

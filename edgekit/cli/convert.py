@@ -128,10 +128,8 @@ def convert_command(
             load_target_here(target), fixed_options, _STYLES[style] if style else (), with_onnx=with_onnx
         )
     if len(levels) > 1 and (style or not with_onnx):
-        raise UsageError(
-            "a file in ORT format has one level, and several were given",
-            hint="give one --level, or leave --style out and add --onnx",
-        )
+        words = "a file in ORT format has one level, and several were given"
+        raise UsageError(words, hint="give one --level, or leave --style out and add --onnx")
     weight_options = WeightOnlyOptions(
         form=weights or "int8",
         kept=split_names(keep),
@@ -184,20 +182,14 @@ def _refuse_fixed_options(
     forms = ", ".join(target.conversion.forms)
     for style in styles:
         if style in target.conversion.unusable:
-            raise UsageError(
-                f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
-                hint=f"'{target.name}' loads {forms}: leave --style out",
-            )
+            words = f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}"
+            raise UsageError(words, hint=f"'{target.name}' loads {forms}: leave --style out")
     if given_options:
-        raise UsageError(
-            f"target '{target.name}' sets style, level and CPU: {' and '.join(given_options)} would have no effect",
-            hint=f"leave them out ('{target.name}' loads {forms}), or leave --target out",
-        )
+        words = f"target '{target.name}' sets style, level and CPU: {' and '.join(given_options)} would have no effect"
+        raise UsageError(words, hint=f"leave them out ('{target.name}' loads {forms}), or leave --target out")
     if with_onnx and "onnx" not in target.conversion.forms:
-        raise UsageError(
-            f"target '{target.name}' loads no ONNX file: that of --onnx would not be used",
-            hint=f"leave --onnx out ('{target.name}' loads {forms}), or leave --target out",
-        )
+        words = f"target '{target.name}' loads no ONNX file: that of --onnx would not be used"
+        raise UsageError(words, hint=f"leave --onnx out ('{target.name}' loads {forms}), or leave --target out")
 
 
 def _show_conversion(report: ConvertReport) -> None:

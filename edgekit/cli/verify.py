@@ -105,10 +105,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}
         changes = {name: value for name, value in given.items() if value is not None}
         if task is None and changes.keys() - {"gate"}:
-            raise UsageError(
-                "--max-metric-drop and --min-metric-share limit a metric, and none is named",
-                hint="add --metric NAME, such as top1",
-            )
+            words = "--max-metric-drop and --min-metric-share limit a metric, and none is named"
+            raise UsageError(words, hint="add --metric NAME, such as top1")
         return None if task is None else msgspec.structs.replace(task, **changes)
 
 

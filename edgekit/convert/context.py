@@ -66,9 +66,8 @@ def require_compiler() -> None:
         MissingExtraError: onnxruntime-qnn is not installed.
     """
     if importlib.util.find_spec("onnxruntime_qnn") is None:
-        raise MissingExtraError(
-            "a QNN context needs the package 'onnxruntime-qnn'", hint=f"{INSTALL_QNN} (Linux, x86-64)"
-        )
+        words = "a QNN context needs the package 'onnxruntime-qnn'"
+        raise MissingExtraError(words, hint=f"{INSTALL_QNN} (Linux, x86-64)")
 
 
 def compile_context(
@@ -105,10 +104,8 @@ def compile_context(
     for wanted, place in ((options.archs, _ARCHS_AT), (options.socs, _SOCS_AT)):
         missing = [name for name in wanted if name not in fields.get(place, "").split(",")]
         if missing:
-            raise RuntimeRefusal(
-                f"QNN's compiler left out {', '.join(missing)}: the context says '{compatibility}'",
-                hint="compile one context for each chip",
-            )
+            words = f"QNN's compiler left out {', '.join(missing)}: the context says '{compatibility}'"
+            raise RuntimeRefusal(words, hint="compile one context for each chip")
     data = sorted(path.name for path in folder.glob(f"{Path(CONTEXT_FILE).stem}*.bin"))
     versions["qairt"] = fields.get(_QAIRT_AT, "")
     return Context(files=(CONTEXT_FILE, *data), compatibility=compatibility, versions=versions)
@@ -169,9 +166,8 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
     last, options = (child.stderr.strip().splitlines() or [""])[-1], job["provider_options"]
     # Any other status means that the compiler itself died, often by a signal: it says nothing of the model.
     if child.status != _REFUSED or child.timed_out:
-        raise DeviceError(
-            f"QNN's compiler {child.ending}: {last[:300]}", hint="edgekit check MODEL --target qnn --observe"
-        )
+        words = f"QNN's compiler {child.ending}: {last[:300]}"
+        raise DeviceError(words, hint="edgekit check MODEL --target qnn --observe")
     settings = ", ".join(f"{key}={options[key]}" for key in ("soc_model", "htp_arch") if key in options)
     left = re.findall(r"\{ name: (.*?), type: (\w+) \}", child.stderr)
     nodes = ", ".join(f"'{shorten_name(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])

@@ -94,10 +94,8 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
         ModelError: the model is too large for the format.
     """
     if size_bytes > MAX_ORT_BYTES:
-        raise ModelError(
-            f"'{path}' {having} {size_bytes / 1e9:.1f} GB, and the ORT format ends at 2 GB",
-            hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does",
-        )
+        words = f"'{path}' {having} {size_bytes / 1e9:.1f} GB, and the ORT format ends at 2 GB"
+        raise ModelError(words, hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does")
 
 
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
@@ -361,10 +359,8 @@ def write_level(
     """
     # ONNX Runtime writes the optimized model into one file.
     if model.size_bytes > MOST_INLINE_BYTES:
-        raise ModelError(
-            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB",
-            hint="leave --level out: --onnx then writes the model with its external data",
-        )
+        words = f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB"
+        raise ModelError(words, hint="leave --level out: --onnx then writes the model with its external data")
     options = OrtOptions(style="full", cpu=cpu, level=level)
     settings = session_settings(options, level, model)
     path = folder / f"model.{level.value}.onnx"

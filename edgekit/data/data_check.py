@@ -73,10 +73,8 @@ def refusing_bad(samples: Samples) -> Samples:
             yield sample
             count += 1
         if count != samples.count:
-            raise DataError(
-                f"'{samples.source}' gave {count} samples, then {samples.count}",
-                hint="it must give the same at each pass",
-            )
+            words = f"'{samples.source}' gave {count} samples, then {samples.count}"
+            raise DataError(words, hint="it must give the same at each pass")
 
     return msgspec.structs.replace(samples, read=read)
 

@@ -64,28 +64,21 @@ def load_preprocess(path: Path) -> Preprocess:
     preprocess = read_toml(path, Preprocess, hint="--preprocess takes a .toml file", error=DataError)
     sizes = (*preprocess.size, *(() if preprocess.resize is None else (preprocess.resize,)))
     if preprocess.letterbox is not None and (preprocess.resize is not None or not 0 <= preprocess.letterbox <= 255):
-        raise DataError(
-            f"'{path}': letterbox is a grey from 0 to 255, and goes without resize", hint="letterbox = 114 suits YOLO"
-        )
+        words = f"'{path}': letterbox is a grey from 0 to 255, and goes without resize"
+        raise DataError(words, hint="letterbox = 114 suits YOLO")
     numbers = (preprocess.scale, *preprocess.mean, *preprocess.std)
     if not all(0 < size <= _MOST_SIDE for size in sizes) or not all(map(math.isfinite, numbers)):
-        raise DataError(
-            f"'{path}' is no preprocessing: sizes {list(sizes)}, numbers {list(numbers)[:7]}",
-            hint=f"sizes are 1 to {_MOST_SIDE}, numbers finite",
-        )
+        words = f"'{path}' is no preprocessing: sizes {list(sizes)}, numbers {list(numbers)[:7]}"
+        raise DataError(words, hint=f"sizes are 1 to {_MOST_SIDE}, numbers finite")
     channels = 1 if preprocess.color == "L" else 3
     if any(len(values) not in {1, channels} for values in (preprocess.mean, preprocess.std)) or 0.0 in preprocess.std:
-        raise DataError(
-            f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0",
-            hint="for example mean = [0.485, 0.456, 0.406] and std = [0.229, 0.224, 0.225]",
-        )
+        words = f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0"
+        raise DataError(words, hint="for example mean = [0.485, 0.456, 0.406] and std = [0.229, 0.224, 0.225]")
     # Subtracted from pixels that are all smaller, or all larger, it leaves a picture hardly any contrast.
     farthest, reach = max(preprocess.mean, key=abs), 255 * abs(preprocess.scale)
     if abs(farthest) > reach * _ROUNDED:
-        raise DataError(
-            f"'{path}': mean = {farthest:g} lies outside the pixels, which reach {reach:g} once they are scaled",
-            hint="scale = 1, where mean and std are of pixels from 0 to 255",
-        )
+        words = f"'{path}': mean = {farthest:g} lies outside the pixels, which reach {reach:g} once they are scaled"
+        raise DataError(words, hint="scale = 1, where mean and std are of pixels from 0 to 255")
     return preprocess
 
 

@@ -59,10 +59,8 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
     with reraised(MALFORMED, malformed), reraised(OSError, unread):
         values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:
-        raise DataError(
-            f"'{path}' has {values.dtype} of shape {list(values.shape)} as labels",
-            hint=f"give {samples.count} whole numbers, one a sample of '{samples.source}'",
-        )
+        words = f"'{path}' has {values.dtype} of shape {list(values.shape)} as labels"
+        raise DataError(words, hint=f"give {samples.count} whole numbers, one a sample of '{samples.source}'")
     return tuple(int(value) for value in values)
 
 

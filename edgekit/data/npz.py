@@ -118,10 +118,8 @@ def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
         raise ValueError(shape)
     # Objects would be unpickled, which runs code.
     if dtype.hasobject or fortran or not shape:
-        raise DataError(
-            f"array '{name}' of '{path}' holds objects, is in Fortran order, or is a scalar",
-            hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)",
-        )
+        words = f"array '{name}' of '{path}' holds objects, is in Fortran order, or is a scalar"
+        raise DataError(words, hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)")
     return _Column(file=file, dtype=dtype, shape=tuple(shape[1:]), count=shape[0])
 
 

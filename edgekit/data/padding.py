@@ -72,10 +72,8 @@ def find_padding(
     for spec, shapes in _trace_shapes(inputs):
         for axis in _find_moving(shapes):
             if any(shape[axis] != size for size, shape in shapes.items()):
-                raise UsageError(
-                    f"axis {axis} of input '{spec.name}' follows from '{dim}', and can be filled by no bucket",
-                    hint="give it a size of its own, or build without buckets",
-                )
+                words = f"axis {axis} of input '{spec.name}' follows from '{dim}', and can be filled by no bucket"
+                raise UsageError(words, hint="give it a size of its own, or build without buckets")
             places[spec.name] = (*places.get(spec.name, ()), axis)
     if not places:
         raise UsageError(f"no input has the size of '{dim}'", hint="give the name of a dimension of an input")

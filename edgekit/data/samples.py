@@ -98,10 +98,8 @@ def load_samples(
     source = source if isinstance(source, str) else str(as_path(source))
     other = next((spec for spec in inputs if not spec.is_tensor), None)
     if other is not None:
-        raise DataError(
-            f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors",
-            hint="export the model with tensors as inputs",
-        )
+        words = f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors"
+        raise DataError(words, hint="export the model with tensors as inputs")
     given = [spec for spec in inputs if not absent or spec.name not in absent]
     raw, names = _open_source(source, inputs, given, preprocess), [spec.name for spec in inputs]
 
@@ -290,10 +288,8 @@ def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
     if spec.dtype == "string" and value.dtype.kind in "UO":
         value = value.astype(object)
     elif value.dtype != np.dtype(DTYPES.get(spec.dtype, np.void)):
-        raise DataError(
-            f"{where} has {value.dtype} for input '{spec.name}', the model wants {spec.dtype}",
-            hint=f"save it with .astype('{spec.dtype}')",
-        )
+        words = f"{where} has {value.dtype} for input '{spec.name}', the model wants {spec.dtype}"
+        raise DataError(words, hint=f"save it with .astype('{spec.dtype}')")
     for candidate in (value, value[np.newaxis]):
         if shape_matches(candidate.shape, spec):
             return candidate
@@ -436,15 +432,12 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
     for spec in inputs:
         axes = len(spec.shape or ())
         if axes > MOST_AXES:
-            raise DataError(
-                f"input '{spec.name}' has {axes} dimensions, numpy has {MOST_AXES} at most",
-                hint="merge dimensions that always stand together, by a Reshape in the model",
-            )
+            words = f"input '{spec.name}' has {axes} dimensions, numpy has {MOST_AXES} at most"
+            raise DataError(words, hint="merge dimensions that always stand together, by a Reshape in the model")
         count_values = math.prod(dim for dim in spec.shape or () if isinstance(dim, int))
         if count_values > _MOST_VALUES:
-            raise DataError(
-                f"input '{spec.name}' has {count_values} values, too many to draw", hint="give it smaller dimensions"
-            )
+            words = f"input '{spec.name}' has {count_values} values, too many to draw"
+            raise DataError(words, hint="give it smaller dimensions")
 
     def read() -> Iterator[Tensors]:
         for index in range(count):

@@ -157,15 +157,11 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     # Missing labels are reported before anything runs.
     metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
     if metric is not None and (data.labels is None or data.evaluation is None):
-        raise UsageError(
-            f"metric '{metric.name}' needs labels",
-            hint="give --eval DATA with --labels FILE, in an edgekit.toml evaluation and labels",
-        )
+        words = f"metric '{metric.name}' needs labels"
+        raise UsageError(words, hint="give --eval DATA with --labels FILE, in an edgekit.toml evaluation and labels")
     if data.labels is not None and data.evaluation is None:
-        raise UsageError(
-            f"--labels '{data.labels}' say what --eval samples are, and there is no --eval",
-            hint="add --eval DATA, the samples that the labels belong to",
-        )
+        words = f"--labels '{data.labels}' say what --eval samples are, and there is no --eval"
+        raise UsageError(words, hint="add --eval DATA, the samples that the labels belong to")
     key = _find_key(given, data, metric, job)
     inputs = job.cache.inputs.get(key)
     if inputs is None:
@@ -300,10 +296,8 @@ def _run_unpadded(
     """
     lengths = tuple(buckets.padding.measure(sample) for sample in samples.given)
     if min(lengths) > buckets.sizes[0]:
-        raise DataError(
-            f"no golden sample fits into {buckets.padding.dim}={buckets.sizes[0]}: the shortest has {min(lengths)}",
-            hint="give shorter samples too, or leave the bucket out",
-        )
+        words = f"no golden sample fits into {buckets.padding.dim}={buckets.sizes[0]}: the shortest has {min(lengths)}"
+        raise DataError(words, hint="give shorter samples too, or leave the bucket out")
     golden = make_golden(source, samples.given, folder / "unpadded", ragged=True)
     for bundle in recorded.values():
         adopt_outputs(golden, bundle, bundle.folder / UNPADDED)

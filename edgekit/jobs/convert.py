@@ -166,10 +166,8 @@ def convert_for(
             # Fusions match patterns of nodes: whether the model still computes the same must be measured.
             if not equality.passed:
                 most = f"at most {equality.tolerance:g} is allowed"
-                raise ModelError(
-                    f"fusing changes the results: error {equality.error:.2g}, {most}",
-                    hint="name another --model-type, or leave --fuse out",
-                )
+                words = f"fusing changes the results: error {equality.error:.2g}, {most}"
+                raise ModelError(words, hint="name another --model-type, or leave --fuse out")
             fusion = Fusion(equality=equality, **{name: getattr(fused, name) for name in FusedOps.__struct_fields__})
         compressed = None
         if options.weights is not None:
@@ -244,10 +242,8 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
     newest = max(needs, key=lambda name: read_version(needs[name]))
     if runtime and read_version(needs[newest] or ORT_FORMATS[0].since) > read_version(runtime):
-        raise UsageError(
-            f"{newest} needs ONNX Runtime {needs[newest] or ORT_FORMATS[0].since}, and --ort says {runtime}",
-            hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime",
-        )
+        words = f"{newest} needs ONNX Runtime {needs[newest] or ORT_FORMATS[0].since}, and --ort says {runtime}"
+        raise UsageError(words, hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime")
     return needs[newest]
 
 

@@ -106,16 +106,12 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
             known = (phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone")
             phone = next(known, None)
             if phone is None:
-                raise UsageError(
-                    f"{source}: '{run.device}' says that its chip is '{soc}', which edgekit has no name for",
-                    hint=f'give the time by hand: --measured "DEVICE={ms:.4g}ms"',
-                )
+                words = f"{source}: '{run.device}' says that its chip is '{soc}', which edgekit has no name for"
+                raise UsageError(words, hint=f'give the time by hand: --measured "DEVICE={ms:.4g}ms"')
             found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=ms, source=source)
     if not found:
-        raise UsageError(
-            f"'{path}' holds no time of '{name}' on the NPU of a phone",
-            hint=f"edgekit bench {subject} --on adb:SERIAL --history {path}",
-        )
+        words = f"'{path}' holds no time of '{name}' on the NPU of a phone"
+        raise UsageError(words, hint=f"edgekit bench {subject} --on adb:SERIAL --history {path}")
     return tuple(found.values())
 
 
@@ -128,9 +124,8 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
     """
     name, _, given = text.rpartition("=")
     if not name or not given:
-        raise UsageError(
-            f"--on-cpu {text} is not MODEL=TIME", hint="as in --on-cpu other.onnx=12ms, or other.onnx=bench.sqlite"
-        )
+        words = f"--on-cpu {text} is not MODEL=TIME"
+        raise UsageError(words, hint="as in --on-cpu other.onnx=12ms, or other.onnx=bench.sqlite")
     model, ms = Path(name), _read_ms(given)
     if ms is not None:
         return (CpuTime(model=model, machine=f"the CPU that ran {model.name}", ms=ms),)
@@ -139,9 +134,8 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
     recorded = _list_recorded(Path(given), model.resolve().name)
     found = {f"{run.device} ({_CPUS[run.provider]})": ms for run, ms, _ in recorded if run.provider in _CPUS}
     if not found:
-        raise UsageError(
-            f"'{given}' holds no time of '{model.name}' on a CPU", hint=f"edgekit bench {model} --history {given}"
-        )
+        words = f"'{given}' holds no time of '{model.name}' on a CPU"
+        raise UsageError(words, hint=f"edgekit bench {model} --history {given}")
     return tuple(CpuTime(model=model, machine=machine, ms=ms) for machine, ms in found.items())
 
 
@@ -307,10 +301,8 @@ def _open(subject: Path) -> tuple[Path, Bits | None]:
     bundle = open_bundle(subject)
     precision = bundle.manifest.precision
     if precision not in BITS_OF:
-        raise UsageError(
-            f"bundle '{subject}' is in {precision}, in which no network was measured",
-            hint="forecast the float model, or a bundle in int8 or int16",
-        )
+        words = f"bundle '{subject}' is in {precision}, in which no network was measured"
+        raise UsageError(words, hint="forecast the float model, or a bundle in int8 or int16")
     return bundle.find_model("onnx"), BITS_OF[precision]
 
 
@@ -364,10 +356,8 @@ def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple
         MissingExtraError: onnxruntime-qnn is not installed.
     """
     if any(node.op_type in _QUANTIZED for node in graph.nodes):
-        raise UsageError(
-            f"'{source.name}' is quantized, and --compile was fitted to plans of float models",
-            hint="give the float model, or leave --compile out",
-        )
+        words = f"'{source.name}' is quantized, and --compile was fitted to plans of float models"
+        raise UsageError(words, hint="give the float model, or leave --compile out")
     require_compiler()
     start = time.monotonic()
     try:

@@ -258,10 +258,8 @@ def _refuse(found: Iterable[_Released], allowed: Allowed) -> tuple[Doubt, ...]:
         if not allowed.takes(doubt):
             option = "--accept-unproven" if doubt.verdict == "not proven" else "--allow-failed"
             command = "group verify" if is_group(Path(doubt.bundle)) else "verify"
-            raise BundleError(
-                f"bundle '{doubt.bundle}' {doubt.reason}",
-                hint=f"edgekit {command} {doubt.bundle}, or {option} to release it all the same",
-            )
+            words = f"bundle '{doubt.bundle}' {doubt.reason}"
+            raise BundleError(words, hint=f"edgekit {command} {doubt.bundle}, or {option} to release it all the same")
     return doubts
 
 

@@ -143,9 +143,8 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         first_reason = first_reason or strategies.failed.message
     if isinstance(strategies.failed, EdgekitError):
         raise strategies.failed
-    raise ModelError(
-        f"no model can be made for '{target.name}': {first_reason}", hint="take its fallback"
-    ) from strategies.failed
+    words = f"no model can be made for '{target.name}': {first_reason}"
+    raise ModelError(words, hint="take its fallback") from strategies.failed
 
 
 def _describe_loss(first: Strategy, strategy: Strategy) -> str:

@@ -56,10 +56,8 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     if left := sorted(
         {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
     ):
-        raise ModelError(
-            f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}",
-            hint="give the float model that it was made from",
-        )
+        words = f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}"
+        raise ModelError(words, hint="give the float model that it was made from")
     if not any(found):
         raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -115,10 +115,8 @@ def refuse_inline(model: Model) -> None:
         ModelError: the model has 2 GB or more.
     """
     if model.size_bytes > MOST_INLINE_BYTES:
-        raise ModelError(
-            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and a file with its weights inside ends at 2 GB",
-            hint="leave --inline-data out",
-        )
+        words = f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and a file with its weights inside ends at 2 GB"
+        raise ModelError(words, hint="leave --inline-data out")
 
 
 def place_weights(model: Model, *, external: bool) -> Model:

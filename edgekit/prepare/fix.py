@@ -116,10 +116,8 @@ def fuse_transformer(
         fused: onnx.ModelProto = optimizer.optimize_model(str(model.path), *asked, opt_level=0).model
     except _FAILURES as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"ONNX Runtime's transformer optimizer fails on '{model.path.name}': {first[:300]}",
-            hint="name another --model-type, or leave --fuse out",
-        ) from error
+        words = f"ONNX Runtime's transformer optimizer fails on '{model.path.name}': {first[:300]}"
+        raise ModelError(words, hint="name another --model-type, or leave --fuse out") from error
     finally:
         logging.disable(disabled)
     lower_ir_version(fused, read_opset(fused))
@@ -134,10 +132,8 @@ def fuse_transformer(
     ]
     new = counts[0] - counts[1]
     if not new:
-        raise ModelError(
-            f"no pattern of '{options.model_type}' was found in '{model.name}'",
-            hint=f"another --model-type ({', '.join(families)}), or leave --fuse out",
-        )
+        words = f"no pattern of '{options.model_type}' was found in '{model.name}'"
+        raise ModelError(words, hint=f"another --model-type ({', '.join(families)}), or leave --fuse out")
     return FusedModel(
         model=joined,
         model_type=options.model_type,
@@ -376,10 +372,8 @@ def choose_dims(
     """
     if not buckets:
         if values:
-            raise UsageError(
-                f"input '{next(iter(values))}' is to be filled, and no dimension has several sizes",
-                hint="give buckets: --dim NAME=64,128,256",
-            )
+            words = f"input '{next(iter(values))}' is to be filled, and no dimension has several sizes"
+            raise UsageError(words, hint="give buckets: --dim NAME=64,128,256")
         return dict(dims)
     if len(buckets) > 1:
         names = "' and '".join(buckets)
@@ -389,10 +383,8 @@ def choose_dims(
     rising = sorted({size for size in sizes if size > 0})
     if list(sizes) != rising or len(sizes) < 2:
         example = ",".join(map(str, rising if len(rising) > 1 else (64, 128, 256)))
-        raise UsageError(
-            f"the buckets '{name}={given}' do not rise from 1 or more",
-            hint=f"each size once, the smallest first: --dim {name}={example}",
-        )
+        words = f"the buckets '{name}={given}' do not rise from 1 or more"
+        raise UsageError(words, hint=f"each size once, the smallest first: --dim {name}={example}")
     if name in dims:
         raise UsageError(f"'{name}' is given both {dims[name]} and {given}", hint="leave one of them out")
     return {**dims, name: sizes[-1]}

@@ -195,10 +195,8 @@ def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str)
     axis = 1 if preprocess.layout == "NCHW" else len(shape) - 1
     channels = 1 if preprocess.color == "L" else 3
     if shape[axis] != channels:
-        raise UsageError(
-            f"input '{value.name}' has {shape[axis]} channels on axis {axis}, the preprocessing {channels}",
-            hint="mend layout and color in the preprocessing file",
-        )
+        words = f"input '{value.name}' has {shape[axis]} channels on axis {axis}, the preprocessing {channels}"
+        raise UsageError(words, hint="mend layout and color in the preprocessing file")
     if preprocess.dtype not in {"float32", "float16"}:
         raise UsageError(f"a preprocessing to {preprocess.dtype} normalises nothing", hint="embed one to float32")
     value.type.tensor_type.elem_type = TensorProto.UINT8

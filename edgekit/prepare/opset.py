@@ -126,10 +126,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
         return proto
     # The converter would keep the node, though the meaning of its inputs changed.
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
-        raise ModelError(
-            f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
-            hint=f"export the model with opset {opset}",
-        )
+        words = f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}"
+        raise ModelError(words, hint=f"export the model with opset {opset}")
     nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain] if opset < own else []
     for node in nodes:
         _drop_defaults(node, own, opset)
@@ -158,9 +156,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
         converted = version_converter.convert_version(light, opset)
     except _FAILURES as error:
         reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
-        raise ModelError(
-            f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
-        ) from error
+        words = f"cannot convert opset {own} to {opset}: {reason}"
+        raise ModelError(words, hint=f"export the model with opset {opset}") from error
     put_weights(converted.graph, weights)
     models.refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
     for node in models.iterate_nodes(converted.graph):

@@ -308,9 +308,8 @@ def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict
             raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim} there")
         name = dim if isinstance(dim, str) else key
         if sizes.setdefault(name, size) != size:
-            raise UsageError(
-                f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number, or each axis its own"
-            )
+            words = f"'{name}' is given both {sizes[name]} and {size}"
+            raise UsageError(words, hint="give it one number, or each axis its own")
     return sizes
 
 
@@ -324,9 +323,8 @@ def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[s
     for name in sorted(names):
         size = derive_dim(name, derived)
         if size is not None and derived.setdefault(name, size) != size:
-            raise UsageError(
-                f"'{name}' is given as {derived[name]} and comes to {size}", hint="leave one of the numbers out"
-            )
+            words = f"'{name}' is given as {derived[name]} and comes to {size}"
+            raise UsageError(words, hint="leave one of the numbers out")
     for name, size in derived.items():
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")

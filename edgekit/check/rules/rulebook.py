@@ -149,9 +149,8 @@ def load_rules(target: Target) -> RuleBook:
     for op in book.op:
         for group in op.use:
             if group not in book.groups:
-                raise TargetError(
-                    f"'{file}' uses group '{group}', which it does not define", hint=f"add [groups] {group}"
-                )
+                words = f"'{file}' uses group '{group}', which it does not define"
+                raise TargetError(words, hint=f"add [groups] {group}")
     return book
 
 

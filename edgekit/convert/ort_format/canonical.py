@@ -172,10 +172,8 @@ def canonicalize_file(path: Path) -> None:
     with open_tables(path) as file:
         version = text(file.root, "ort_version")
         if version not in KNOWN_FORMATS:
-            raise ModelError(
-                f"'{path}' has ORT format version '{version}', whose order is not known",
-                hint=f"known: {', '.join(KNOWN_FORMATS)}; convert it with ONNX Runtime 1.31",
-            )
+            words = f"'{path}' has ORT format version '{version}', whose order is not known"
+            raise ModelError(words, hint=f"known: {', '.join(KNOWN_FORMATS)}; convert it with ONNX Runtime 1.31")
         if file.unknown:
             unknown = ", ".join(sorted(file.unknown))
             raise ModelError(f"'{path}' holds tables that are not known: {unknown}", hint="use ONNX Runtime 1.31")

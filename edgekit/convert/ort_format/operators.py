@@ -38,9 +38,8 @@ def list_type_entries(models: Sequence[Path]) -> dict[tuple[str, str], str]:
                 warnings.simplefilter("ignore", ResourceWarning)
                 tool.OrtFormatModelProcessor(str(model), operators, manager).process()
         except _FAILURES as error:
-            raise ModelError(
-                f"ONNX Runtime's tool finds no types in '{model}': {error}", hint="leave --types out"
-            ) from error
+            words = f"ONNX Runtime's tool finds no types in '{model}': {error}"
+            raise ModelError(words, hint="leave --types out") from error
     found = {(domain, op) for domain, opsets in operators.items() for ops in opsets.values() for op in ops}
     entries = {(domain, op): manager.get_config_entry(domain, op) for domain, op in sorted(found)}
     return {key: entry for key, entry in entries.items() if entry}
@@ -135,9 +134,8 @@ def read_operators(path: Path) -> tuple[Operators, Types] | None:
             continue
         match = re.fullmatch(r"([\w.]+);(\d+(?:,\d+)*);(.*)", _LIMIT.sub("", line))
         if match is None:
-            raise UsageError(
-                f"line {number} of '{path}' is no line of a config", hint="a line is `domain;opset;Operator,Operator`"
-            )
+            words = f"line {number} of '{path}' is no line of a config"
+            raise UsageError(words, hint="a line is `domain;opset;Operator,Operator`")
         domain = match[1]
         for opset in match[2].split(","):
             named[domain, int(opset)] |= {name.strip() for name in match[3].split(",")}
