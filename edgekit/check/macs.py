@@ -120,30 +120,17 @@ def _packed_attention(graph: Graph, node: Node) -> int:
 
 # How the work of each operator that multiplies is counted.
 _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
-    "Conv": _conv(1),
-    "FusedConv": _conv(1),
-    "ConvInteger": _conv(1),
+    **dict.fromkeys(("Conv", "FusedConv", "ConvInteger"), _conv(1)),
     "QLinearConv": _conv(3),
     # The reverse of Conv: a weight is [C, M/group, kernel...], and each input element contributes to all axes but the
     # first.
     "ConvTranspose": lambda graph, node: prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:]),
-    "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "MatMulInteger": _matmul,
-    "QLinearMatMul": _matmul,
-    "MatMulNBits": _nbits,
-    "Gemm": _gemm,
-    "FusedGemm": _gemm,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
-    "Einsum": _einsum,
-    "Attention": _packed_attention,
-    "GroupQueryAttention": _grouped_attention,
-    "DynamicQuantizeMatMul": _matmul,
-    "MatMulIntegerToFloat": _matmul,
-    "MultiHeadAttention": _attention,
-}
+    **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),
+    "DynamicQuantizeMatMul": _matmul, "MatMulNBits": _nbits, "Einsum": _einsum,
+    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    "Attention": _packed_attention, "GroupQueryAttention": _grouped_attention, "MultiHeadAttention": _attention,
+}  # fmt: skip
 
 
 # The assumed sizes: one sample; an image side that can be halved five times and more; the length of a text.

@@ -47,7 +47,7 @@ def build_command(
     time_budget: Annotated[
         float | None,
         options.time_budget(
-            "Limit planning and verify_option to this time; calibrating, converting and starting devices come on top"
+            "Limit planning and verifying to this time; calibrating, converting and starting devices come on top"
         ),
     ],
     verify: Annotated[bool, options.verify_option("bundle")],

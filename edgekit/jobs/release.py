@@ -175,7 +175,7 @@ def _list_group(group: Group) -> list[_Released]:
     elif report.verdict != "pass":
         lines = [line for run in runs for line in (*run.judgement.failures, *run.judgement.unproven)]
         words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
-        reason = f"{words}: {lines[0] if lines else 'no device ran the group_release'}"
+        reason = f"{words}: {lines[0] if lines else 'no device ran the group'}"
         doubt = Doubt(bundle=str(group.folder), reason=reason, verdict=report.verdict)
     provider = next(iter(group.manifests.values())).provider
     attested = tuple(

@@ -369,18 +369,14 @@ PLUGIN = "1.24.3"
 """The newest `onnxruntime-react-native`; its `cpp/SessionUtils.cpp` shows which options it takes."""
 
 _PLUGIN_NAMES = {
-    "CPUExecutionProvider": "cpu",
-    "CoreMLExecutionProvider": "coreml",
-    "NnapiExecutionProvider": "nnapi",
+    "CPUExecutionProvider": "cpu", "CoreMLExecutionProvider": "coreml", "NnapiExecutionProvider": "nnapi",
     "XnnpackExecutionProvider": "xnnpack",
-}
+}  # fmt: skip
 _SYSTEMS = {"CoreMLExecutionProvider": ("ios",), "NnapiExecutionProvider": ("android",)}
 _NNAPI_KEYS = {
-    "NNAPI_FLAG_CPU_DISABLED": "cpuDisabled",
-    "NNAPI_FLAG_CPU_ONLY": "cpuOnly",
-    "NNAPI_FLAG_USE_FP16": "useFP16",
+    "NNAPI_FLAG_CPU_DISABLED": "cpuDisabled", "NNAPI_FLAG_CPU_ONLY": "cpuOnly", "NNAPI_FLAG_USE_FP16": "useFP16",
     "NNAPI_FLAG_USE_NCHW": "useNCHW",
-}
+}  # fmt: skip
 # COREMLFlags of coreml_provider_factory.h: the plug-in takes their sum, and none of the newer options by name.
 _COREML_FLAGS = {
     "EnableOnSubgraphs=0": 0, "EnableOnSubgraphs=1": 2, "MLComputeUnits=ALL": 0, "MLComputeUnits=CPUAndGPU": 32,

@@ -37,25 +37,15 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
 }  # fmt: skip
 # The functions of sympy and torch.utils._sympy, in lower case: exporters print their formulas.
+# trunctoint rounds towards zero, which is down: sizes are not negative.
 _FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
-    "ceil": math.ceil,
-    "ceildiv": lambda left, right: math.ceil(left / right),
-    "ceiling": math.ceil,
-    "ceiltoint": math.ceil,
-    "cleandiv": operator.truediv,
-    "floor": math.floor,
-    "floordiv": operator.floordiv,
-    "floortoint": math.floor,
-    "inttruediv": operator.truediv,
-    "max": max,
-    "min": min,
-    "mod": operator.mod,
-    "pow": _power,
-    "powbynatural": _power,
-    "pythonmod": operator.mod,
-    # Rounds towards zero, which is down: sizes are not negative.
-    "trunctoint": math.floor,
-}
+    **dict.fromkeys(("ceil", "ceiling", "ceiltoint"), math.ceil),
+    **dict.fromkeys(("floor", "floortoint", "trunctoint"), math.floor),
+    **dict.fromkeys(("cleandiv", "inttruediv"), operator.truediv),
+    **dict.fromkeys(("mod", "pythonmod"), operator.mod),
+    **dict.fromkeys(("pow", "powbynatural"), _power),
+    "ceildiv": lambda left, right: math.ceil(left / right), "floordiv": operator.floordiv, "max": max, "min": min,
+}  # fmt: skip
 _MAX_LENGTH = 200
 
 

@@ -1,13 +1,13 @@
 """The rules of a target as `targets/<name>/rules.toml` states them, decoded strictly.
 
-The kinds of rule are in `rules.py`, `operators.py` and `nhwc.py` in the same folder.
+The kinds of rule are in `rules.py` and `operators.py` in the same folder.
 """
 
 from typing import Literal
 
 import msgspec
 
-from edgekit.check.rules import nhwc, operators, rules
+from edgekit.check.rules import operators, rules
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
 from edgekit.serialize import read_toml
@@ -27,7 +27,7 @@ Rule = (
     | operators.AxisSize | operators.Bounds | operators.ConvKernel | operators.Covered | operators.GemmBias
     | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel | operators.PadReach
     | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
-    | nhwc.LastInNhwc | nhwc.LeftTransposed
+    | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

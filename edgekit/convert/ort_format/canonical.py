@@ -38,23 +38,13 @@ from edgekit.errors import ModelError
 _INPUT, _OUTPUT = 0, 1
 
 # Operator -> type parameter -> the arguments of that type, from the schemas of ONNX and of ORT's contrib operators.
+_QLINEAR = {"T1": ((_INPUT, 0), (_INPUT, 2)), "T2": ((_INPUT, 3), (_INPUT, 5)), "T3": ((_INPUT, 7), (_OUTPUT, 0))}
+_SPLIT = {"T": ((_INPUT, 0), (_OUTPUT, 0)), "split": ((_INPUT, 1),)}
 _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
-    ":QLinearMatMul:10": {
-        "T1": ((_INPUT, 0), (_INPUT, 2)),
-        "T2": ((_INPUT, 3), (_INPUT, 5)),
-        "T3": ((_INPUT, 7), (_OUTPUT, 0)),
-        "a_scale": ((_INPUT, 1),),
-        "b_scale": ((_INPUT, 4),),
-        "y_scale": ((_INPUT, 6),),
-    },
-    ":QLinearMatMul:21": {
-        "T1": ((_INPUT, 0), (_INPUT, 2)),
-        "T2": ((_INPUT, 3), (_INPUT, 5)),
-        "T3": ((_INPUT, 7), (_OUTPUT, 0)),
-        "TS": ((_INPUT, 1), (_INPUT, 4), (_INPUT, 6)),
-    },
-    ":Split:13": {"T": ((_INPUT, 0), (_OUTPUT, 0)), "split": ((_INPUT, 1),)},
-    ":Split:18": {"T": ((_INPUT, 0), (_OUTPUT, 0)), "split": ((_INPUT, 1),)},
+    ":QLinearMatMul:10": {**_QLINEAR, "a_scale": ((_INPUT, 1),), "b_scale": ((_INPUT, 4),), "y_scale": ((_INPUT, 6),)},
+    ":QLinearMatMul:21": {**_QLINEAR, "TS": ((_INPUT, 1), (_INPUT, 4), (_INPUT, 6))},
+    ":Split:13": _SPLIT,
+    ":Split:18": _SPLIT,
     "com.microsoft:MatMulIntegerToFloat:1": {
         "T1": ((_INPUT, 0), (_INPUT, 4)),
         "T2": ((_INPUT, 1), (_INPUT, 5)),

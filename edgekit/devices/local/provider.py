@@ -91,62 +91,37 @@ _NVIDIA = ("nvidiactl", "dxg", "nvhost-gpu", "nvgpu")
 _CUDA = "pip install onnxruntime-gpu[cuda,cudnn], and NVIDIA's driver"
 PROVIDERS: Mapping[str, Provider] = {
     "openvino": Provider(
-        name=OPENVINO,
-        package="onnxruntime-ep-openvino==1.8.1",
-        module="onnxruntime_ep_openvino",
-        systems=("linux", "win32"),
-        hardware=("cpu", "gpu", "npu"),
-        cpu_vendor=_INTEL,
-        evidence=Evidence.SAME_EP,
+        name=OPENVINO, package="onnxruntime-ep-openvino==1.8.1", module="onnxruntime_ep_openvino",
+        systems=("linux", "win32"), hardware=("cpu", "gpu", "npu"), cpu_vendor=_INTEL, evidence=Evidence.SAME_EP,
     ),
     "webgpu": Provider(
-        name="WebGpuExecutionProvider",
-        package="onnxruntime-ep-webgpu==0.4.0",
-        module="onnxruntime_ep_webgpu",
+        name="WebGpuExecutionProvider", package="onnxruntime-ep-webgpu==0.4.0", module="onnxruntime_ep_webgpu",
         needs="a GPU's driver, or without a GPU: apt-get install chromium-common libvulkan1",
-        hardware=("cpu", "gpu"),
-        find_environment=find_swiftshader,
-        evidence=Evidence.SAME_EP,
+        hardware=("cpu", "gpu"), find_environment=find_swiftshader, evidence=Evidence.SAME_EP,
     ),
     "host:cuda": Provider(
-        name="CUDAExecutionProvider",
-        package="onnxruntime-gpu",
-        parts=("providers_cuda",),
-        needs=_CUDA,
-        systems=("linux", "win32"),
-        drivers=_NVIDIA,
+        name="CUDAExecutionProvider", package="onnxruntime-gpu", parts=("providers_cuda",), needs=_CUDA,
+        systems=("linux", "win32"), drivers=_NVIDIA,
     ),
     "host:tensorrt": Provider(
-        name="TensorrtExecutionProvider",
-        package="onnxruntime-gpu",
-        parts=("providers_cuda", "providers_tensorrt"),
+        name="TensorrtExecutionProvider", package="onnxruntime-gpu", parts=("providers_cuda", "providers_tensorrt"),
         needs=f"{_CUDA}; TensorRT 10 on the path of libraries: pip install tensorrt",
-        systems=("linux", "win32"),
-        drivers=_NVIDIA,
+        systems=("linux", "win32"), drivers=_NVIDIA,
     ),
     "host:tensorrt-rtx": Provider(
-        name="NvTensorRTRTXExecutionProvider",
-        package="onnxruntime-ep-nv-tensorrt-rtx-cu12==0.5.0",
-        module="onnxruntime_ep_nv_tensorrt_rtx",
-        systems=("linux", "win32"),
+        name="NvTensorRTRTXExecutionProvider", package="onnxruntime-ep-nv-tensorrt-rtx-cu12==0.5.0",
+        module="onnxruntime_ep_nv_tensorrt_rtx", systems=("linux", "win32"),
     ),
     "host:directml": Provider(name="DmlExecutionProvider", package="onnxruntime-directml", systems=("win32",)),
     "host:migraphx": Provider(
-        name="MIGraphXExecutionProvider",
-        package="onnxruntime-migraphx",
-        parts=("providers_migraphx",),
-        needs="AMD's ROCm with MIGraphX: apt-get install migraphx",
-        systems=("linux",),
-        drivers=("kfd",),
+        name="MIGraphXExecutionProvider", package="onnxruntime-migraphx", parts=("providers_migraphx",),
+        needs="AMD's ROCm with MIGraphX: apt-get install migraphx", systems=("linux",), drivers=("kfd",),
     ),
     "host:vitisai": Provider(
-        name="VitisAIExecutionProvider",
-        package="onnxruntime-vitisai",
-        parts=("providers_vitisai",),
-        needs="AMD's Ryzen AI software",
-        systems=("win32",),
+        name="VitisAIExecutionProvider", package="onnxruntime-vitisai", parts=("providers_vitisai",),
+        needs="AMD's Ryzen AI software", systems=("win32",),
     ),
-}
+}  # fmt: skip
 """The providers of this machine by the name of their device; to support another one, add a row."""
 
 
