@@ -8,8 +8,8 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 
 import msgspec
@@ -78,6 +78,7 @@ def read_module(source: str, room: str = "", *, has_sentences: bool = True) -> l
 
 def find_raises(tree: ast.AST) -> Iterator[Raised]:
     """Yields each error in a part of a module: calls with a message and a keyword `hint`."""
+    worded = dict(_list_worded(ast.walk(tree)))
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -85,7 +86,21 @@ def find_raises(tree: ast.AST) -> Iterator[Raised]:
         name = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
         if hint is not None and name in _MAKERS:
             kind, place = _MAKERS[name]
-            yield Raised(kind=kind, message=node.args[place], hint=hint)
+            yield Raised(kind=kind, message=worded.get(id(node.args[place]), node.args[place]), hint=hint)
+
+
+def _list_worded(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.expr]]:
+    """Yields the id of each name that is the message of an error, and what the statement before its `raise` assigns.
+
+    A function may so give one name to the messages of several errors, each of which has its own hint.
+    """
+    blocks = (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody"))
+    for before, after in (pair for block in blocks if isinstance(block, list) for pair in pairwise(block)):
+        made = after.exc if isinstance(after, ast.Raise) and isinstance(before, ast.Assign) else None
+        if isinstance(made, ast.Call) and any(given.arg == "hint" for given in made.keywords):
+            named = {target.id for target in before.targets if isinstance(target, ast.Name)}
+            names = (given for given in made.args if isinstance(given, ast.Name) and given.id in named)
+            yield from ((id(name), before.value) for name in names)
 
 
 def _list_errors(module: "_Module", room: str) -> Iterator[Message]:
@@ -262,7 +277,8 @@ def _list_sentences(module: _Module) -> Iterator[str]:
     nodes = module.nodes
     silent = {id(inner) for node in nodes if _is_silent(node) for inner in ast.walk(node)}
     parts = (part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values)
-    silent.update(id(inner) for part in parts for inner in ast.walk(part))
+    worded = (value for _, value in _list_worded(nodes))
+    silent.update(id(inner) for part in (*parts, *worded) for inner in ast.walk(part))
     scope = _Scope(module)
     for node in nodes:
         is_text = isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -55,6 +55,8 @@ def _list_ids(file: Path) -> Iterator[str]:
     """Yields the ids that calls in a module name, with `…` for a value that is put into one."""
     for node in _walk(file):
         given = node.value if isinstance(node, ast.keyword) and node.arg == "id" else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Adviser":
+            given = node.args[0]
         if isinstance(given, ast.Constant):
             yield str(given.value)
         elif isinstance(given, ast.JoinedStr):
