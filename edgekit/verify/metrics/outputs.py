@@ -196,7 +196,8 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
     kept = [(each, least) for each, least in limits if (each, least) not in missed]
-    is_unclear = bool(kept) and any(each.is_below(least) for each, least in missed)
+    # Not all are missed where one is by more than chance: that would be a failure.
+    is_unclear = any(each.is_below(least) for each, least in missed)
     if thresholds.gate == "bound":
         shared = [] if is_unclear else [(SHARED[each.of], each.share, each.interval, least, "") for each, least in kept]
         for label, value, interval, least, unit in (*_list_figures(output, thresholds), *shared):
