@@ -26,11 +26,15 @@ _LAYERS = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
 # the positions of integers, scale and zero point.
 _WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
     "DequantizeLinear": ("Identity", [(0, 1, 2)]),
+    "DynamicQuantizeMatMul": ("MatMul", [(0,), (1, 2, 3)]),
+    "MatMulIntegerToFloat": ("MatMul", [(0, 2, 4), (1, 3, 5)]),
     "DynamicQuantizeLSTM": ("LSTM", [(0,), (1, 8, 9), (2, 10, 11), (3,), (4,), (5,), (6,), (7,)]),
     "QAttention": ("Attention", [(0, 3, 6), (1, 4, 7), (2,), (5,), (8,)]),
 }
+# Products that ONNX Runtime's optimizer fused with the bias at this position.
+_BIASES = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6}
 # Operators whose weights may have a scale for each index of the last axis.
-_WIDE = frozenset({"DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
+_WIDE = frozenset({*_BIASES, "DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
 # Operators that ONNX Runtime's quantizer and optimizer fuse.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
 
@@ -39,7 +43,7 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     """Writes the float model of a dynamically quantized one to `out`, and returns it.
 
     The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
-    a ConvInteger likewise a Conv; DynamicQuantizeLSTM and QAttention become float too. A constant with a
+    a ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention, ...) becomes float too. A constant with a
     DequantizeLinear, perhaps after a Gather, becomes a float constant. Subgraphs are changed as well.
 
     Raises:
@@ -52,6 +56,7 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     found = [writer.write(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
     # Subgraphs first: what they no longer read is idle in the graphs around them.
     for part in reversed([*models.iterate_graphs(proto.graph)]):
+        models.refill(part.node, models.order_nodes(part))
         drop_idle_nodes(part)
     if left := sorted(
         {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
@@ -91,7 +96,13 @@ class _Writer:
         op, places = _WHOLE[node.op_type]
         named = [[node.input[at] if node.has_input(at) else "" for at in place] for place in places]
         inputs = [self._make_float(graph, node, *names) if len(names) > 1 else names[0] for names in named]
-        return _put(node, op, inputs, node)
+        at = _BIASES.get(node.op_type, len(node.input))
+        if not _put(node, op, inputs, node):
+            return False
+        if node.has_input(at):
+            node.proto.output[0] = f"{node.output[0]}/product"
+            graph.proto.node.append(onnx.helper.make_node("Add", [node.proto.output[0], node.input[at]], node.output))
+        return True
 
     def _write_layer(self, graph: Graph, node: Node) -> bool:
         biased = _follow(graph, node, "Add")

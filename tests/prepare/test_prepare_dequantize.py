@@ -8,13 +8,15 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from prepare_models import make_model, run_model
 
+from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError
 from edgekit.model.model import iterate_nodes, load_model
 from edgekit.model.tensors import Array
 from edgekit.prepare.dequantize import dequantize_model
 
 # Each with its weights. "bodies" has a layer in the body of a loop that reads an activation from outside, "letters" an
-# embedding whose rows go into layers as they are, and "attention" what ONNX Runtime's optimizer for transformers makes.
+# embedding whose rows go into layers as they are, "fused" products that ONNX Runtime's optimizer fuses, and "attention"
+# what its optimizer for transformers makes.
 MODELS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "words": (
         """g (int64[5] x) => (float[5,6] y)
@@ -41,6 +43,12 @@ MODELS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
             { d = Identity(c) p = MatMul(x, w) q = MatMul(s, v) r = Add(p, q) t = Tanh(r) }> }""",
         {"v": (8, 8), "w": (8, 8)},
     ),
+    "fused": (
+        """g (float[5,8] x) => (float[5,16] y, float[5,6] z, float[5,6] r)
+        { t = Tanh(x) y = MatMul(t, v) b = MatMul(t, w) z = Add(b, bias) u = Relu(x) p = MatMul(u, w) r = Add(p, bias) }
+        """,
+        {"v": (8, 16), "w": (8, 6), "bias": (6,)},
+    ),
     "attention": (
         "g (float[1,6,8] x) => (float[1,6,8] y) { a = com.microsoft.Attention<num_heads = 2>(x, v, b) y = Relu(a) }",
         {"v": (8, 24), "b": (24,)},
@@ -63,6 +71,11 @@ def test_a_dynamically_quantized_model_is_made_float(
         model.path, tmp_path / "q.onnx", per_channel=per_channel,
         weight_type=QuantType.QUInt8 if unsigned else QuantType.QInt8, extra_options={"EnableSubgraph": True},
     )  # fmt: skip
+    if kind == "fused":
+        optimize_graph(tmp_path / "q.onnx", tmp_path / "fused.onnx", SessionSettings(level=Level.EXTENDED))
+        (tmp_path / "fused.onnx").replace(tmp_path / "q.onnx")
+        fused = {node.op_type for node in onnx.load(str(tmp_path / "q.onnx")).graph.node}
+        assert fused >= {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
     dynamic = load_model(tmp_path / "q.onnx")
     made = dequantize_model(dynamic, tmp_path / "out" / "f.onnx")
     assert {node.op_type for node in iterate_nodes(onnx.load(str(made.path)).graph)} <= FLOAT
