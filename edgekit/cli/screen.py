@@ -63,7 +63,7 @@ def showing_progress(volume: int) -> Generator[Progress]:
 
 def print_table(*tables: RenderableType) -> None:
     """Prints tables, as wide as the terminal."""
-    # Without a terminal, rich would wrap the rows of a log at 80 columns.
-    width = None if sys.stdout.isatty() else 160
+    # Without a terminal, rich would wrap the rows of a log at 80 columns; in a narrow one it cuts words to letters.
+    width = max(80, _Screen().width) if sys.stdout.isatty() else 160
     for table in tables:
         _Screen(width=width).print(table)

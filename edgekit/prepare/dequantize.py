@@ -43,8 +43,8 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     """Writes the float model of a dynamically quantized one to `out`, and returns it.
 
     The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
-    a ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention, ...) becomes float too. A constant with a
-    DequantizeLinear, perhaps after a Gather, becomes a float constant. Subgraphs are changed as well.
+    a ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A
+    constant with a DequantizeLinear, perhaps after a Gather, becomes a float constant. Subgraphs are changed as well.
 
     Raises:
         ModelError: the model is not dynamically quantized, or has other quantized operators too.

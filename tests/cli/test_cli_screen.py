@@ -7,7 +7,8 @@ import pytest
 from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
-from edgekit.cli.screen import showing_progress
+from edgekit.cli.screen import print_table, showing_progress
+from edgekit.report.tables import make_table
 from edgekit.serialize import escape_controls
 
 TAG, LOST, PICTURE, RED = "[/INST]", "blk[se]", ":key:", "\x1b[31m"
@@ -65,6 +66,17 @@ def test_the_spinner_does_not_read_names_as_markup(
     with showing_progress(0) as progress:
         progress(f"{TAG} {LOST}")
     assert RED not in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_does_not_cut_the_words_of_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    words = [f"agreement{number}" for number in range(6)]
+    print_table(make_table(*words))
+    shown = capsys.readouterr().out
+    assert [word for word in words if word not in shown] == []
 
 
 def test_printable_text_is_not_escaped() -> None:
