@@ -81,18 +81,14 @@ def explain(model: Model, name: str, precision: Precision) -> str | None:
     return explain_no_gain(read_graph(model), target, precision, partial(check_model, model, target))
 
 
-def test_xnnpack_is_known_to_gain_nothing_from_integers(exported: Loader) -> None:
+def test_xnnpack_gains_from_integers_in_a_conv_net_and_in_no_transformer(exported: Loader, tmp_path: Path) -> None:
     _, model = exported("bert", "dynamo")
     reason = present(explain(model, "xnnpack", "int8"))
     assert reason.startswith("xnnpack takes at most 0% of this model's work in int8, and 9")
     assert explain(model, "xnnpack", "fp32") is None
     assert explain(model, "qnn", "int8") is None
-
-
-def test_a_conv_net_gains_from_integers(tmp_path: Path) -> None:
     text = "g (float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,6,6] y) { y = Conv(x, w) }"
-    model = make_model(text, tmp_path / "m.onnx")
-    assert explain(model, "xnnpack", "int8") is None
+    assert explain(make_model(text, tmp_path / "m.onnx"), "xnnpack", "int8") is None
 
 
 def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> None:

@@ -62,17 +62,12 @@ def test_what_is_nearly_attention_stays(tmp_path: Path, case: str) -> None:
     assert rewrite(tmp_path, text, "join-attention").fixes == ()
 
 
-def test_attention_of_doubles_stays(tmp_path: Path) -> None:
-    text = (ROWS + JOINED["one transpose, no mask"] + END).replace("float", "double")
-    assert rewrite(tmp_path, text, "join-attention").fixes == ()
-
-
-def test_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
-    text = (ROWS + JOINED["one transpose, no mask"] + END).replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}")
-    text = text.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =").replace(
-        "Reshape(q, s)", "Reshape(q, e)"
-    )
-    assert rewrite(tmp_path, text, "join-attention").fixes == ()
+def test_attention_of_doubles_and_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
+    text = ROWS + JOINED["one transpose, no mask"] + END
+    texts = text.replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}").replace("Reshape(q, s)", "Reshape(q, e)")
+    texts = texts.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =")
+    for other in (text.replace("float", "double"), texts):
+        assert rewrite(tmp_path, other, "join-attention").fixes == ()
 
 
 def test_rows_that_a_mask_hides_whole_stay_zero(tmp_path: Path) -> None:

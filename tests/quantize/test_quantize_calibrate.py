@@ -225,9 +225,7 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     whole = np.abs(np.concatenate([row["x"] for row in rows]))
     with open_moments(tmp_path / "work" / "moments.npz") as read:
-        conv, matmul = read("n1_Conv"), read("n2_MatMul")
-    assert conv is not None
-    assert matmul is not None
+        conv, matmul = present(read("n1_Conv")), present(read("n2_MatMul"))
     assert np.allclose(conv.high, whole.max(axis=(0, 2, 3)))
     assert np.allclose(matmul.high, whole.max(axis=(0, 1, 2)))
     assert calibration.ranges["minmax"]["r"].high == pytest.approx(whole.max(), rel=2e-3)
@@ -243,10 +241,7 @@ def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tm
     calibrate_model(model, random_samples(model, 9), work=tmp_path / "calibration")
     assert (tmp_path / "calibration/sums.data").stat().st_size
     with open_moments(tmp_path / "calibration/moments.npz") as stored:
-        one, two, three = (stored(f"n{index}_MatMul") for index in range(3))
-    assert one is not None
-    assert two is not None
-    assert three is not None
+        one, two, three = (present(stored(f"n{index}_MatMul")) for index in range(3))
     assert np.array_equal(one.covariance, two.covariance)
     assert one.count == two.count
     assert three.covariance.shape == (1, 3, 3)

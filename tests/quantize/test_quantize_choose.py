@@ -4,6 +4,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import COLLAPSING, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -177,7 +178,9 @@ def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
 ) -> None:
     model, calibration = collapsing
     plan = plan_quantization(model, calibration, load_target(target), "int8")
-    tried = {len(entry.relieved): entry for entry in plan.judged if entry.relieved}
+    relieved = [entry for entry in plan.judged if entry.relieved]
+    tried = {len(entry.relieved): entry for entry in relieved}
+    assert len(tried) == len(relieved)
     reached, best = max(entry.sqnr_db for entry in plan.judged if not entry.relieved), 0
     for count in steps:
         if tried[count].sqnr_db >= reached + 1:
@@ -288,13 +291,10 @@ def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_ranges_of_the_one_befo
         relieve_step(model, calibration, load_target("qnn"), plan, count, before=before, memo=memo)
         for count in (8, 9, 14, 15)
     )
-    assert few is not None
-    assert more is not None
-    assert many is not None
-    assert (more.method, more.rounding) == ("mse", "nearest")
     assert none is None  # the model has seven tensors
-    assert few.rounding != "nearest"
-    assert (many.method, many.rounding, many.ranges) == ("mse", "nearest", calibration.ranges["mse"])
+    assert present(few).rounding != "nearest"
+    for step in (present(more), present(many)):
+        assert (step.method, step.rounding, step.ranges) == ("mse", "nearest", calibration.ranges["mse"])
 
 
 def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, many: Calibration) -> None:

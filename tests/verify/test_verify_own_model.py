@@ -100,8 +100,7 @@ def test_of_half_precision_the_file_that_ran_is_the_own_model(bundle: Bundle, pr
     samples = from_list([{"x": np.ones((1, 2), np.float32)}])
     stated = restate(bundle, precision=precision)
     own, _ = run_own_model(stated, "runtime", samples, KnownOutputs(room_bytes=1 << 20))
-    assert own is not None
-    assert own.source == f"the bundle's '{file}' here"
+    assert present(own).source == f"the bundle's '{file}' here"
 
 
 def run_own(bundle: Bundle, samples: Samples) -> list[Tensors]:
