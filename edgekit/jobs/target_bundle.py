@@ -36,7 +36,7 @@ from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
 from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
-from edgekit.report.tables import describe_narrow, describe_prediction
+from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
@@ -349,6 +349,7 @@ class _Strategies:
                 notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
             if searched.advice:
                 notes += [f"expected: {describe_prediction(searched.chosen.prediction)}", searched.advice]
+            notes += describe_answers(searched.chosen.prediction)
         if memo.budget.left_out:
             notes.append(f"the time budget ended before {', '.join(memo.budget.left_out)} were tried")
         self._plans[strategy.is_rewritten] = _Planned(search=search, plan=plan, searched=searched, notes=tuple(notes))

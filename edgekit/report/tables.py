@@ -14,7 +14,7 @@ from edgekit.evidence import Verdict, worst_verdict
 from edgekit.inspect.diff import Delta
 from edgekit.inspect.sizes import SizeReport
 from edgekit.package.package import PackageReport
-from edgekit.quantize.accuracy.loss import MEASURES
+from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many, loses_much
@@ -337,6 +337,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
         yield f"{samples} samples leave more than half a point of doubt; {more}"
+    yield from describe_answers(report.predicted)
     note, unit = f" {report.goal_note}" if report.goal_note else "", name_unit(report.predicted)
     if report.max_drop is not None:
         yield f"the goal of {report.max_drop:g} {unit} is {'met' if report.met else 'not met by any plan'}{note}:"
@@ -369,6 +370,13 @@ def describe_narrow(narrow: NarrowConstants) -> str:
     stored = " and ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts))
     saved = f"{narrow.saved_bytes / 1e3:.0f} kB less"
     return f"of these constants {stored}: {saved}; that alone keeps {narrow.ratio_db:.0f} dB on held-out samples"
+
+
+def describe_answers(predicted: Prediction) -> Iterator[str]:
+    """Yields a warning if the samples show only one answer: what leads to another may lie beyond the ranges."""
+    if predicted.source == ONE_ANSWER:
+        same = f"all {predicted.samples} samples have the same answer"
+        yield f"warning: {same}, and ranges may cut off what leads to others: add samples that have them"
 
 
 def name_unit(predicted: Prediction) -> str:

@@ -29,6 +29,7 @@ from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
+from edgekit.report.tables import describe_quantization
 from edgekit.target import Precision, find_group, load_target
 from edgekit.verify.on_devices import verify_on
 
@@ -189,6 +190,22 @@ def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_p
     report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", Recipe(targets=(nnapi,)))
     assert report.bundles[0].precision == "fp32"
     assert "built as fp32" in report.bundles[0].notes[0]
+
+
+def test_samples_with_one_answer_are_told_of(tmp_path: Path) -> None:
+    weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(64))
+    model = parse_model(
+        f"g (float[1,8] x) => (float[1,8] y) <float[8,8] w = {{{weights}}}, float[8] b = {{9, 0, 0, 0, 0, 0, 0, 0}}> "
+        "{ s = Gemm(x, w, b) y = Softmax(s) }",
+        tmp_path / "m.onnx",
+    )
+    rows = np.random.default_rng(0).normal(size=(24, 1, 8)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=rows)
+    data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("cpu",))
+    report = build(model, data, tmp_path / "out", recipe, verify=False)
+    assert any("samples have the same answer" in note for note in report.bundles[0].notes)
+    quantized = quantize_for(model, data, tmp_path / "q.onnx", recipe)
+    assert any("samples have the same answer" in line for line in describe_quantization(quantized))
 
 
 def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path, nnapi: str) -> None:

@@ -16,11 +16,11 @@ from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
 from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.loss import MEASURES
+from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.report.tables import describe_prediction
+from edgekit.report.tables import describe_answers, describe_prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.task_metrics import MOST_SAMPLES, TOP1, measure_drop
 
@@ -160,6 +160,21 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     assert truth.drop_estimate > 0.02
     assert present(truth.reference) < 0.9
     assert truth.drop_estimate == pytest.approx(present(truth.reference) - (truth.got or 0), abs=1e-5)
+
+
+@pytest.mark.parametrize(("last", "count", "is_one"), [(0, 20, True), (1, 20, False), (0, 1, False)])
+def test_samples_that_all_have_the_same_answer_are_told_of(
+    last: int, count: int, *, is_one: bool, tmp_path: Path
+) -> None:
+    """Ranges of samples without a wake word may cut off what leads to one."""
+    rows = np.random.default_rng(0).normal(size=(count, 1, 4)).astype(np.float32)
+    rows[:, :, 0] += 9
+    rows[-1, :, last] += 99
+    one = classifier(tmp_path, "one", "0, 0, 0, 0")
+    found = predict_drop(one, one, make_samples([{"x": row} for row in rows]))
+    assert (found.source == ONE_ANSWER) is is_one
+    lines = list(describe_answers(found))
+    assert [line.startswith("warning: all 20 samples have the same answer") for line in lines] == [True] * is_one
 
 
 def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
@@ -380,12 +395,12 @@ def test_logarithms_of_probabilities_are_read_as_what_they_stand_for() -> None:
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
     reading, record = Reading(kind="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
     unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])
-    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 1, (0.9 - 2 * 0.2**0.5) ** 0.5])
-    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 1, (0.95 - 2 * 0.045**0.5) ** 0.5])
+    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 1, 0, (0.9 - 2 * 0.2**0.5) ** 0.5])
+    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 1, 0, (0.95 - 2 * 0.045**0.5) ** 0.5])
     moved = (1 - 0.45**0.5 - 0.02**0.5 - 0.005**0.5) ** 0.5
-    assert record(sure, unsure, reading) == pytest.approx([0, 0, moved])
+    assert record(sure, unsure, reading) == pytest.approx([0, 0, 0, moved])
     # Rounded probabilities add up to less than one, and are still the same distribution.
-    assert record(sure, 0.9 * unsure, reading) == pytest.approx([0, 0, moved])
+    assert record(sure, 0.9 * unsure, reading) == pytest.approx([0, 0, 0, moved])
 
 
 def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
@@ -570,7 +585,7 @@ def read_kind(
 
 def test_the_interval_of_losses_holds_half_a_change_more_than_was_seen() -> None:
     judge = MEASURES["classes"].judge
-    found = judge([np.array([0.5, 1.0])] * 3 + [np.zeros(2)] * 97)
+    found = judge([np.array([0.5, 1.0, 0.0])] * 3 + [np.zeros(3)] * 97)
     # Half a change more of 101, which costs a half as well; by the beta distribution of Jeffreys' posterior.
     rate = 3.5 / 101
     doubt = 0.2 - 0.1 * rate**0.5

@@ -125,11 +125,15 @@ _FINE = 4
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimated drop as a share, its interval of 95 %, and the share of decisions that are the same."""
+    """An estimated drop as a share, its interval of 95 %, and the share of decisions that are the same.
+
+    `is_one_answer` is True if the float model's class is the same for all of several samples.
+    """
 
     estimate: float
     interval: tuple[float, float]
     agreement: float | None = None
+    is_one_answer: bool = False
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -157,7 +161,7 @@ def _last_distances(records: Sequence[Array]) -> Array:
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns [expected cost of a changed decision, 1 if it changed else 0, Hellinger distance].
+    """Returns [expected cost of a changed decision, 1 if it changed else 0, old class, Hellinger distance].
 
     The old class is right with the float model's probability p: then 1 is lost. The new class is right with the float
     model's probability q: then 1 is gained. So the expected cost is p - q.
@@ -165,7 +169,8 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
     chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
     old, new = (float(chance) for chance in chances[[before, after], 0])
-    return np.array([old - new, float(before != after), float(measure_hellinger(chances, others).mean())])
+    moved = float(measure_hellinger(chances, others).mean())
+    return np.array([old - new, float(before != after), before, moved])
 
 
 def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
@@ -194,14 +199,15 @@ def spell_answer(steps: Array, blank: int) -> list[int]:
 def _judge_sequences(records: Sequence[Array]) -> Loss:
     """Judges whole answers as classes. With a blank of CTC, answers that spell the same are the same."""
     blank, table = find_blank(record[0].astype(np.int64) for record in records), list[Array]()
-    for before, after, old, new, _ in records:
+    for place, (before, after, old, new, _) in enumerate(records):
         if blank is None:
             changed = not np.array_equal(before, after)
         else:
             changed = spell_answer(before, blank) != spell_answer(after, blank)
         # Steps are taken to be independent: the probability of an answer is the product of those of its steps.
         lost = float(old.prod()) - float(new.prod()) if changed else 0.0
-        table.append(np.array([lost, float(changed)]))
+        # Answers of many steps are hardly ever all the same: each counts as one of its own.
+        table.append(np.array([lost, float(changed), place]))
     return _judge_classes(table)
 
 
@@ -212,8 +218,12 @@ def _step_distances(records: Sequence[Array]) -> Array:
 def _judge_classes(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
     changed = table[:, 1] > 0
-    interval = _interval_of_costs(table[changed, 0], len(table))
-    return Loss(estimate=float(table[:, 0].mean()), interval=interval, agreement=float(1 - changed.mean()))
+    return Loss(
+        estimate=float(table[:, 0].mean()),
+        interval=_interval_of_costs(table[changed, 0], len(table)),
+        agreement=float(1 - changed.mean()),
+        is_one_answer=len(table) > 1 and len(set(table[:, 2])) == 1,
+    )
 
 
 def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
@@ -438,6 +448,8 @@ def _compare_all(vectors: Array) -> Array:
 
 
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
+ONE_ANSWER = "the float model's confidence in the one answer of all samples"
+"""The source of a drop if the float model's class is the same for all samples."""
 _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, Measure] = {
     "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _last_distances),

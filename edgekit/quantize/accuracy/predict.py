@@ -31,7 +31,7 @@ from edgekit.quantize.accuracy.head_search import (
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
-from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, reach_without_labels
+from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
@@ -421,7 +421,7 @@ def _predict(likeness: Likeness, samples: int) -> Prediction:
         top1_agreement=loss.agreement,
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
-        source=part.source,
+        source=ONE_ANSWER if loss.is_one_answer else part.source,
         outputs=tuple(part.shapes) if len(judged) > 1 else (),
         candidates=samples - 1 if part.measure == MEASURES["embedding"].name else None,
     )
