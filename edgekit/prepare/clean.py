@@ -263,8 +263,7 @@ def prepare_model(
     out = as_path(out)
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants or {})
-    # ONNX Runtime refuses a branch that does not fit the dimensions, or crashes: so the branches are folded first.
-    if not (folds_first := bool(constants) or any(node.op_type == "If" for node in proto.graph.node)):
+    if not (folds_first := bool(constants) or _has_branches(proto)):
         fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
@@ -283,6 +282,14 @@ def prepare_model(
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
+
+
+def _has_branches(proto: onnx.ModelProto) -> bool:
+    """Returns True if branches must be folded before dimensions are fixed.
+
+    ONNX Runtime refuses a branch that does not fit the dimensions, or crashes.
+    """
+    return any(node.op_type == "If" for node in proto.graph.node)
 
 
 def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
@@ -313,9 +320,10 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
         OutputError: `out` cannot be written.
     """
     proto = skim_weights(model.path)
-    if proto is None and keeps_weights_on_disk(model):
+    if proto is None and not keeps_weights_on_disk(model):
+        proto = read_proto(model)
+    if proto is None or _has_branches(proto):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
-    proto = proto or read_proto(model)
     _clean_interface(proto, (), {})
     fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)

@@ -1,5 +1,6 @@
 """Dimensions: several at once, unnamed ones, and every way to name one wrongly."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from edgekit.data.samples import read_shapes
 from edgekit.errors import UsageError
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.prepare.shapes import derive_dim, find_sizes, proposing_sizes, solve_dim
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
@@ -229,12 +230,13 @@ def test_the_past_of_a_first_step_is_empty(tmp_path: Path) -> None:
     assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(2, 0), (2, 3), (2, 3)]
 
 
-def test_a_branch_that_is_not_taken_need_not_fit_the_dimensions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [prepare_model, sketch_model])
+def test_a_branch_that_is_not_taken_need_not_fit_the_dimensions(write: Callable[..., Model], tmp_path: Path) -> None:
     text = """g (float[N,M] x) => (float[N,M] y)
       <bool take = {1}, float[4] four = {1, 2, 3, 4}, float[5] five = {1, 2, 3, 4, 5}> {
       y = If (take) <
         then_branch = then () => (float[N,M] a) { a = Add(x, four) },
         else_branch = other () => (float[N,M] b) { b = Add(x, five) }> }"""
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"N": 1, "M": 4})
+    prepared = write(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"N": 1, "M": 4})
     assert [node.op_type for node in onnx.load(str(prepared.path)).graph.node] == ["Add"]
     assert [spec.shape for spec in prepared.outputs] == [(1, 4)]
