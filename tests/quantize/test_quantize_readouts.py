@@ -77,6 +77,31 @@ def test_what_shapes_a_vector_makes_it_no_scores(body: str, kinds: tuple[str, st
     assert (reading.kind, reading.other) == kinds
 
 
+@pytest.mark.parametrize(
+    "mean",
+    ["ReduceMean<axes=[2], keepdims=0>(p)", "GlobalAveragePool(p)", "AveragePool<kernel_shape=[6]>(p)"],
+    ids=["reduced", "pooled", "one window"],
+)
+def test_the_mean_of_probabilities_says_yes_or_no(mean: str, tmp_path: Path) -> None:
+    """Whether there was speech in one of a few moments; the mean of logits is read as what it was before."""
+    rank = ",1" if "Pool" in mean else ""
+    text = f"g (float[1,1,6] x) => (float[1,1{rank}] y) {{ p = Sigmoid(x) y = {mean} }}"
+    rows = [{"y": np.full((1, 1, 1)[: 3 if rank else 2], share, np.float32)} for share in (0.1, 0.9)]
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
+    reading = read_output_kinds(graph, rows, {})["y"]
+    assert (reading.kind, reading.squash) == ("classes", "Sigmoid")
+    plain = read_float_graph(make_model(text.replace("Sigmoid", "Relu"), tmp_path / "plain.onnx"))
+    assert read_output_kinds(plain, rows, {})["y"].kind == "values"
+
+
+def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path: Path) -> None:
+    text = """g (float[1,6] x) => (float[1,12] z, float[1,2] y) <int64[3] s = {1, 2, 6}> {
+      z = Gemm(x, w) r = Reshape(z, s) m = ReduceMean<axes=[2], keepdims=0>(r) y = Softmax(m) }"""
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 12)}))
+    rows: list[Tensors] = [{"z": sure(12), "y": np.full((1, 2), 0.5, np.float32)} for _ in range(8)]
+    assert read_output_kinds(graph, rows, {})["z"].kind == "values"
+
+
 def test_a_curve_of_frames_is_no_classifier(tmp_path: Path) -> None:
     graph = read_float_graph(make_model(CURVE, tmp_path / "m.onnx", {"k": (12, 3, 1)}))
     assert find_origins(graph, "y") == ("places", "places")

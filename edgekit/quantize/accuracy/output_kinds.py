@@ -14,6 +14,8 @@ from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
+# The mean of probabilities, such as those of moments of a sound, is one.
+_MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
 KIND_SAMPLES = 16
 """From so many samples the kinds of outputs are guessed: a choice. Fewer may all show no object, or only positive
 scores."""
@@ -385,14 +387,14 @@ def _find_squash(graph: Graph, name: str) -> str:
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
     """Returns the Softmax, Sigmoid or ArgMax before an output ("" for none), and the tensors from its input on back.
 
-    Between these tensors, the operator and the output values are only moved.
+    Between these tensors, the operator and the output values are only moved, or averaged behind the operator.
     """
     squash, moved = "", set[str]()
     while name in graph.producers:
         node = graph.producers[name]
         if node.op_type in _SQUASHING_OPS and not squash:
             squash, moved = node.op_type, {node.input[0]}
-        elif node.op_type not in _SHAPE_OPS or not node.input:
+        elif node.op_type not in (_SHAPE_OPS if squash else _SHAPE_OPS | _MEANS) or not node.input:
             break
         name = node.input[0]
         moved.add(name)
