@@ -118,6 +118,13 @@ WITH = {
         "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
     ),
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
+    "einsum-to-matmul": f"""g (float[1,5,2,3] x, float[2,3,4] q, float[2,3,5] r, float[3] v)
+        => (float[1,5,2,4] y, float[2,4,5] z, float[5,2,3] t, float[2] s, float[6] p)
+        <float[2,3,4] w = {{{_count(0, 24)}}}, float[5,4] m = {{{_count(1, 20)}}}, float[3,2] k = {{{_count(2, 6)}}},
+        float[3,4,6] n = {{{_count(3, 72)}}}>
+        {{ y = Einsum<equation="btgi,gih->btgh">(x, w) z = Einsum<equation="bct,bcs->bts">(q, r)
+        t = Einsum<equation="bti, hi -> hbt">(q, m) s = Einsum<equation="i,ij->j">(v, k)
+        h = ReduceMean<axes=[0], keepdims=0>(q) p = Einsum<equation="ij,ijk->k">(h, n) }}""",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
     "float-weights": """g (float[1,3,4,4] x) => (float[1,2,4,4] y)
@@ -244,6 +251,13 @@ WITHOUT = {
         <int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}>
         { y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }""",
     "neg-to-mul": "g (int32[2,9] x) => (int32[2,9] y) { y = Neg(x) }",
+    "einsum-to-matmul": """g (float[2,3,3] x, float[3,4] w, float[1,4] u, float[3,N] d, float[1,3,4] c, float[0,4] e)
+        => (float[2,3,4] y, float[2,4] z, float[2,4] s, float[3,2,3] t, float[3,4] k, float[2,3,3] m, float[N,4] n,
+        float[2,3,4] o, float[4,4] p)
+        { y = Einsum<equation="...ij,jk->...ik">(x, w) z = Einsum<equation="bii,ij->bj">(x, w)
+        s = Einsum<equation="bij,jk->bk">(x, w) t = Einsum<equation="bij->ibj">(x) k = Einsum<equation="ij,kj">(w, u)
+        m = Einsum<equation="bij,jk,lk->bil">(x, w, w) n = Einsum<equation="ij,ik->jk">(d, w)
+        o = Einsum<equation="bij,bjk->bik">(x, c) p = Einsum<equation="ij,ik->jk">(e, e) }""",
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
@@ -281,6 +295,7 @@ TOLERANCE = {
     "plain-gemm": 1e-6,
     "batch-norm-to-conv": 1e-5,
     "matmul-to-2d": 1e-6,
+    "einsum-to-matmul": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,
     "split-lstm": 1e-6,

@@ -4,7 +4,8 @@ int8 weights are stored as uint8 for kernels that compute int8 ones wrongly or n
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,63 @@ def matmul_to_2d(writer: Writer) -> None:
 
 # The first opset in which a Gemm needs no bias.
 _NO_BIAS_SINCE = 11
+
+
+@node_rewrite(
+    "einsum-to-matmul",
+    {"Einsum"},
+    "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
+    floats=True,
+)
+def einsum_to_matmul(writer: Writer) -> None:
+    """Rewrites an Einsum of two tensors, such as a layer in groups, to a MatMul between Transposes and Reshapes.
+
+    Letters of both inputs and the output number matrices; those of both inputs alone are summed. An Einsum with an
+    ellipsis, a letter twice in a term, or one summed in a single input stays.
+    """
+    equation = str(writer.node.attributes.get("equation", "")).replace(" ", "")
+    terms = equation.replace("->", ",").split(",")
+    if "->" not in equation or len(terms) != 3 or not "".join(terms).isalpha():
+        return
+    shapes = [writer.graph.value(name).static_shape or () for name in writer.node.input]
+    sizes = dict(chain.from_iterable(map(zip, terms, shapes)))
+    one, two, out = terms
+    stack = "".join(letter for letter in out if letter in one and letter in two)
+    rows, columns = ("".join(each for each in out if each in term and each not in stack) for term in (one, two))
+    summed = "".join(each for each in one if each in two and each not in out)
+    parts = [[*([stack] if stack else []), *each] for each in ([rows, summed], [summed, columns], [rows, columns])]
+    if any(sorted("".join(groups)) != sorted(term) for groups, term in zip(parts, terms, strict=True)):
+        return
+    # Sizes of 1 may stand for others, and a Reshape to 0 would copy a size.
+    if [tuple(sizes.get(each) for each in term) for term in (one, two)] != shapes or 0 in sizes.values():
+        return
+    given = [
+        _arrange(writer, name, term, groups, sizes, part)
+        for name, term, groups, part in zip(writer.node.input, terms, parts, ("left", "right"), strict=False)
+    ]
+    made, order = parts[2], "".join(parts[2])
+    is_split, is_turned = any(len(group) != 1 for group in made), order != out
+    product = writer.add("MatMul", given, "product" if is_split or is_turned else "")
+    if is_split:
+        shape = writer.constant("whole", [sizes[letter] for letter in order], "int64")
+        product = writer.add("Reshape", [product, shape], "split" if is_turned else "")
+    if is_turned:
+        writer.add("Transpose", [product], perm=[order.index(letter) for letter in out])
+
+
+def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:
+    """Adds what turns a tensor whose axes are the letters of `term` into one with an axis for each group of them."""
+    shape, perm = [math.prod(sizes[each] for each in group) for group in groups], list(map(term.index, "".join(groups)))
+    if perm != sorted(perm):
+        value = writer.graph.inline(name)
+        if value is not None:
+            return writer.constant(part, value.transpose(perm).reshape(shape))
+        name = writer.add("Transpose", [name], f"{part}_turned", perm=perm)
+    if all(len(group) == 1 for group in groups):
+        return name
+    if name in writer.graph.constants:
+        return writer.reshaped(part, name, shape)
+    return writer.add("Reshape", [name, writer.constant(f"{part}_shape", shape, "int64")], part)
 
 
 @node_rewrite("neg-to-mul", {"Neg"}, "write {count} of Neg as a product with -1, which is the same", floats=True)
