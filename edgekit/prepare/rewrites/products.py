@@ -174,16 +174,12 @@ def einsum_to_matmul(writer: Writer) -> None:
 def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:
     """Adds what turns a tensor whose axes are the letters of `term` into one with an axis for each group of them."""
     shape, perm = [math.prod(sizes[each] for each in group) for group in groups], list(map(term.index, "".join(groups)))
-    if perm != sorted(perm):
-        value = writer.graph.inline(name)
-        if value is not None:
-            return writer.constant(part, value.transpose(perm).reshape(shape))
-        name = writer.add("Transpose", [name], f"{part}_turned", perm=perm)
-    if all(len(group) == 1 for group in groups):
-        return name
-    if name in writer.graph.constants:
-        return writer.reshaped(part, name, shape)
-    return writer.add("Reshape", [name, writer.constant(f"{part}_shape", shape, "int64")], part)
+    is_turned, is_joined = perm != sorted(perm), any(len(group) != 1 for group in groups)
+    value = writer.graph.inline(name) if is_turned or is_joined else None
+    if value is not None:
+        return writer.constant(part, value.transpose(perm).reshape(shape))
+    name = writer.add("Transpose", [name], f"{part}_turned", perm=perm) if is_turned else name
+    return writer.add("Reshape", [name, writer.constant(f"{part}_shape", shape, "int64")], part) if is_joined else name
 
 
 @node_rewrite("neg-to-mul", {"Neg"}, "write {count} of Neg as a product with -1, which is the same", floats=True)
