@@ -178,6 +178,13 @@ def test_check_refuses_the_kernel_and_not_its_neighbour(name: str, tmp_path: Pat
     assert check(pair.taken, tmp_path / "taken.onnx").verdict == "yes"
 
 
+def test_check_remarks_on_a_softplus_of_four_axes(tmp_path: Path) -> None:
+    text = "g (float[1,SHAPE] x) => (float[1,SHAPE] y) { y = Softplus(x) }"
+    four, three = (check(text.replace("SHAPE", shape), tmp_path / "m.onnx") for shape in ("4,9,9", "4,81"))
+    assert (four.verdict, three.verdict, three.node_list[0].remarks) == ("yes", "yes", ())
+    assert "spoils other nodes of the session" in four.node_list[0].remarks[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm", *(pytest.param(name, marks=pytest.mark.long) for name in [*NONE][1:])])
 def test_no_session_can_be_made_of_a_refused_graph(name: str, tmp_path: Path) -> None:
