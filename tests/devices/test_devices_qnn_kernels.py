@@ -83,7 +83,7 @@ WRONG = {
     "half pixels of PyTorch": Pair(
         resize("pytorch_half_pixel", "ceil", 11), resize("asymmetric", "floor", 11), "along axis 2 it picks"
     ),
-    "padded output": Pair(transposed(2, 11, "0,0,0,0"), transposed(3, 10, "1,1,1,1"), "does not reach, [1, 1] at"),
+    "padded output": Pair(transposed(2, 11, "0,0,0,0"), transposed(3, 12, "0,0,0,0"), "does not reach, [1, 1] at"),
     "broadcast base": Pair(
         between("r = Pow(b, d)", "2,9", (-4, 4), (0, 16)),
         between("r = Pow(d, b)", "2,9", (-4, 4), (0, 16)),
