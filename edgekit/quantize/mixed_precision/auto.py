@@ -1,5 +1,6 @@
 """Chooses how to quantize: candidates are judged on held-out samples, and the best becomes the plan."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property, partial
 from itertools import chain
@@ -159,7 +160,8 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
 
-    Roundings that learn from samples are slow: if runs are long, only the best draft gets them.
+    Roundings that learn from samples are slow: if runs are long, only the best draft gets them, else each that could be
+    the best with float weights, which no rounding improves on.
     """
     unequalized, attempt = _judge(subject, {}), subject.memo.budget.attempt
     equalized = attempt(
@@ -188,8 +190,16 @@ def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> 
     return second if second is not None and second.best_db > first.best_db + least_gain_db else first
 
 
-def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: str | None = None) -> Judged:
-    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`."""
+def _judge(
+    subject: _Subject,
+    factors: Mapping[str, tuple[float, ...]],
+    method: str | None = None,
+    reached_db: float = -math.inf,
+) -> Judged:
+    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`.
+
+    `reached_db` is the ratio of the best draft before.
+    """
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = add_image_headroom(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
@@ -197,7 +207,7 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: 
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
     judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
-    return _learn(subject, judged) if draft.effort.is_short else judged
+    return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
 
 def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
@@ -213,7 +223,7 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
     method = None if unequalized.draft.effort.is_short else reached.found.candidates[0].method
-    return _judge(subject, factors, method)
+    return _judge(subject, factors, method, reached.best_db)
 
 
 def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
