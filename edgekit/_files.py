@@ -40,7 +40,7 @@ def as_path(given: AnyPath) -> Path:
         return Path(given)
     except TypeError as error:
         hint = "give its .path" if hasattr(given, "path") else "give a str or a pathlib.Path"
-        raise UsageError(f"{given!r:.100} is no path", hint=hint) from error
+        raise UsageError(f"{' '.join(repr(given).split()):.100} is no path", hint=hint) from error
 
 
 def digest_file(path: Path) -> str:

@@ -5,7 +5,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ _LISTS = (Sequence, Collection)
 
 
 def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a public function: refuses arguments that are no struct of edgekit, or no list, if the types want one.
+    """Decorates a public function: refuses arguments that are no struct of edgekit, list, dict or text where one is due.
 
     Passing "cpu" for a Target then raises a UsageError, not an AttributeError from inside.
     """
@@ -30,9 +30,11 @@ def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
             wanted = kinds.get(name, ())
             if wanted and not isinstance(value, wanted):
                 kind = wanted[0].__name__
+                hint = f"help(edgekit.{function.__name__}) says what it takes"
+                if issubclass(wanted[0], msgspec.Struct):
+                    hint = f"what makes one: help(edgekit.{kind})"
                 raise UsageError(
-                    f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}",
-                    hint=f"what makes one: help(edgekit.{kind})",
+                    f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}", hint=hint
                 )
             if name in lists:
                 _check_list(function.__name__, name, value, _list_kinds(lists[name]))
@@ -52,8 +54,9 @@ def _check_list(function: str, name: str, value: Any, kinds: tuple[type, ...]) -
 
 
 def _list_kinds(hint: Any) -> tuple[type, ...]:
-    """Returns the types that a type hint allows if all are structs or None, else ()."""
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    structs = [one for one in members if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    """Returns the types that a type hint allows if all are structs, mappings, texts or None, else ()."""
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    members = [typing.get_origin(one) or one for one in hints]
+    structs = [one for one in members if isinstance(one, type) and issubclass(one, msgspec.Struct | Mapping | str)]
     others = [one for one in members if one not in structs and one is not types.NoneType]
     return () if others or not structs else (*structs, *(one for one in members if one is types.NoneType))

@@ -5,7 +5,9 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import write_small_net
 
@@ -74,8 +76,15 @@ def test_what_is_of_another_kind_is_refused_in_one_line_that_says_what_makes_one
     data = tmp_path / "d.npz"
     write_small_net(tmp_path / "m.onnx", data)
     model = edgekit.load_model(tmp_path / "m.onnx")
+    wrong: dict[str, Any] = {"array": np.zeros((9, 9)), "none": None, "text": "a=1"}
     for call, words in (
         (lambda: edgekit.load_model(7), "7 is no path"),  # type: ignore[arg-type]
+        (lambda: edgekit.load_model(wrong["array"]), r"^array[^\n]* is no path"),
+        (
+            lambda: edgekit.load_target(wrong["none"]),
+            r"wants a str as 'name', and was given None \(help\(edgekit.load_",
+        ),
+        (lambda: edgekit.load_target("cpu", wrong["text"]), "load_target wants a Mapping as 'settings', and was given"),
         (lambda: edgekit.prepare_model("m.onnx", "p.onnx"), "prepare_model wants a Model as 'model', and was given 'm"),  # type: ignore[arg-type]
         (lambda: edgekit.build("m.onnx", "d.npz", tmp_path), "build wants a Data as 'data'"),  # type: ignore[arg-type]
         (lambda: edgekit.build("m.onnx", edgekit.Data(source="d"), tmp_path, "r.toml"), "build wants a Recipe"),  # type: ignore[arg-type]
