@@ -16,7 +16,7 @@ _LISTS = (Sequence, Collection)
 
 
 def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a public function: refuses arguments that are no struct of edgekit, list, dict or text where one is due.
+    """Decorates a public function: refuses arguments that are not the struct, list, dict or text that is due.
 
     Passing "cpu" for a Target then raises a UsageError, not an AttributeError from inside.
     """

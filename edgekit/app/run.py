@@ -110,10 +110,12 @@ def _write_reports(app: App, report: AppReport) -> None:
         try:
             verified.append(read_report(app.out / cell.bundle / "verify.json"))
         except DataError:
-            # Groups, and bundles that were not made or not verified, have no such report.
+            # Groups, and bundles that were not made or not verified, have no such report. A bundle that nobody verified
+            # is in neither file, so that it is not counted as one that passed.
             lines: dict[Verdict, tuple[str, ...]] = {cell.verdict: (cell.headline,)}
-            found = Judgement(failures=lines.get("fail", ()), unproven=lines.get("not proven", ()))
-            others[f"{cell.model}-{cell.target}"] = found
+            if not cell.passed:
+                found = Judgement(failures=lines.get("fail", ()), unproven=lines.get("not proven", ()))
+                others[f"{cell.model}-{cell.target}"] = found
     write_file(app.out / "report.json", to_json(report).encode())
     write_file(app.out / "report.html", render_app(report).encode())
     accepts = app.table.verify.accept_unproven

@@ -106,6 +106,9 @@ def test_a_second_machine_takes_finished_cells_from_the_store(
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("build"))
     (other / "edgekit.toml").write_text(TEXT.replace("models.one", "models.uno"))
     second = run_app(_app(other, store=store))
+    # Nobody verified them: they count nowhere as passed.
+    assert 'tests="0"' in (folder / "build" / "junit.xml").read_text()
+    assert (folder / "build" / "summary.md").read_text().strip() == ""
     sha = {name: found[1] for name, found in _list_states(first).items()}
     assert _list_states(second) == {"uno/cpu": ("kept", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
     told = json.loads((other / "build/uno/cpu/report.json").read_bytes())
