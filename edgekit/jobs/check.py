@@ -30,7 +30,7 @@ from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.fix import (
     FIXES,
     FUSIONS,
-    TARGET_REWRITES,
+    REWRITES,
     Fix,
     FixedModel,
     apply_rewrites,
@@ -187,8 +187,8 @@ def _assume_sizes(
 
 
 def _gains_by_rewrites(report: CheckReport) -> bool:
-    """Returns True if the check advises a rewrite that is applied only for targets that gain from it."""
-    return not TARGET_REWRITES.keys().isdisjoint(advice.id for advice in report.advice)
+    """Returns True if the check advises a rewrite that a build makes."""
+    return not REWRITES.keys().isdisjoint(advice.id for advice in report.advice)
 
 
 def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:

@@ -244,18 +244,29 @@ def test_an_input_can_be_frozen(tmp_path: Path, answer: Answer) -> None:
     assert (found["taken"], found["as_is"]["taken"]) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("target", "text", "nodes"),
+    [
+        # NNAPI takes a float MatMul whose matrices have two dimensions, or all as many: a rewrite for it alone.
+        ("nnapi", "(float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }", 3),
+        # A rewrite for every provider.
+        (
+            "coreml",
+            '(float[2,4,3] x, float[2,3,4] w) => (float[2,4,4] y) { y = Einsum<equation="aij,ajk->aik">(x, w) }',
+            1,
+        ),
+    ],
+)
 def test_check_reports_the_model_as_build_makes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+    target: str, text: str, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
-    # NNAPI takes a float MatMul whose matrices have two dimensions, or all as many.
-    text = "g (float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }"
-    command = ["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "nnapi"]
-    found = answer(command)["targets"]["nnapi"]
+    command = ["check", str(parse_model(f"g {text}", tmp_path / "m.onnx")), "--target", target]
+    found = answer(command)["targets"][target]
     assert (found["verdict"], found["built"]["verdict"], found["built"]["taken_macs"]) == ("no", "yes", 1.0)
     assert run_command(command) == 0
     told = capsys.readouterr().out
-    assert "as build makes it, by the automatic changes below: yes; 3/3 (100% of MACs)" in told
-    assert "recommendation: nnapi: yes" in told
+    assert f"as build makes it, by the automatic changes below: yes; {nodes}/{nodes} (100% of MACs)" in told
+    assert f"recommendation: {target}: yes" in told
 
 
 def test_dynamic_dimensions_get_assumed_sizes_to_predict_a_build(
