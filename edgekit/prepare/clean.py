@@ -8,11 +8,13 @@ prevented or undone here.
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import permutations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import onnx
 from onnx import TensorProto, defs, helper
 
@@ -21,6 +23,7 @@ from edgekit._ort import Level, SessionSettings, external_config, makes_session,
 from edgekit.graph.constants import write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
+from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, replace_nodes
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import (
@@ -78,6 +81,33 @@ def _write_scaler(writer: Writer) -> None:
         name = writer.add("Cast", [name], "float", to=TensorProto.FLOAT)
     offset, scale = (writer.constant(part, attributes[part], "float32") for part in ("offset", "scale"))
     writer.add("Mul", [writer.add("Sub", [name, offset], "centred"), scale])
+
+
+def spread_scalars(proto: onnx.ModelProto) -> None:
+    """Writes a number that scales or shifts the result of a Conv as one number for each channel, in place.
+
+    ONNX Runtime folds Mul and Add into weights and bias if their constant comes second and has the shape [C, 1, 1], but
+    not [1]. PaddleOCR's networks scale and shift after each convolution; quantized, each step would be rounded again.
+    """
+    replace_nodes(proto.graph, read_opset(proto), {"Add", "Mul"}, _spread_scalar)
+
+
+def _spread_scalar(writer: Writer) -> None:
+    graph, node = writer.graph, writer.node
+    for name, number in permutations(node.input):
+        conv, read = made_by(graph, name, "Conv", "Mul"), [name]
+        if conv is not None and conv.op_type == "Mul" and node.op_type == "Add":
+            read += [each for each in conv.input if graph.number(each) is None]
+            conv = made_by(graph, read[1], "Conv") if len(read) == 2 else None
+        is_only = all(len(graph.readers(each)) == 1 and each not in graph.outputs for each in read)
+        weight = graph.constants.get(conv.input[1]) if conv is not None and conv.op_type == "Conv" else None
+        value = graph.number(number)
+        if weight is not None and is_only and value is not None and writer.opset >= _BROADCASTING:
+            channels, *axes = weight.dims[:-1]
+            dtype = helper.tensor_dtype_to_np_dtype(weight.data_type).name
+            each = writer.constant("channels", np.full((channels, *(1 for _ in axes)), value), dtype)
+            writer.add(node.op_type, [name, each])
+            return
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
@@ -402,6 +432,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
     write_scalers(proto)
+    spread_scalars(proto)
     drop_idle_nodes(proto.graph)
 
 

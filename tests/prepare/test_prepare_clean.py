@@ -118,6 +118,29 @@ def test_a_scaler_stays_where_no_operators_can_replace_it(tmp_path: Path, values
     assert proto.graph.node[-1].op_type == op
 
 
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [("c = Conv(x, w, b)  m = Mul(s, c)  y = Add(m, t)", ["Conv"]),
+     ("c = Conv(x, w)  m = Mul(c, s)  y = Add(t, m)", ["Conv"]),
+     ("c = Conv(x, w, b)  y = Add(t, c)", ["Conv"]),
+     ("c = Conv(x, w, b)  m = Mul(s, c)  a = Add(m, t)  y = Add(a, c)", ["Conv", "Mul", "Add", "Add"]),
+     ("c = Conv(x, w, b)  m = Mul(s, c)  a = Add(m, t)  y = Add(a, m)", ["Conv", "Add", "Add"]),
+     ("c = Conv(x, w, b)  m = Mul(c, c)  y = Add(m, t)", ["Conv", "Mul", "Add"]),
+     ("c = Relu(x)  m = Mul(s, c)  y = Add(m, t)", ["Relu", "Mul", "Add"])],
+)  # fmt: skip
+def test_numbers_that_scale_and_shift_a_convolution_are_folded(tmp_path: Path, nodes: str, left: list[str]) -> None:
+    text = f"""g (float[1,2,4,4] x) => (float[1,2,4,4] y)
+        <float[2,2,1,1] w = {{1,-2,3,0.5}}, float[2] b = {{0.5,-1}}, float[1] s = {{1.5}}, float t = {{-0.25}}>
+        {{ {nodes} }}"""
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx")
+    assert op_names(prepared.path) == left
+    inputs = make_inputs(model)
+    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=1e-5)
+    for tensor in onnx.load(str(prepared.path)).graph.initializer:
+        assert len(left) == 1 or list(tensor.dims) != [2, 1, 1]  # what cannot be folded stays a number
+
+
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
     text = "g (float[3] x) => (float[3] y) { [same] a = Abs(x) [same] b = Neg(a) y = Exp(b) }"
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
