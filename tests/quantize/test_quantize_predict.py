@@ -1,6 +1,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
 from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
+from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -672,6 +673,24 @@ def test_the_drop_of_a_sequence_is_that_of_whole_answers() -> None:
     assert true > 0.05
     assert loss.estimate == pytest.approx(true, abs=0.03)
     assert loss.interval[0] <= true <= loss.interval[1]
+
+
+def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> None:
+    rows = np.random.default_rng(0).dirichlet(np.ones(3), size=5).T
+    spelt = dict[tuple[int, ...], float]()
+    for steps in product(range(3), repeat=5):
+        answer = tuple(spell_answer(np.array(steps), 0))
+        spelt[answer] = spelt.get(answer, 0.0) + float(np.prod(rows[list(steps), range(5)]))
+    assert {(), (1,), (1, 1), (1, 2, 1), (1, 2, 1, 2, 1)} <= spelt.keys()
+    for answer, probability in spelt.items():
+        assert find_probability(answer, dict(enumerate(rows)), 0) == pytest.approx(probability)
+    # Each step alone is more likely a blank, but a letter anywhere is more likely than none.
+    reading, measure = Reading(kind="sequence", axis=1), MEASURES["sequence"]
+    before, after = (
+        np.log([[[1 - each for each in row], row]]).astype(np.float32) for row in ([0.1, 0.45, 0.1], [0.1, 0.9, 0.1])
+    )
+    loss = measure.judge([measure.record(before, after, reading)] * 2)
+    assert loss.estimate == pytest.approx(0.9 * 0.55 * 0.9 - (1 - 0.9 * 0.55 * 0.9 - 0.1 * 0.55 * 0.1), abs=1e-6)
 
 
 def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:

@@ -14,6 +14,7 @@ few samples with the largest errors.)
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -174,11 +175,14 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
 
 
 def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns float64 [5, steps]: both decisions, the float model's probability of each, and how far the step moved."""
+    """Returns float64 [5 + classes, steps]: decisions, the float model's probability of each, how far a step moved.
+
+    Then follow the float model's probabilities of every class that either model decides for, by rising class.
+    """
     chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
     answers = [read_decisions(value, reading) for value in (expected, found)]
-    steps = np.arange(len(answers[0]))
-    return np.stack([*answers, *(chances[answer, steps] for answer in answers), measure_hellinger(chances, others)])
+    steps, moved = np.arange(len(answers[0])), measure_hellinger(chances, others)
+    return np.stack([*answers, *(chances[answer, steps] for answer in answers), moved, *chances[np.unique(answers)]])
 
 
 def find_blank(answers: Iterable[Array]) -> int | None:
@@ -196,18 +200,39 @@ def spell_answer(steps: Array, blank: int) -> list[int]:
     return [int(one) for one in steps[starts] if one != blank]
 
 
+def find_probability(letters: Sequence[int], chances: Mapping[int, Array], blank: int) -> float:
+    """Returns the probability that CTC spells some letters: the sum over all steps that do (A. Graves et al., 4.1).
+
+    `chances` holds the probabilities of each class, float64 [steps].
+    """
+    labels = [blank, *chain.from_iterable((letter, blank) for letter in letters)]
+    steps = np.stack([chances[label] for label in labels], axis=1)
+    # From a letter to the next one, unless it is the same, the blank between them may be left out.
+    skips = np.array([at > 1 and label != labels[at - 2] for at, label in enumerate(labels)])
+    reached = np.where(np.arange(len(labels)) < 2, steps[0], 0.0)
+    for step in steps[1:]:
+        before, skipped = (np.append(np.zeros(count), reached)[: len(labels)] for count in (1, 2))
+        reached = (reached + before + skips * skipped) * step
+    return float(reached[-2:].sum())
+
+
 def _judge_sequences(records: Sequence[Array]) -> Loss:
     """Judges whole answers as classes. With a blank of CTC, answers that spell the same are the same."""
     blank, table = find_blank(record[0].astype(np.int64) for record in records), list[Array]()
-    for place, (before, after, old, new, _) in enumerate(records):
+    for place, record in enumerate(records):
+        answers = record[:2].astype(np.int64)
         if blank is None:
-            changed = not np.array_equal(before, after)
+            changed = not np.array_equal(*answers)
+            # Steps are taken to be independent: the probability of an answer is the product of those of its steps.
+            old, new = record[2:4].prod(axis=1)
         else:
-            changed = spell_answer(before, blank) != spell_answer(after, blank)
-        # Steps are taken to be independent: the probability of an answer is the product of those of its steps.
-        lost = float(old.prod()) - float(new.prod()) if changed else 0.0
+            one, two = (spell_answer(each, blank) for each in answers)
+            changed, old, new = one != two, 0.0, 0.0
+            if changed:
+                chances = {blank: np.zeros(len(record[0])), **dict(zip(np.unique(answers), record[5:], strict=True))}
+                old, new = (find_probability(each, chances, blank) for each in (one, two))
         # Answers of many steps are hardly ever all the same: each counts as one of its own.
-        table.append(np.array([lost, float(changed), place]))
+        table.append(np.array([old - new if changed else 0.0, float(changed), place]))
     return _judge_classes(table)
 
 
