@@ -30,7 +30,7 @@ from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.fix import (
     FIXES,
     FUSIONS,
-    REWRITES,
+    TARGET_REWRITES,
     Fix,
     FixedModel,
     apply_rewrites,
@@ -187,8 +187,8 @@ def _assume_sizes(
 
 
 def _gains_by_rewrites(report: CheckReport) -> bool:
-    """Returns True if the check advises a rewrite that a build makes."""
-    return not REWRITES.keys().isdisjoint(advice.id for advice in report.advice)
+    """Returns True if the check advises a rewrite that a build makes for every provider, or because a target gains."""
+    return any(advice.id in FIXES or advice.id in TARGET_REWRITES for advice in report.advice)
 
 
 def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
