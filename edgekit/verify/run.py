@@ -13,7 +13,7 @@ from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import Bundle, snapshot_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.data.data_check import digest_samples
-from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples
+from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples, spread_indices
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, find_present
 from edgekit.devices.observe import count_nodes
@@ -27,7 +27,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify import own_model, placement, sizes, suspects
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
-from edgekit.verify.layers.on_device import look_at_layers
+from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
@@ -106,10 +106,10 @@ def verify_bundle(
 
     A device of the manifest's verification list runs the form and the samples given there; any other runs the form that
     an app would load, with all samples. An absent device is skipped; one that crashes or reports false results fails.
-    `golden` and `task` replace the bundle's own. With `float_model` a wrong output is compared with what that model
-    gives for inputs with a usual mistake. If outputs are wrong, or with `layers`, the layer that the device computes
-    differently is looked for. `known` holds earlier outputs of the bundle's ONNX file; new ones are added. Each file
-    that runs here takes the self-test. Devices run at the same time, on a checked copy of the bundle.
+    `golden` and `task` replace the bundle's own. If outputs are wrong, or with `layers`, the layer that the device
+    computes differently is looked for; else wrong outputs are compared with what `float_model`, or the bundle's own,
+    gives for inputs with a usual mistake. `known` holds earlier outputs of the bundle's ONNX file; new ones are added.
+    Each file that runs here takes the self-test. Devices run at the same time, on a checked copy of the bundle.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -229,10 +229,11 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         elif request.golden is None or request.unpadded is not None:
             # Buckets need the lengths that the samples had before padding.
             by_size = sizes.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
+        located = _look_inside(trial, device, report, work / "layers")
         report = msgspec.structs.replace(
             report,
-            traps=() if report.passed else tuple(_list_traps(trial, report.outputs)),
-            located=_look_inside(trial, device, report.outputs, work / "layers"),
+            traps=() if report.passed else tuple(_list_traps(trial, report.outputs, located)),
+            located=located,
             state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
             sizes=by_size,
             files=tuple(placement.try_model_files(bundle, device, plan, golden, work / "files")),
@@ -379,23 +380,32 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         yield from own_model.find_half_values(trial.own or trial.reference, trial.run.outputs)
 
 
-def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]:
+def _list_traps(trial: _Trial, outputs: Sequence[OutputReport], located: Located | None) -> Iterator[str]:
     """Yields the known traps that may explain why a run does not pass."""
     yield from suspects.list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
+    # A device that shows what is inside also shows its inputs; a recorded run, such as an app's, does not.
+    wrong = () if located is not None and located.layer is not None else _name_wrong(outputs, trial)
     own = trial.bundle.find_model("onnx") if "onnx" in trial.bundle.manifest.forms else trial.job.model
-    model, wrong = trial.request.float_model or own, _name_wrong(outputs, trial)
+    model = trial.request.float_model or own
     if wrong and model.suffix == ".onnx":
         mistake = suspects.find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
         yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)
 
 
-def _look_inside(trial: _Trial, device: Device, outputs: Sequence[OutputReport], work: Path) -> Located | None:
+def _look_inside(trial: _Trial, device: Device, report: RunReport, work: Path) -> Located | None:
     """Returns the layer that the device computes differently, or None if it was not looked for."""
-    wants_layers = (trial.request.layers or bool(_name_wrong(outputs, trial))) and not isinstance(device, Recorded)
+    is_wrong = bool(report.findings or _name_wrong(report.outputs, trial))
+    wants_layers = (trial.request.layers or is_wrong) and not isinstance(device, Recorded)
     if trial.run.failure is not None or not wants_layers or "onnx" not in trial.bundle.manifest.forms:
         return None
-    traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))
-    located = look_at_layers(device, traced, work, may_cut=trial.request.layers)
+    # A fault may show in a single sample: the worst ones are looked at first.
+    worst = [trial.rows.index(each.worst_sample) for each in report.outputs if each.worst_sample in trial.rows]
+    places = (*dict.fromkeys((*worst[:1], *spread_indices(len(trial.rows), LAYER_SAMPLES))),)[:LAYER_SAMPLES]
+    samples = select_samples(trial.job.samples, places)
+    traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"), samples=samples)
+    # The first run opened another file if the form is not ONNX.
+    before = select_samples(trial.run.outputs, places) if trial.plan.form == "onnx" else None
+    located = look_at_layers(device, traced, work, may_cut=trial.request.layers, before=before)
     if trial.plan.form == "onnx":
         return located
     note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{trial.plan.form}'"

@@ -11,7 +11,7 @@ from edgekit.check.report import Placed
 from edgekit.data.samples import order_for_runs
 from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
 from edgekit.target import Thresholds
-from edgekit.verify.layers.comparison import Located
+from edgekit.verify.layers.comparison import INPUT, UNSTEADY, Located
 from edgekit.verify.metrics.outputs import OutputReport, judge_output, weigh_output
 from edgekit.verify.state import StateReport, judge_state
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
@@ -333,10 +333,16 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
     if located is None:
         return ()
     if located.layer is not None:
-        layer = next((layer for layer in located.layers if layer.name == located.layer), None)
+        layer = located.bad
         own = None if layer is None else layer.own_sqnr_db
         alone = "" if own is None else f": {own:.1f} dB by itself, given what it had on the device"
-        return (f"the first layer that the device computes otherwise than this machine is '{located.layer}'{alone}",)
+        causes = "" if layer is None else layer.explained
+        if layer is not None and layer.op == INPUT:
+            return (f"the device has other values of input '{layer.name}' than it was given{causes}",)
+        words = f"the first layer that the device computes otherwise than this machine is '{located.layer}'"
+        return (words + alone + causes,)
+    if unsteady := tuple(note for note in located.notes if note.endswith(UNSTEADY)):
+        return unsteady
     if not located.notes or located.found_by == "tensors":
         return ("each layer computes on the device what it computes on this machine: the model itself loses this much",)
     return ()

@@ -23,6 +23,7 @@ from edgekit.machine import VNNI
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.ranges import softmax
+from edgekit.verify.layers.causes import describe_pairs
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
@@ -34,10 +35,6 @@ _GAIN_DB = 15.0
 # With the mistake undone, the error must look like that of a quantized model: targets ask for 12 to 25 dB.
 _FIT_DB = 20.0
 _SAMPLES = 4
-# Every value is compared with every other, which takes the square of their number in memory for each row.
-_MOST_ORDERED = 4096
-# An order uses each value once; values that are equal by chance may be used twice.
-_LEAST_USED = 0.9
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
     " edgekit compare SOURCE MODEL --layers names the layer; build it again with samples that reach as far,"
@@ -67,8 +64,9 @@ def _list_suspects(rows: Sequence[tuple[Tensors, ...]], name: str, *, is_half: b
     for words, undo in _TRANSFORMS.items():
         if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), unchanged):
             yield words
-    if _is_reordered(pairs, unchanged):
-        yield "holds the reference's values in another order: look at layout and channel order"
+    shown = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
+    if pairs and (change := describe_pairs(shown)):
+        yield change
     for other in rows[0][1] if rows else ():
         if _explains(_fit(_pair(rows, name, other)), unchanged):
             yield f"came back as '{other}': the outputs are swapped"
@@ -96,22 +94,12 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
     return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
 
 
-def undo_scale(wanted: Floats, found: Floats) -> Floats:
-    """Returns the output divided by the one factor that fits best by least squares."""
-    product = float(np.dot(found, wanted))
-    return found * (float(np.dot(wanted, wanted)) / product) if product else found
-
-
-def undo_offset(wanted: Floats, found: Floats) -> Floats:
-    """Returns the output without its constant distance from the reference."""
-    return found - float(np.mean(found - wanted))
-
-
 def undo_softmax(wanted: Floats, found: Floats) -> Floats:
     """Returns log(output), moved to the mean of the reference: the logits before one softmax too many."""
     if found.min() <= 0.0:
         return found
-    return undo_offset(wanted, np.log(found))
+    logits = np.log(found)
+    return logits - float(np.mean(logits - wanted))
 
 
 def redo_softmax(wanted: Floats, found: Floats) -> Floats:
@@ -124,24 +112,7 @@ def redo_softmax(wanted: Floats, found: Floats) -> Floats:
 _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
     "is the reference after one softmax too many": undo_softmax,
     "is the reference before its softmax": redo_softmax,
-    "is the reference times a factor: look at scales, or at inputs that are not normalised": undo_scale,
-    "is the reference plus a constant: look at zero points and the mean of the inputs": undo_offset,
 }
-
-
-def _is_reordered(pairs: _Pairs, unchanged: float) -> bool:
-    """Returns True if one other order of the output's values fits all samples.
-
-    Each element of the reference, as the vector of its values in all samples, is matched to the nearest element of the
-    output. One sample would not be enough: its values could be sorted to fit anything.
-    """
-    if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED or len({wanted.size for wanted, _ in pairs}) > 1:
-        return False
-    wanted, found = (np.stack([pair[side] for pair in pairs], axis=1) for side in (0, 1))
-    nearest = np.array([int(((found - row) ** 2).sum(axis=1).argmin()) for row in wanted])
-    same_share = len(np.unique(nearest)) / len(np.unique(found, axis=0))
-    fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
-    return same_share >= _LEAST_USED and _explains(fit, unchanged)
 
 
 def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:

@@ -54,11 +54,11 @@ def suspect(change: Callable[[Array], Array], rows: list[Tensors] = ROWS) -> str
         pytest.param(lambda y: y / 255, "times a factor", id="inputs not normalised"),
         pytest.param(lambda y: y + 3, "plus a constant", id="offset"),
         pytest.param(lambda y: y[:, ::-1], "in another order", id="channel order"),
-        pytest.param(lambda y: y.transpose(0, 2, 3, 1).reshape(y.shape), "in another order", id="layout"),
+        pytest.param(lambda y: y.transpose(0, 2, 3, 1).reshape(y.shape), "in the other layout", id="layout"),
         pytest.param(softmax, "one softmax too many", id="softmax"),
         pytest.param(lambda y: RNG.normal(size=y.shape), "nobody", id="noise"),
         pytest.param(lambda y: y * np.nan, "nobody", id="NaN"),
-        pytest.param(lambda y: y * 0, "nobody", id="zeros"),
+        pytest.param(lambda y: y * 0, "is 0 everywhere", id="zeros"),
         pytest.param(lambda y: y[:, :2], "nobody", id="other shape"),
     ],
 )

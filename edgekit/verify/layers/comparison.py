@@ -6,7 +6,7 @@ model.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,13 +15,14 @@ import numpy as np
 from edgekit._ort import CpuSession
 from edgekit.bundle.folder import LAYERS, Bundle
 from edgekit.bundle.golden import Golden, read_inputs
-from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
 from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
 from edgekit.verify.layers import grids, matching
+from edgekit.verify.layers.causes import find_causes
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
@@ -45,7 +46,8 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     `arithmetic` is the coarsest that the layer computes in, `roundings` counts the Q nodes inside it, `jumps` means
     that a small change of input may change its result abruptly, and `overflows` that A's values exceed half precision
     there, if B computes in that. `name` and `op` are those of B's node, `tensor` is the name in A. `rounding_steps` is
-    the error expected from rounding weights and result, of one channel and of all.
+    the error expected from rounding weights and result, of one channel and of all. `causes` say in what way the result
+    is not the expected one, and what its nodes have otherwise in A.
     """
 
     name: str
@@ -63,6 +65,13 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     overflows: bool = False
     rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
+    # UNSET is left out of files: only the first layer that stands out has causes.
+    causes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def explained(self) -> str:
+        """What is known about the causes, to follow a sentence about the layer; "" if nothing is."""
+        return "".join(f"; {cause}" for cause in self.causes or ())
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +90,12 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     operations: dict[str, tuple[str, ...]] = {}
 
+    @property
+    def bad(self) -> LayerReport | None:
+        """The report of the layer; of its result before and after rounding, the worse one."""
+        named = [layer for layer in self.layers if layer.name == self.layer]
+        return min(named, key=lambda layer: -math.inf if layer.own_sqnr_db is None else layer.own_sqnr_db, default=None)
+
 
 class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The errors of a layer in one sample: the accumulated one, its own, and its own in steps of its grid, if any.
@@ -95,6 +110,9 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0
 
 
+INPUT = "Input"
+"""What stands for the operator of an input of the model, which no node computes."""
+UNSTEADY = "when the device runs the same samples again"
 _Pair = tuple[Array, Array]
 """What is expected, and what came instead."""
 
@@ -138,13 +156,14 @@ def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors],
 class _Comparison:
     """The float tensors that two models compute, and how far these are apart over the samples that were added."""
 
-    def __init__(self, a: Model, b: Model) -> None:
+    def __init__(self, a: Model, b: Model, kept: Collection[str] | None = None) -> None:
         protos = read_proto(a, weights=False), read_proto(b, weights=False)
         self._models = a, b
         self._graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
         self._grids, self._scaling = grids.find_grids(b), read_scaling(protos[1])
         self._moved_grids = grids.follow_moves(self._grids, self._graphs[1])
-        self._matched = matching.match_tensors(*self._graphs)
+        matched = matching.match_tensors(*self._graphs)
+        self._matched = tuple(item for item in matched if kept is None or item.tensor in kept)
         self._traced_a = matching.open_part(a, [tensor.in_a for tensor in self._matched])
         self._traced_b = matching.open_part(b, [tensor.in_b for tensor in self._matched])
         self._isolated: tuple[CpuSession | None, CpuSession] | None = None
@@ -153,12 +172,7 @@ class _Comparison:
 
     def add(self, sample: Tensors) -> None:
         """Runs both models, and each layer alone, on one sample."""
-        a, b = self._models
-        wanted = self._scale(self._traced_a.run(matching.adapt_sample(sample, a)))
-        found = self._traced_b.run(matching.adapt_sample(sample, b))
-        if self._isolated is None:
-            self._isolated = self._open_isolated(wanted, found)
-        reference, own = self._run_isolated(sample, wanted, found, *self._isolated)
+        wanted, found, reference, own = self._run(sample)
         sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in self._matched}
         for item in self._matched:
             reads = [sizes[name] for name in self._regions[item.tensor].reads]
@@ -170,6 +184,28 @@ class _Comparison:
                 size=max((rms for _, rms in reads), default=0.0),
             )
             self._errors.setdefault(item.tensor, []).append(errors)
+
+    def _run(self, sample: Tensors) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+        """Returns the tensors of both models, and what each layer of A and of B alone makes of A's."""
+        a, b = self._models
+        wanted = self._scale(self._traced_a.run(matching.adapt_sample(sample, a)))
+        found = self._traced_b.run(matching.adapt_sample(sample, b))
+        if self._isolated is None:
+            self._isolated = self._open_isolated(wanted, found)
+        return wanted, found, *self._run_isolated(sample, wanted, found, *self._isolated)
+
+    def explain(self, layer: LayerReport, samples: Samples) -> tuple[str, ...]:
+        """Returns the causes of a layer that stands out; only what it needs is computed again, for a few samples."""
+        region = self._regions[layer.tensor]
+        part = _Comparison(*self._models, {layer.tensor, *region.reads})
+        item = next(item for item in self._matched if item.tensor == layer.tensor)
+        grid, pairs = self._grids.get(item.raw_b), list[_Pair]()
+        for sample in limit_samples(samples, _SAMPLES):
+            *_, reference, own = part._run(sample)
+            wanted = reference[item.in_a]
+            pairs.append((wanted if grid is None else grid.round_values(wanted), own[item.in_b]))
+        scaled = any(each.raw_b in self._scaling for each in part._matched)
+        return tuple(find_causes(pairs, *self._graphs, region.results, scaled=scaled))
 
     def report(self) -> tuple[LayerReport, ...]:
         """Returns every tensor that was compared, in the order of computation."""
@@ -267,7 +303,10 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         compared.add(sample)
     if not (layers := compared.report()):
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    return layers
+    if (bad := find_first_bad(layers)) is None:
+        return layers
+    explained = msgspec.structs.replace(bad, causes=compared.explain(bad, samples))
+    return tuple(explained if layer is bad else layer for layer in layers)
 
 
 def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
@@ -287,7 +326,8 @@ def explain_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
     """Returns a sentence about the first layer that stands out, or nothing."""
     if (bad := find_first_bad(layers)) is None:
         return ()
-    return (f"layer '{bad.name}' ({bad.op}) is the first whose result is not the float model's: {describe_layer(bad)}",)
+    words = f"layer '{bad.name}' ({bad.op}) is the first whose result is not the float model's: {describe_layer(bad)}"
+    return (words + bad.explained,)
 
 
 def name_first_bad(layers: Sequence[LayerReport]) -> str | None:

@@ -8,11 +8,12 @@ pass.
 import math
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, limit_samples, map_samples
@@ -24,9 +25,18 @@ from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
-from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 from edgekit.verify.layers import grids, matching
-from edgekit.verify.layers.comparison import LayerErrors, LayerReport, Located, measure_layer, report_layer
+from edgekit.verify.layers.causes import describe_pairs
+from edgekit.verify.layers.comparison import (
+    INPUT,
+    UNSTEADY,
+    LayerErrors,
+    LayerReport,
+    Located,
+    measure_layer,
+    report_layer,
+)
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -50,6 +60,12 @@ mean square) or the mean of all is off by more than this many steps: other kerne
 # Outputs with a lower SQNR are wrong.
 _LEAST_DB = 15.0
 _OUTLIER_DB = 20.0
+_COPY = "edgekit.copy:"
+"""Begins the names of outputs that copy an input of the model."""
+
+
+_Measured = tuple["Probe", LayerErrors, tuple[Array, Array]]
+"""A layer, its errors in one sample, and what it should have given and gave."""
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +104,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
         # The layer of a node is that of the node which it rounds or ends, or its own.
         before = next((name for name in node.input if name in joined), None)
         if node.op_type in _ROUNDING:
-            start = starts.get(node.input[0], (node.input[0], "Input"))
+            start = starts.get(node.input[0], (node.input[0], INPUT))
         else:
             start = (node.name or node.output[0], node.op_type) if before is None else starts[before]
         for name in filter(None, node.output):
@@ -104,6 +120,15 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     return tuple(probes)
 
 
+def _plan_outputs(model: Model, planned: Sequence[Probe]) -> Iterator[Probe]:
+    """Yields the outputs of the model that are dequantized: what is done to them behind the last layer shows there."""
+    graph, layers = view_model(read_with_weights_on_disk(model)), {probe.tensor: probe for probe in planned}
+    for name in graph.outputs:
+        node = graph.producers.get(name)
+        if node is not None and node.op_type == matching.DEQUANTIZE and (last := layers.get(node.input[0])):
+            yield Probe(tensor=name, layer=last.layer, op=last.op)
+
+
 def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
     if node.op_type in _ROUNDING:
         return False
@@ -111,13 +136,13 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
 
 
-def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
+def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool, before: Samples | None = None) -> Located:
     """Returns the result of `find_device_layer`, with each layer's operations in Core ML's program, if there is one.
 
     If the layers cannot be looked at, a note says why.
     """
     try:
-        found = find_device_layer(device, job, work, may_cut=may_cut)
+        found = find_device_layer(device, job, work, may_cut=may_cut, before=before)
     except EdgekitError as error:
         return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
     if kind_of(device) != NAME:
@@ -133,7 +158,13 @@ def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Lo
 
 
 def find_device_layer(
-    device: Device, job: Job, work: Path, *, may_cut: bool = True, slice_bytes: int = 32 << 20
+    device: Device,
+    job: Job,
+    work: Path,
+    *,
+    may_cut: bool = True,
+    slice_bytes: int = 32 << 20,
+    before: Samples | None = None,
 ) -> Located:
     """Returns the first layer of an ONNX model that a device computes differently from this machine.
 
@@ -141,7 +172,8 @@ def find_device_layer(
     `slice_bytes` a sample, and the device runs a few samples of the job once for each slice. A layer's own error is the
     distance from what this machine computes from the inputs that the layer had on the device. If the outputs of the
     model change when tensors inside become outputs, or if the device then fails, the model is bisected instead, if
-    `may_cut`.
+    `may_cut`. A layer is not named if the device got other inputs, or gives other outputs than `before` for the same
+    samples; for the layer that is named, one more run shows in what way its result is another.
 
     Raises:
         ModelError: the job's model is no ONNX model.
@@ -151,23 +183,36 @@ def find_device_layer(
     model, unprobed = load_model(job.model), _run(device, job, work / "unprobed")
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
     outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
+    if before is not None and (moved := _find_changed(before, unprobed.outputs)) is not None:
+        return Located(layer=None, runs=1, cuts=0, notes=(f"output '{moved.name}' is another {UNSTEADY}",))
     same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
     planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
+    planned = (*planned, *_plan_outputs(model, planned))
     specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
     graph, tensors = view_model(read_with_weights_on_disk(model)), {probe.tensor for probe in probes}
 
-    def run_slice(wanted: Sequence[Probe], place: Path) -> str:
-        """Runs the model once with these tensors, and those that their layers read, as outputs; returns a refusal."""
+    def run_probed(
+        wanted: Sequence[Probe], place: Path, copied: Sequence[TensorSpec] = ()
+    ) -> tuple[list[Probe], DeviceRun]:
+        """Runs the model once with these tensors, those that their layers read, and copies of inputs as outputs."""
         met = matching.walk_back(graph, [probe.tensor for probe in wanted], tensors)[1]
         sources = [probe for probe in probes if probe.tensor in met]
         names = {probe.tensor for probe in (*sources, *wanted)}
-        added = [specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
+        copies = [msgspec.structs.replace(spec, name=_COPY + spec.name) for spec in copied]
+        added = [*(specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})), *copies]
         proto = read_proto(model)
+        proto.graph.node.extend(onnx.helper.make_node("Identity", [spec.name], [_COPY + spec.name]) for spec in copied)
         proto.graph.output.extend(matching.declare(spec.name, spec.dtype, spec.shape) for spec in added)
         place.mkdir(parents=True)
         path = save_proto(proto, place / "probed.onnx").path
         run = _run(device, msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
+        return sources, run
+
+    def run_slice(wanted: Sequence[Probe], place: Path) -> str:
+        """Measures the layers that give these tensors; returns a refusal."""
+        sources, run = run_probed(wanted, place)
+        names = {probe.tensor for probe in (*sources, *wanted)}
         if run.failure is not None:
             return f"with tensors inside as outputs the device failed: {run.failure}"
         if not names <= next(iter(run.outputs), dict[str, Array]()).keys():
@@ -177,7 +222,7 @@ def find_device_layer(
         more = ", ".join(f"{count} {op}" for op, count in sorted((_count_left(run) - _count_left(unprobed)).items()))
         if more:
             notes[f"with tensors inside as outputs more nodes ran on the CPU: {more}"] = None
-        for probe, measured in _measure_slice(model, wanted, sources, job.samples, run.outputs):
+        for probe, measured, _ in _measure_slice(model, wanted, sources, job.samples, run.outputs):
             errors.setdefault(probe.tensor, []).append(measured)
         return ""
 
@@ -199,7 +244,48 @@ def find_device_layer(
         if probe.tensor in errors
     )
     bad = find_wrong_layer(layers, find_least_db(outputs))
-    return Located(layer=bad, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
+    located = Located(layer=bad, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
+    if (wrong := located.bad) is None:
+        return located
+    probe = next(probe for probe in probes if probe.tensor == wrong.tensor)
+    copied = [spec for spec in model.inputs if spec.dtype in DTYPES and spec.dtype != "string"]
+    sources, run = run_probed([probe], work / "wrong", copied)
+    found = _explain_wrong(
+        wrong, job.samples, run, lambda: _measure_slice(model, [probe], sources, job.samples, run.outputs)
+    )
+    layers = tuple(found if layer is wrong else layer for layer in layers)
+    return msgspec.structs.replace(located, layer=found.name, runs=runs + 1, layers=layers)
+
+
+def _explain_wrong(
+    wrong: LayerReport, samples: Samples, run: DeviceRun, measure: Callable[[], Iterable[_Measured]]
+) -> LayerReport:
+    """Returns a wrong layer with its cause, or the input that is another: then the layer is not to blame."""
+    if run.failure is not None:
+        return wrong
+    copies = map_samples(
+        run.outputs, lambda row: {name.removeprefix(_COPY): row[name] for name in row if name.startswith(_COPY)}
+    )
+    if (changed := _find_changed(samples, copies)) is not None:
+        return changed
+    change = describe_pairs([pair for *_, pair in measure()])
+    return msgspec.structs.replace(wrong, causes=(f"its result {change}",) if change else ())
+
+
+def _find_changed(wanted: Samples, found: Samples) -> LayerReport | None:
+    """Returns the first tensor of both sides, an input or output of the model, that is another in `found`."""
+    rows = list(zip(wanted, found, strict=False))
+    for name in rows[0][0] if rows else ():
+        pairs = [(one[name], other[name]) for one, other in rows if name in other and one[name].dtype.kind in "fiu"]
+        if not pairs:
+            continue
+        layer = report_layer(name, INPUT, name, [measure_layer(None, pair, [pair]) for pair in pairs], 0.0)
+        if _is_wrong(layer):
+            others = [wanted for wanted, _ in pairs]
+            moved = all(any(np.array_equal(got, other) for other in others) for _, got in pairs)
+            change = "is that of another sample" if moved else describe_pairs(pairs)
+            return msgspec.structs.replace(layer, causes=(f"it {change}",) if change else ())
+    return None
 
 
 def find_wrong_layer(layers: Sequence[LayerReport], least_db: float) -> str | None:
@@ -259,7 +345,7 @@ def _list_slices(
 
 def _measure_slice(
     model: Model, wanted: Sequence[Probe], sources: Sequence[Probe], samples: Samples, outputs: Samples
-) -> Iterator[tuple[Probe, LayerErrors]]:
+) -> Iterator[_Measured]:
     """Yields the errors of each layer in each sample; `outputs` are the device's, with the tensors of all probes."""
     tensors = [probe.tensor for probe in wanted]
     here, isolated = matching.open_part(model, tensors), None
@@ -271,8 +357,8 @@ def _measure_slice(
             {**sample, **{matching.ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}}
         )
         for probe in wanted:
-            found = probe.read(got)
-            yield probe, measure_layer(probe.grid, (probe.read(exact), found), [(probe.read(own), found)])
+            pair = probe.read(own), probe.read(got)
+            yield probe, measure_layer(probe.grid, (probe.read(exact), pair[1]), [pair]), pair
 
 
 def _run(device: Device, job: Job, folder: Path) -> DeviceRun:

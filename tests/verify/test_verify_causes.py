@@ -1,0 +1,188 @@
+"""The cause of a wrong layer: each change is named as it was made, and what nobody made is not named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from bundle_models import make_bundle, make_contents
+from devices_models import Altering
+from fixture_types import present
+from msgspec.structs import replace
+from verify_devices import InProcess, from_list, restate
+from verify_models import change_weights, find_weights, job_of, make_images, quantize, save_network
+
+from edgekit.bundle.folder import write_bundle
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.process.run import refuse_run
+from edgekit.evidence import Evidence
+from edgekit.model.model import Model, save_proto
+from edgekit.model.tensors import Array, Tensors
+from edgekit.verify.layers.comparison import compare_layers, explain_layers
+from edgekit.verify.layers.on_device import find_device_layer
+from edgekit.verify.metrics.changes import describe_change
+from edgekit.verify.run import verify_bundle
+
+RNG = np.random.default_rng(0)
+PICTURES = RNG.normal(size=(4, 8, 20, 20))
+EACH = np.exp(RNG.normal(size=(1, 8, 1, 1)))
+
+
+def spoil(value: Array, place: Any) -> Array:
+    changed = value.copy()
+    changed[place] *= 0.3
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x * 2, "times a factor of 2:"),
+        (lambda x: x + 0.7, "plus a constant of 0.7:"),
+        (lambda x: x * 0.3 + 2, "times a factor of 0.3 plus 2:"),
+        (lambda x: x.clip(-0.5, 0.8), "limited to -0.5 and 0.8:"),
+        (lambda x: (x * 2).clip(-0.5, 0.8), "times a factor of 2:"),
+        (lambda x: x + EACH, "plus a constant in each channel"),
+        (lambda x: x * EACH, "times a factor in each channel"),
+        (lambda x: x * EACH + 3 / EACH, "scaled and moved in each channel"),
+        (lambda x: x * 3 + EACH, "times a factor of 3 plus a constant in each channel"),
+        (lambda x: x * 0 + EACH, "is a constant in each channel"),
+        (lambda x: x * 0 + 4, "is 4 everywhere"),
+        (lambda x: x[:, np.random.default_rng(1).permutation(8)], "in another order"),
+        (lambda x: spoil(x, (slice(None), 3)), "but for 1 of 8 channels (3)"),
+        (lambda x: spoil(x, (..., 0)), "but for its borders"),
+        (lambda x: x[..., ::-1], "mirrored along axis 3"),
+        (lambda x: x.swapaxes(2, 3), "with axes 2 and 3 exchanged"),
+        (lambda x: np.roll(x, (1, -3), (2, 3)), "moved by 1 along axis 2, -3 along axis 3"),
+        (np.tanh, "is a function of the reference"),
+        (lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape), "in the other layout"),
+        (lambda x: x, ""),
+        (lambda x: x + 0.01 * RNG.normal(size=x.shape), ""),
+        (lambda x: x + 0.5 * RNG.normal(size=x.shape), ""),
+        (lambda x: RNG.permutation(x.reshape(-1)).reshape(x.shape), ""),
+        (lambda x: x * np.nan, ""),
+        (lambda x: x[:, :2], ""),
+    ],
+)
+def test_a_change_is_named_as_it_was_made_and_noise_is_none(change: Callable[[Array], Array], words: str) -> None:
+    said = describe_change(PICTURES, np.asarray(change(PICTURES)))
+    assert words in said
+    assert bool(words) == bool(said)
+
+
+def test_a_constant_added_to_probabilities_is_no_factor() -> None:
+    sure = np.exp(12 * PICTURES[:, :, 0, 0])
+    sure /= sure.sum(axis=1, keepdims=True)
+    assert "plus a constant of 0.5:" in describe_change(sure, sure + 0.5)
+
+
+def test_an_activation_that_is_missing_is_named_behind_one_that_clips() -> None:
+    said = describe_change(np.maximum(PICTURES, 0), PICTURES)
+    assert "but for its least or largest values: look for an activation" in said
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    return quantize(tmp_path_factory.mktemp("causes"))
+
+
+def set_attribute(proto: onnx.ModelProto, name: str, value: list[int]) -> None:
+    node = next(node for node in proto.graph.node if node.name == "conv2")
+    attributes = [*(each for each in node.attribute if each.name != name), onnx.helper.make_attribute(name, value)]
+    del node.attribute[:]
+    node.attribute.extend(attributes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda proto: change_weights(proto, "conv2", np.zeros_like), "'w2', is 0 everywhere"),
+        (
+            lambda proto: change_weights(proto, "conv2", lambda w: w.swapaxes(0, 1)),
+            "'w2', is the reference with axes 1",
+        ),
+        (
+            lambda proto: change_weights(proto, "conv2", RNG.permutation),
+            "'w2', holds the reference's values in another",
+        ),
+        (lambda proto: set_attribute(proto, "pads", [2, 2, 0, 0]), "'pads' is [2, 2, 0, 0], in the reference [1, 1, 1"),
+        (lambda proto: set_attribute(proto, "dilations", [1, 1]), ""),
+        (lambda proto: change_weights(proto, "conv2", np.copy), ""),
+    ],
+)
+def test_what_a_layer_has_otherwise_than_in_the_float_model_is_named(
+    models: tuple[Model, Model], tmp_path: Path, change: Callable[[onnx.ModelProto], None], words: str
+) -> None:
+    proto = onnx.load(str(models[0].path))
+    assert find_weights(proto, "conv2")
+    change(proto)
+    said = " ".join(explain_layers(compare_layers(models[0], save_proto(proto, tmp_path / "b.onnx"), make_images())))
+    assert words in said
+    assert bool(words) == bool(said) == ("'conv2'" in said)
+
+
+class Fed(Device, frozen=True, kw_only=True):
+    """A device whose session gets changed inputs, and that returns at most so many outputs."""
+
+    change: Callable[[Array], Array]
+    name: str = "emulated"
+    evidence: Evidence = Evidence.EMULATED
+    most: int = 1000
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        if len(job.outputs) > self.most:
+            return refuse_run(self, "too many outputs")
+        rows: list[Tensors] = [{name: self.change(value) for name, value in row.items()} for row in job.samples]
+        return InProcess(evidence=self.evidence).run_job(replace(job, samples=from_list(rows)), work)
+
+
+@pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
+def test_an_input_that_is_another_is_named_and_no_layer_blamed(
+    models: tuple[Model, Model], tmp_path: Path, form: int
+) -> None:
+    job = job_of(models[form])
+    honest = find_device_layer(Fed(change=np.copy), job, tmp_path / "honest")
+    assert (honest.layer, honest.runs) == (None, 2)
+    for place, (change, words) in enumerate(
+        [
+            (lambda x: np.ascontiguousarray(x[..., ::-1]), "mirrored along axis 3"),
+            (lambda x: x * np.float32(255), "times a factor of 255"),
+            (lambda x: np.ascontiguousarray(x[:, ::-1]), "in another order"),
+        ]
+    ):
+        found = find_device_layer(Fed(change=change), job, tmp_path / str(place))
+        assert (found.layer, found.runs) == ("x", 3)
+        assert found.bad is not None
+        assert words in found.bad.explained
+
+
+def test_a_usual_mistake_in_inputs_that_a_device_does_not_show_is_named_too(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path, target="nnapi", model=save_network(tmp_path / "net.onnx"), samples=make_images())
+    bundle = restate(write_bundle(contents, tmp_path / "net-nnapi"), verification=())
+    shown, sealed = (
+        verify_bundle(bundle, [Fed(change=lambda x: x * np.float32(255), most=most)]).runs[0] for most in (1000, 1)
+    )
+    assert "is what the float model makes of inputs times 255" in sealed.traps[0]
+    assert (shown.traps, present(shown.located).layer) == ((), "x")
+
+
+def test_the_result_of_a_wrong_layer_is_described(models: tuple[Model, Model], tmp_path: Path) -> None:
+    device = Altering(device=InProcess(), change=lambda proto: change_weights(proto, "conv2", np.zeros_like))
+    found = find_device_layer(device, job_of(models[0]), tmp_path)
+    assert (found.layer, found.bad and found.bad.explained) == (
+        "conv2", "; its result is 0 everywhere: look for weights or inputs of zero"
+    )  # fmt: skip
+
+
+def test_a_device_that_gives_something_else_each_time_is_told_from_a_wrong_layer(tmp_path: Path) -> None:
+    bundle, rng = make_bundle(tmp_path), np.random.default_rng(5)
+    noisy = InProcess(
+        evidence=Evidence.EMULATED,
+        lie=lambda rows: [{"y": row["y"] * rng.normal(size=row["y"].shape).astype(np.float32)} for row in rows],
+    )
+    plan = (replace(bundle.manifest.verification[0], device="emulated", form="onnx"),)
+    bundle = replace(bundle, manifest=replace(bundle.manifest, verification=plan))
+    run = verify_bundle(bundle, [noisy]).runs[0]
+    assert "output 'y' is another when the device runs the same samples again" in run.failures
