@@ -25,6 +25,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """The target to use, the form of the file and the precision to build, and the reasons, the most important first.
 
     `target` is None if no target is worth using; then the CPU is. `rest` names the other targets, the best first.
+    `loss` says what the precision makes worse than floats do, "" if nothing.
     """
 
     target: str | None
@@ -32,6 +33,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision | None = None
     reasons: tuple[str, ...]
     rest: tuple[str, ...] = ()
+    loss: str = ""
 
 
 def recommend_target(

@@ -39,10 +39,11 @@ from edgekit.prepare.fix import (
 )
 from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.qdq import place_unmeasured
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.serialize import to_builtins
-from edgekit.target import INTEGERS, Target, read_version
+from edgekit.target import INTEGERS, Precision, Target, read_version
 
 # Two rewrites could undo each other forever. The rounds also end as soon as one changes nothing.
 _FIX_ROUNDS = 4
@@ -109,6 +110,7 @@ def check_targets(
     floats: dict[str, str] = {}
     as_is: dict[str, Placed] = {}
     built: dict[str, CheckReport] = {}
+    models: dict[str, Model] = {}
     with work_folder() as work:
         progress("prepare the model")
         unchanged = None
@@ -133,17 +135,22 @@ def check_targets(
             reports[target.name] = report
             if report.verdict != "yes":
                 sized = sized or _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
-                shipped = _check_shipped(report, sized, target, work / target.name)
+                shipped, models[target.name] = _check_shipped(report, sized, target, work / target.name)
                 built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
+        refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
+        chosen = recommend_target(reports | built, {target.name: target for target in targets}, refused, floats)
+        best = next((target for target in targets if target.name == chosen.target), None)
+        if best is not None and chosen.precision in INTEGERS and (reports | built)[best.name].verdict == "yes":
+            loss = _explain_loss(models.get(best.name, prepared), best, chosen.precision, work / "rewritten.onnx")
+            chosen = msgspec.structs.replace(chosen, loss=loss)
     reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION
-    refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
     return CheckSummary(
         model=source.name,
         sha256=source.sha256,
         targets=reports,
-        recommended=recommend_target(reports | built, {target.name: target for target in targets}, refused, floats),
+        recommended=chosen,
         observed=observed,
         as_is=as_is,
         built=built,
@@ -191,13 +198,32 @@ def _gains_by_rewrites(report: CheckReport) -> bool:
     return any(advice.id in FIXES or advice.id in TARGET_REWRITES for advice in report.advice)
 
 
-def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> CheckReport:
-    """Returns the check of a model with sizes for all dimensions, after the rewrites from which the target gains."""
+def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> tuple[CheckReport, Model]:
+    """Returns a model with sizes for all dimensions after the rewrites from which a target gains, and its check."""
     before = report if sized.sha256 == report.sha256 else check_model(sized, target)
     if not _gains_by_rewrites(before):
-        return before
+        return before, sized
     out, stays_float = work / sized.path.name, target.precision not in INTEGERS
-    return fix_for_target(sized, out, target, stays_float=stays_float, before=before).after
+    fixed = fix_for_target(sized, out, target, stays_float=stays_float, before=before)
+    return fixed.after, fixed.model
+
+
+def _explain_loss(model: Model, target: Target, precision: Precision, out: Path) -> str:
+    """Returns what a target whose verdict in float is "yes" takes in integers; "" if the verdict stays, or is unknown.
+
+    Where no session of the integers would start, `build` leaves more nodes in float: the verdict is unknown.
+    """
+    rewritten = fix_model(model, out, {*FIXES, *list_required(target)}).model
+    # A model may be quantized already, or have no node that can be.
+    with suppress(ModelError):
+        found = check_model(place_unmeasured(rewritten, target, precision), target, advises=False)
+        if found.verdict != "yes" and not found.is_refused:
+            lower = next((each for each in target.precisions if each not in INTEGERS), None)
+            remedy = f"; --precision {lower} keeps it yes" if lower else ""
+            shares = f"{describe_share(found)}, the largest with {found.main_share:.0%} of the work"
+            risk = f", risk: {found.risks[0]}" if found.risks else ""
+            return f"as {precision} it would be {found.verdict}: {shares}{risk}{remedy}"
+    return ""
 
 
 def fix_for_target(

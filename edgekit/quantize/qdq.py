@@ -5,6 +5,7 @@ quantized in blocks become MatMulNBits between Q and DQ of 16 bits. `compact_qdq
 """
 
 import hashlib
+import os
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from onnx import defs, helper
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
+from edgekit.model.external import DataPlace, count_bytes, point_to, read_place
 from edgekit.model.model import (
     Model,
     drop_unread,
@@ -29,20 +31,25 @@ from edgekit.model.model import (
     read_proto,
     refill,
     rename_tensors,
+    save_proto,
 )
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib, restore_metadata, sort_values
 from edgekit.prepare.interface import name_nodes
+from edgekit.prepare.stripped import is_absent
 from edgekit.quantize._ort_quantizer import place_qdq
-from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
+from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
 from edgekit.quantize.gains import multiply_gains
+from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.graph.layers import Layer, read_layers
-from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.plan import QuantPlan, draft_plan
+from edgekit.quantize.ranges import TensorRange
 from edgekit.quantize.rounding import load_rounded, read_moments, round_qdq_weights, store_rounded
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
+from edgekit.target import Precision, Target
 
 # The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
 _RANK = 3
@@ -162,6 +169,32 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     nodes = order_nodes(placed.graph)
     refill(placed.graph.node, nodes)
     return placed
+
+
+def place_unmeasured(model: Model, target: Target, precision: Precision) -> Model:
+    """Writes beside a model its QDQ form as if each tensor had been seen from -1 to 1: for a check, not to run.
+
+    Weights without values count as zeros.
+
+    Raises:
+        ModelError: the model is quantized already, no node can be quantized, or ORT's quantizer refuses it.
+    """
+    proto, zeros, filled = read_proto(model, weights=False), model.path.with_name("zeros.data"), model
+    if absent := [tensor for tensor in proto.graph.initializer if is_absent(tensor) and read_place(tensor) is None]:
+        sizes = [count_bytes(tensor) or 0 for tensor in absent]
+        # All these weights are read from one file, which has a length and takes no space.
+        zeros.touch()
+        os.truncate(zeros, max(sizes))
+        for tensor, size in zip(absent, sizes, strict=True):
+            point_to(tensor, DataPlace(zeros.name, 0, size))
+        filled = save_proto(proto, model.path.with_name("filled.onnx"))
+    graph = read_float_graph(filled)
+    calibration = assume_ranges(filled, dict.fromkeys(float_activations(graph), TensorRange(low=-1.0, high=1.0)))
+    plan = draft_plan(filled, graph, calibration, target, precision)
+    # Nothing reads the values, so it does not matter that some are infinite.
+    with np.errstate(all="ignore"):
+        placed = place_plan(graph, plan, model.name)
+    return save_proto(placed, model.path.with_name("placed.onnx"))
 
 
 def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:

@@ -243,6 +243,7 @@ def describe_recommendation(
         if any(node.op == "DynamicQuantizeLinear" for node in best.node_list):
             how += " (edgekit prepare --dequantize makes a float model of it, from which build makes integers for all)"
     how += _describe_sizes(assumed)
+    how += f"; {recommendation.loss}" if recommendation.loss else ""
     rest = ((name, reports[name]) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
     work = f"{describe_work(best)} in {count_of(best.partitions, 'partition')} with {crossings}"

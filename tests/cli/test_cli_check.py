@@ -4,19 +4,22 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 import onnx
 import pytest
 from demo_paths import MODEL
 from devices_models import require_device
 from fixture_types import Answer
-from tiny_models import parse_model
+from tiny_models import parse_model, save_net
 
+from edgekit.check.check import check_model
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement
 from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.evidence import Evidence
+from edgekit.quantize.qdq import place_unmeasured
 from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks, render_check
 from edgekit.target import load_target
 
@@ -291,6 +294,46 @@ def test_operators_that_need_a_fixed_size_are_one_row(tmp_path: Path, capsys: py
     told = capsys.readouterr().out
     assert "Relu 1, Transpose 1, Sigmoid 1" in told
     assert "a dimension is dynamic" in told
+
+
+@pytest.mark.parametrize(("activation", "parts"), [("LeakyRelu", 3), ("Relu", 1)])
+def test_a_model_that_integers_would_cut_up_is_told_before_it_is_quantized(
+    activation: str, parts: int, tmp_path: Path, answer: Answer
+) -> None:
+    # A check reads no values of weights as large as these.
+    shape, rng = (64, 64, 3, 3), np.random.default_rng(0)
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name in ("u", "v", "w")}
+    text = f"""(float[N,64,9,9] x) => (float[N,64,3,3] y) {{
+      a = Conv(x, u)  b = {activation}(a)  c = Conv(b, v)  d = {activation}(c)  y = Conv(d, w) }}"""
+    model, data = save_net(text, tmp_path / "m.onnx", **weights).path, tmp_path / "data.npz"
+    np.savez(data, x=rng.normal(size=(2, 1, 64, 9, 9)).astype(np.float32))
+    given = [str(model), "--target", "nnapi", "--shape", "x=1,64,9,9"]
+    made = answer(["quantize", *given, "--data", str(data), "--method", "minmax", "--out", str(tmp_path / "q.onnx")])
+    assert made["taken"].endswith(f" in {parts} partition{'s' if parts > 1 else ''}")
+    document = answer(["check", *given])
+    taken = f"{made['taken']}, the largest with 59% of the work"
+    loss = f"as int8 it would be maybe: {taken}; --precision fp32 keeps it yes" if parts > 1 else ""
+    assert (document["recommended"]["precision"], document["recommended"]["loss"]) == ("int8", loss)
+    assert document["recommendation"].endswith(f"build int8 as onnx; {loss}" if loss else "build int8 as onnx")
+
+
+def test_no_loss_is_told_of_integers_that_build_would_not_ship_so(tmp_path: Path, answer: Answer) -> None:
+    # The provider would make no session of the quantized Concat, so build leaves more nodes in float.
+    weights = {"u": np.ones((4, 4, 3, 3), np.float32), "w": np.ones((4, 8, 3, 3), np.float32)}
+    text = """(float[1,4,9,9] x) => (float[1,4,5,5] y) {
+      a = Conv(x, u)  b = LeakyRelu(a)  c = Concat<axis = 1>(a, b)  y = Conv(c, w) }"""
+    model = save_net(text, tmp_path / "m.onnx", **weights)
+    placed = place_unmeasured(model, load_target("nnapi"), "int8")
+    assert check_model(placed, load_target("nnapi")).is_refused
+    assert answer(["check", str(model.path), "--target", "nnapi"])["recommended"]["loss"] == ""
+
+
+def test_the_loss_names_a_risk_of_the_integers(tmp_path: Path, answer: Answer) -> None:
+    weights = {"w": np.ones((2, 4, 4), np.float32)}
+    model = save_net("(float[2,3,4] x) => (float[2,3,4] y) { y = MatMul(x, w) }", tmp_path / "m.onnx", **weights)
+    loss = answer(["check", str(model.path), "--target", "openvino"])["recommended"]["loss"]
+    assert ", the largest with 100% of the work, risk: rank 3 of input 1 is above 2" in loss
+    assert loss.endswith("; --precision fp16 keeps it yes")
 
 
 def test_sizes_that_do_not_fit_the_model_are_not_assumed(tmp_path: Path, answer: Answer) -> None:

@@ -9,6 +9,7 @@ from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.calibrate import assume_ranges
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.relief import relieve_tensors
 from edgekit.quantize.plan import draft_plan
@@ -80,10 +81,7 @@ def draft(
     model = make_model(f"g {body}", folder / "m.onnx", weights)
     graph, span = read_float_graph(model), TensorRange(low=-1.0, high=1.0)
     ranges = {name: span for name in float_activations(graph) if name != unseen}
-    calibration = Calibration(
-        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, sample_error=0.0,
-        known=0, notes=(), ranges={"minmax": ranges}, statistics="",
-    )  # fmt: skip
+    calibration = assume_ranges(model, ranges)
     chosen = load_target(target)
     quantization = msgspec.structs.replace(chosen.quantization, **rules)
     chosen = msgspec.structs.replace(chosen, quantization=quantization)

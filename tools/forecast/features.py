@@ -34,7 +34,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import sketch_model
 from edgekit.quantize.apply import quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import assume_ranges
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.ranges import TensorRange
@@ -101,10 +101,7 @@ def quantize_blindly(model: Model, precision: Precision, out: Path) -> Model:
     """
     # If all ranges were the same, the compiler would not need operators that convert one range to another.
     ranges = {name: _draw_range(name) for name in float_activations(read_float_graph(model))}
-    calibration = Calibration(
-        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, sample_error=0.0,
-        known=0, notes=(), ranges={"minmax": ranges}, statistics="",
-    )  # fmt: skip
+    calibration = assume_ranges(model, ranges)
     plan = draft_plan(model, read_float_graph(model), calibration, load_target("qnn", {"soc_model": SOC}), precision)
     return quantize_model(model, plan, calibration, out).model
 
