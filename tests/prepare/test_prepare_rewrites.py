@@ -9,6 +9,7 @@ from prepare_models import assert_same, make_model, op_names, rewrite
 
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_OWN
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import FIXES, REQUIRED_REWRITES, REWRITES, TARGET_REWRITES, fix_model
@@ -42,7 +43,8 @@ WITH = {
         else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }""",
     "flat-bias": """g (float[2,3] x) => (float[2,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}>
         { y = Gemm(x, w, b) }""",
-    "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
+    "drop-copies": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) { a = Relu(x) b = Identity(a) c, m = Dropout(b)
+        d = Concat<axis=0>(c) y = Neg(d) z = Concat<axis=1>(y) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
     "flat-softplus": """g (float[1,2,3,4] x) => (float[1,2,3,4] y, float[1,2,3,4] z)
@@ -189,7 +191,8 @@ WITHOUT = {
         g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) {
         y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }""",
     "half-to-float": "g (float16[2] x) => (float16[2] y) { a = Relu(x) y = my.Half(a) }",
-    "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
+    "drop-copies": """g (float[2,3] x) => (float[2,3] y, bool[2,3] m, float[4,3] z)
+        { a, m = Dropout(x) b = Neg(a) y = Identity(b) z = Concat<axis=0>(a, b) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     # An upper bound that matters, one that is fed, and another lower bound.
     "clip-to-relu": """g (float[2,3] x, float fed) => (float[2,3] y, float[2,3] z, float[2,3] t)
@@ -570,6 +573,11 @@ def test_weights_of_float16_in_another_file_become_float32(tmp_path: Path) -> No
     assert onnx.numpy_helper.to_array(weight).tolist() == [3, 5]
     assert weight.data_type == onnx.TensorProto.FLOAT
     assert_same(tmp_path, fixed, 2e-3)
+
+
+def test_a_concat_of_one_tensor_that_makes_an_output_becomes_an_identity(tmp_path: Path) -> None:
+    fixed = rewrite(tmp_path, "g (float[2,3] x) => (float[2,3] y) { a = Neg(x) y = Concat<axis=0>(a) }", "drop-copies")
+    assert [node.op_type for node in read_graph(fixed.model).nodes] == ["Neg", "Identity"]
 
 
 def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:

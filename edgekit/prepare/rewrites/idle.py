@@ -122,13 +122,17 @@ def has_default_activations(node: Node) -> bool:
     return tuple(name.lower() for name in node.attributes.get("activations", ())) in {(), default, 2 * default}
 
 
-@rewrite("drop-copies", "remove {count} of Identity or Dropout, which only hand on their input")
+@rewrite("drop-copies", "remove {count} of Identity, Dropout or Concat of one tensor, which only hand on their input")
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Removes each Identity, and each Dropout whose mask nothing reads, in place; returns the names of the nodes.
+    """Removes each Identity, Concat of one tensor, and Dropout whose mask nothing reads, in place; returns their names.
 
     A node stays if it makes an output of the graph, if a subgraph reads its result, or if it is a Dropout in training
-    mode.
+    mode; a Concat that stays becomes an Identity.
     """
+    single = [node for node in graph.node if node.op_type == "Concat" and len(node.input) == 1 and not node.domain]
+    for node in single:
+        node.op_type = "Identity"
+        del node.attribute[:]
     view = view_part(graph, opset)
     dropped = [node for node in view.nodes if _only_copies(view, node)]
     source = {node.output[0]: node.input[0] for node in dropped}
@@ -140,7 +144,7 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             node.input[at] = name
     if dropped:
         refill(graph.node, kept)
-    return tuple(sorted({node.proto.name for node in dropped}))
+    return tuple(sorted({node.name for node in single} | {node.proto.name for node in dropped}))
 
 
 def _only_copies(graph: Graph, node: Node) -> bool:
