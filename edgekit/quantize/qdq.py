@@ -181,12 +181,11 @@ def place_unmeasured(model: Model, target: Target, precision: Precision) -> Mode
     """
     proto, zeros, filled = read_proto(model, weights=False), model.path.with_name("zeros.data"), model
     if absent := [tensor for tensor in proto.graph.initializer if is_absent(tensor) and read_place(tensor) is None]:
-        sizes = [count_bytes(tensor) or 0 for tensor in absent]
+        for tensor in absent:
+            point_to(tensor, DataPlace(zeros.name, 0, count_bytes(tensor) or 0))
         # All these weights are read from one file, which has a length and takes no space.
         zeros.touch()
-        os.truncate(zeros, max(sizes))
-        for tensor, size in zip(absent, sizes, strict=True):
-            point_to(tensor, DataPlace(zeros.name, 0, size))
+        os.truncate(zeros, max(count_bytes(tensor) or 0 for tensor in absent))
         filled = save_proto(proto, model.path.with_name("filled.onnx"))
     graph = read_float_graph(filled)
     calibration = assume_ranges(filled, dict.fromkeys(float_activations(graph), TensorRange(low=-1.0, high=1.0)))
