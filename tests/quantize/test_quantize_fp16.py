@@ -26,6 +26,21 @@ def test_nodes_stand_after_those_that_they_read_in_bodies_too(tmp_path: Path) ->
         onnx.checker.check_model(read_proto(converted.model))
 
 
+def test_bodies_of_a_kept_node_read_floats(tmp_path: Path) -> None:
+    text = f"""{HEAD} (bool c, float[2,2] x) => (float[2,2] y) <float[2,2] w = {{1, 2, 3, 4}}> {{
+        a = Relu(x) b = Add(a, w) h = Cast<to=10>(x) s = Neg(h) r = If(c) <then_branch = t () => (float[2,2] u) {{
+        q = Cast<to=10>(b) d = Add(s, q) k = Cast<to=1>(d) u = Mul(k, w) }},
+        else_branch = e () => (float[2,2] v) {{ v = Sub(b, x) }}> y = Neg(r) }}"""
+    prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})
+    kept = [node.name for node in read_proto(prepared).graph.node if node.op_type == "If"]
+    converted = convert_to_fp16(prepared, kept, tmp_path / "h.onnx").model
+    sessions = [CpuSession(model.path, SessionSettings()) for model in (prepared, converted)]
+    for c in (True, False):
+        feeds = {"c": np.array(c), "x": np.array([[1, -2], [3, -4]], np.float32)}
+        wanted, made = (session.run(feeds)["y"] for session in sessions)
+        np.testing.assert_array_equal(made, wanted)
+
+
 def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2,2] x) => (float[2,2] y) {{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }}"
     prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})

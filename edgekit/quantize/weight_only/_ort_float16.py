@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import onnx
+from onnx import TensorProto, helper
 from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import order_nodes, refill, rename_tensors
-from edgekit.model.soundness import iterate_reads
+from edgekit.model.soundness import find_captured, iterate_reads, list_bodies
 
 _LOGGER = logging.getLogger(float16.__name__)
 # The converter names the casts after and before a kept node by the tensor's name and these suffixes.
@@ -28,6 +29,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     # Around a kept node the converter casts tensors that it knows to be float, but onnx infers no types after ORT's own
     # operators.
     refill(copy.graph.value_info, infer_model(proto).graph.value_info)
+    halves = _list_halves(copy.graph)
     # The converter warns of each weight that it clamps; `convert_to_fp16` reports all of them at once.
     _LOGGER.disabled = True
     try:
@@ -41,6 +43,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         ) from error
     finally:
         _LOGGER.disabled = False
+    _widen_captured(converted.graph, _list_halves(converted.graph) - halves, kept)
     # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
     # two nodes have the same output name, and ONNX Runtime does not load the graph. One of them is kept.
     nodes: dict[tuple[str, ...], onnx.NodeProto] = {}
@@ -50,6 +53,22 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     refill(converted.graph.node, order_nodes(converted.graph))
     _join_kept(converted.graph)
     return converted
+
+
+def _list_halves(graph: onnx.GraphProto) -> set[str]:
+    typed = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
+    typed |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return {name for name, kind in typed.items() if kind == TensorProto.FLOAT16}
+
+
+def _widen_captured(graph: onnx.GraphProto, halves: set[str], kept: Sequence[str]) -> None:
+    """Casts to float32, in place, what bodies of kept nodes read from the graph: the converter casts only inputs."""
+    for node in [node for node in graph.node if node.name in kept]:
+        for body in list_bodies(node):
+            names = {name: f"{name}_captured" for name in find_captured(body) if name in halves}
+            rename_tensors(body, names, skip_inputs=True)
+            for name, wide in names.items():
+                graph.node.append(helper.make_node("Cast", [name], [wide], name=wide, to=TensorProto.FLOAT))
 
 
 def _join_kept(graph: onnx.GraphProto) -> None:
