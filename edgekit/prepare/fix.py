@@ -151,8 +151,8 @@ FIXES = _by_id(
     idle.drop_nan_guard, idle.drop_idle_add, idle.drop_copies, products.sum_to_add, products.einsum_to_matmul,
     products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs, idle.drop_default_activations,
     idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax, layout.flatten_to_reshape,
-    layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm,
-    norms.join_rms_norm, activations.join_gelu, activations.join_softmax,
+    layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start, layout.transposed_to_conv,
+    norms.join_layer_norm, norms.join_rms_norm, activations.join_gelu, activations.join_softmax,
 )  # fmt: skip
 """Rewrites that help or do no harm on every provider."""
 

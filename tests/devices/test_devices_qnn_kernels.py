@@ -58,6 +58,18 @@ def transposed(kernel: int, rows: int, pads: str) -> str:
         {{ y = ConvTranspose<strides=[2,2], output_padding=[1,1], pads=[{pads}]>(x, w, b) }}"""
 
 
+def depthwise(end: int, added: int) -> str:
+    return f"""g (float[1,2,1,8] x) => (float[1,2,1,16] y) <float[2,1,1,3] w = {{1, -2, 3, -1, 2, 0.5}}>
+        {{ y = ConvTranspose<group=2, strides=[1,2], pads=[0,1,0,{end}], output_padding=[0,{added}]>(x, w) }}"""
+
+
+def transposed_groups(axes: int) -> str:
+    before, kernel, after = (",".join([size] * axes) for size in "324")
+    count = ", ".join(str(each % 5 - 1.5) for each in range(2 * 2**axes))
+    return f"""g (float[1,2,{before}] x) => (float[1,2,{after}] y) <float[2,1,{kernel}] w = {{{count}}}>
+        {{ y = ConvTranspose<group=2>(x, w) }}"""
+
+
 def running_sum(axis: int) -> str:
     return between(f"a = Constant<value_int={axis}>() r = CumSum(d, a)", "4,9", (-4, 4), (-32, 32))
 
@@ -84,6 +96,8 @@ WRONG = {
         resize("pytorch_half_pixel", "ceil", 11), resize("asymmetric", "floor", 11), "along axis 2 it picks"
     ),
     "padded output": Pair(transposed(2, 11, "0,0,0,0"), transposed(3, 12, "0,0,0,0"), "does not reach, [1, 1] at"),
+    "padded depthwise layer": Pair(depthwise(1, 1), depthwise(0, 0), "output_padding [0, 1] of a depthwise layer"),
+    "groups in three axes": Pair(transposed_groups(3), transposed_groups(2), "attribute 'group' is 2"),
     "broadcast base": Pair(
         between("r = Pow(b, d)", "2,9", (-4, 4), (0, 16)),
         between("r = Pow(d, b)", "2,9", (-4, 4), (0, 16)),
@@ -122,7 +136,7 @@ NONE = {
         "axis -1 has 1 element",
     ),
 }
-MENDED = ("half pixels", "half pixels of PyTorch", "padded output")
+MENDED = ("half pixels", "half pixels of PyTorch", "padded output", "padded depthwise layer")
 
 
 def check(text: str, path: Path) -> CheckReport:

@@ -7,12 +7,14 @@ import onnx
 import pytest
 from prepare_models import assert_same, make_model, op_names, rewrite
 
+from edgekit.check.check import check_model
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_OWN
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import FIXES, REQUIRED_REWRITES, REWRITES, TARGET_REWRITES, fix_model
+from edgekit.target import load_target
 
 
 def _count(first: int, size: int) -> str:
@@ -82,10 +84,21 @@ WITH = {
         y = Resize<nearest_mode="round_prefer_floor">(a, , f) z = Resize<mode="nearest">(a, , , s)
         u = Resize<coordinate_transformation_mode="align_corners">(a, , , t)
         v = Resize<nearest_mode="ceil">(a, , , r) }""",
-    "pad-transposed": f"""g (float[1,2,3,4] x, float[1,2,5] k) => (float[1,2,10,8] y, float[1,1,16] z)
-        <float[2,2,2,3] w = {{{_count(0, 24)}}}, float[2,1,2] v = {{1,2,3,4}}, float[2] b = {{5,-6}}>
+    # Pads that are too few, none, and enough of them.
+    "pad-transposed": f"""g (float[1,2,3,4] x, float[1,2,5] k, float[2] c)
+        => (float[1,2,10,8] y, float[1,1,16] z, float[1,2,5,8] u)
+        <float[2,2,2,3] w = {{{_count(0, 24)}}}, float[2,1,2] v = {{1,2,3,4}}, float[2] b = {{5,-6}},
+        float[2,1,1,3] d = {{1,2,3,4,5,6}}>
         {{ y = ConvTranspose<strides=[3,2], pads=[0,1,0,1], output_padding=[2,1]>(x, w, b)
-        z = ConvTranspose<strides=[3], output_padding=[2]>(k, v) }}""",
+        z = ConvTranspose<strides=[3], output_padding=[2]>(k, v)
+        u = ConvTranspose<strides=[2,2], pads=[0,1,1,1], output_padding=[1,1], group=2>(x, d, c) }}""",
+    "transposed-to-conv": f"""g (float[1,4,3,5] x, float16[1,2,5] k, float[2] c)
+        => (float[1,6,4,5] y, float[1,2,7,7] z, float16[1,3,6] u)
+        <float[4,3,3,2] w = {{{_count(0, 72)}}}, float[4,2,2,3] v = {{{_count(3, 48)}}},
+        float16[2,3,2] h = {{15360, 16384, 17408, 15360, 16384, 15360, 17408, 16384, 15360, 15360, 16384, 17408}},
+        float[6] b = {{1,2,3,4,5,-6}}>
+        {{ y = ConvTranspose<group=2, pads=[0,1,1,0], strides=[1,1]>(x, w, b)
+        z = ConvTranspose<dilations=[4,2], pads=[0,1,0,1], output_padding=[0,0]>(x, v, c) u = ConvTranspose(k, h) }}""",
     "plain-gemm": """g (float[3,2] x, float[3,4] w) => (float[2,4] y) <float[4] c = {1, 2, 3, 4}>
         { y = Gemm<alpha=0.5, beta=2.0, transA=1>(x, w, c) }""",
     "gemm-to-matmul": """
@@ -218,11 +231,21 @@ WITHOUT = {
         <int64[4] s = {1,2,9,4}, float[4] f = {1,1,2,1}>
         { y = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s)
         z = Resize<mode="linear">(x, , , s) u = Resize(k, , f) }""",
-    "pad-transposed": """g (float[1,1,3] x, float[1] k) => (float[1,1,6] y, float[1,1,7] z, float[1,1,8] u)
-        <float[1,1,2] w = {1,2}, float[1,1,3] v = {1,2,3}>
-        { y = ConvTranspose<strides=[2], pads=[1,1], output_padding=[1]>(x, v)
+    "pad-transposed": """g (float[1,1,3] x, float[1] k)
+        => (float[1,1,5] y, float[1,1,7] z, float[1,1,8] u, float[1,1,6] v, float[1,1,7] o)
+        <float[1,1,2] w = {1,2}, float[1,1,3] t = {1,2,3}>
+        { y = ConvTranspose<strides=[2], pads=[1,1], output_padding=[0]>(x, t)
         z = ConvTranspose<strides=[2], output_padding=[1]>(x, w, k)
-        u = ConvTranspose<strides=[2], output_shape=[8]>(x, w) }""",
+        u = ConvTranspose<strides=[2], output_shape=[8]>(x, w)
+        v = ConvTranspose<strides=[2], auto_pad="SAME_UPPER">(x, t)
+        o = ConvTranspose<strides=[2], output_shape=[7], output_padding=[1]>(x, w) }""",
+    # A stride, a weight that is computed, pads beyond the kernel, three axes, an output_padding, pads that follow.
+    "transposed-to-conv": """g (float[1,1,5] x, float[1,1,2] f, float[1,1,2,2,2] q)
+        => (float[1,1,10] y, float[1,1,6] z, float[1,1,4] u, float[1,1,3,3,3] v, float[1,1,8] o, float[1,1,5] a,
+        float[1,1,6] b) <float[1,1,2] w = {1,2}, float[1,1,2,2,2] d = {1,2,3,4,5,6,7,8}>
+        { y = ConvTranspose<strides=[2]>(x, w) z = ConvTranspose(x, f) u = ConvTranspose<pads=[0,2]>(x, w)
+        v = ConvTranspose(q, d) o = ConvTranspose<dilations=[2], output_padding=[1]>(x, w)
+        a = ConvTranspose<auto_pad="SAME_UPPER">(x, w) b = ConvTranspose<output_shape=[6]>(x, w) }""",
     "plain-gemm": "g (float[2,3] x, float[3,4] w) => (float[2,4] y) { y = Gemm<beta=2.0>(x, w) }",
     "gemm-to-matmul": """
         g (float[2,2,3] x) => (float[4,2] y, float[4,2] z) <int64[2] f = {4,3}, float[2,3] w = {1,2,3,4,5,6}>
@@ -298,6 +321,7 @@ TOLERANCE = {
     "plain-gemm": 1e-6,
     "batch-norm-to-conv": 1e-5,
     "matmul-to-2d": 1e-6,
+    "transposed-to-conv": 1e-6,
     "einsum-to-matmul": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,
@@ -319,6 +343,7 @@ TOLERANCE = {
 GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
+    "transposed-to-conv": "ConvTranspose",
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 
@@ -578,6 +603,27 @@ def test_weights_of_float16_in_another_file_become_float32(tmp_path: Path) -> No
 def test_a_concat_of_one_tensor_that_makes_an_output_becomes_an_identity(tmp_path: Path) -> None:
     fixed = rewrite(tmp_path, "g (float[2,3] x) => (float[2,3] y) { a = Neg(x) y = Concat<axis=0>(a) }", "drop-copies")
     assert [node.op_type for node in read_graph(fixed.model).nodes] == ["Neg", "Identity"]
+
+
+def test_a_kernel_is_mirrored_for_a_check_too_but_not_on_the_disk(tmp_path: Path) -> None:
+    text = "g (float[1,64,4,4] x) => (float[1,64,6,6] y) { y = ConvTranspose(x, w) }"
+    weights = {"w": np.random.default_rng(0).standard_normal((64, 64, 3, 3)).astype(np.float32)}
+    inside = make_model(text, tmp_path / "m.onnx", weights=weights)
+    advice = check_model(inside, load_target("nnapi")).advice
+    assert [(each.id, each.gain_nodes) for each in advice] == [("transposed-to-conv", 1)]
+    fixed = fix_model(inside, tmp_path / "out.onnx")
+    assert (op_names(fixed.model.path), fixed.model.size_bytes < inside.size_bytes + 1000) == (["Conv"], True)
+    assert_same(tmp_path, fixed, 1e-6)
+    outside = make_model(text, tmp_path / "o.onnx", weights=weights, external=True)
+    assert fix_model(outside, tmp_path / "out.onnx").fixes == ()
+
+
+@pytest.mark.parametrize("wrong", ["group=0", "group=3", "dilations=[1]", "pads=[1], output_padding=[0,1]"])
+def test_a_transposed_layer_that_no_session_takes_can_be_checked(tmp_path: Path, wrong: str) -> None:
+    text = f"""g (float[1,4,4,4] x) => (float[1,4,A,B] y) <float[4,4,1,1] w = {{{_count(0, 16)}}}>
+        {{ y = ConvTranspose<{wrong}>(x, w) }}"""
+    assert check_model(make_model(text, tmp_path / "m.onnx"), load_target("nnapi")).verdict == "no"
+    assert fix_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx", ["pad-transposed"]).model.node_count == 1
 
 
 def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:

@@ -283,6 +283,16 @@ class Covered(BaseRule, frozen=True, kw_only=True, tag="covered"):
             yield f"it makes elements that its kernel does not reach, {rest} at the end of its axes"
 
 
+class PaddedDepthwise(BaseRule, frozen=True, kw_only=True, tag="padded_depthwise"):
+    """A depthwise ConvTranspose must have no output_padding."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        node, weight = subject.unit.node, subject.shape(1)
+        added, group = node.entries("output_padding") or (), node.integer("group", 1)
+        if any(added) and group > 1 and weight is not None and weight[:2] == (group, 1):
+            yield f"output_padding {list(added)} of a depthwise layer"
+
+
 def _find_factors(subject: Subject) -> list[float] | None:
     """Returns the factor by which a Resize scales each axis, or None if neither scales nor sizes are known."""
     # Resize 10 has X and scales; from 11 on they are X, roi, scales, sizes.

@@ -26,8 +26,8 @@ Rule = (
     | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
     | operators.AxisSize | operators.Bounds | operators.ConvKernel | operators.Covered | operators.GemmBias
     | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel | operators.PadReach
-    | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
-    | operators.LastInNhwc | operators.LeftTransposed
+    | operators.PaddedDepthwise | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape
+    | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

@@ -7,7 +7,7 @@ import onnx
 
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
-from edgekit.graph.spatial import find_picks, find_uncovered, read_modes
+from edgekit.graph.spatial import find_picks, read_modes
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -270,25 +270,71 @@ def plain_nearest(writer: Writer) -> None:
 @node_rewrite(
     "pad-transposed",
     {"ConvTranspose"},
-    "pad the result of {count} of ConvTranspose where its output_padding goes beyond the kernel, which is the same",
+    "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it, which is the same",
     since=13,
 )
 def pad_transposed(writer: Writer) -> None:
-    """Rewrites a ConvTranspose some of whose elements the kernel does not reach to one without them, Pad and Add."""
-    graph, node = writer.graph, writer.node
-    rest, given = find_uncovered(graph, node), dict(node.attributes)
-    bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
-    is_plain = "output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET"
-    if not any(rest) or not is_plain or (bias is None and node.has_input(2)):
+    """Rewrites the output_padding of a ConvTranspose: its pads get smaller, and a Pad and Add make what is left.
+
+    QNN computes a depthwise layer with an output_padding wrongly, and elements that the kernel does not reach.
+    """
+    node, given = writer.node, dict(writer.node.attributes)
+    added = given.pop("output_padding", ())
+    bias = writer.graph.constants.get(node.input[2]) if node.has_input(2) else None
+    if not any(added) or "output_shape" in given or given.get("auto_pad", "NOTSET") != "NOTSET":
         return
-    count = len(rest)
-    pads, added = node.entries("pads") or (0,) * 2 * count, given.pop("output_padding", (0,) * count)
-    ends = [max(end - more, 0) for end, more in zip(pads[count:], added, strict=True)]
-    reached = writer.add("ConvTranspose", node.input[:2], "reached", **{**given, "pads": [*pads[:count], *ends]})
-    amounts = writer.constant("amounts", [0] * (count + 4) + rest, "int64")
-    padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
-    if bias is not None:
-        writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
+    count = len(added)
+    pads = node.entries("pads") or (0,) * 2 * count
+    ends = [end - more for end, more in zip(pads[count:], added, strict=False)]
+    given["pads"] = [*pads[:count], *(max(end, 0) for end in ends)]
+    if all(end >= 0 for end in ends):
+        writer.add("ConvTranspose", node.input, **given)
+    elif bias is not None or not node.has_input(2):
+        reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
+        amounts = writer.constant("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends], "int64")
+        padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
+        if bias is not None:
+            writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
+
+
+# Lines and planes.
+_RANKS = (3, 4)
+
+
+@node_rewrite(
+    "transposed-to-conv",
+    {"ConvTranspose"},
+    "write {count} of ConvTranspose of stride 1 as Conv, which is the same",
+    floats=True,
+)
+def transposed_to_conv(writer: Writer) -> None:
+    """Rewrites a ConvTranspose of one or two axes and stride 1 as a Conv with the mirrored kernel.
+
+    NNAPI has no ConvTranspose, others have more limits for it; of three axes Core ML has ConvTranspose alone.
+    """
+    graph, node, given = writer.graph, writer.node, dict(writer.node.attributes)
+    weight = graph.constants.get(node.input[1])
+    # Weights that lie on the disk stay: they cannot be mirrored there.
+    if weight is None or len(weight.dims) not in _RANKS or graph.is_external(node.input[1]):
+        return
+    if any(step != 1 for step in node.entries("strides") or ()):
+        return
+    if any(given.pop("output_padding", ())) or "output_shape" in given or given.get("auto_pad", "NOTSET") != "NOTSET":
+        return
+    group, count, (inputs, outputs, *kernel) = node.integer("group", 1), len(weight.dims) - 2, weight.dims
+    reach = [step * (size - 1) for step, size in zip(node.entries("dilations") or (1,) * count, kernel, strict=False)]
+    given["pads"] = [most - pad for most, pad in zip(reach * 2, node.entries("pads") or (0,) * 2 * count, strict=False)]
+    # A file that is only checked may have any number of groups.
+    if min(given["pads"]) < 0 or group < 1 or inputs % group:
+        return
+    dims, values = (outputs * group, inputs // group, *kernel), graph.inline(node.input[1])
+    if values is None:
+        # The model was loaded without its weights, for a check, which needs the shape only.
+        mirrored = writer.reshaped("mirrored", node.input[1], dims)
+    else:
+        parts = values.reshape(group, -1, outputs, *kernel).swapaxes(1, 2).reshape(dims)
+        mirrored = writer.constant("mirrored", np.flip(parts, tuple(range(2, count + 2))))
+    writer.add("Conv", [node.input[0], mirrored, *node.input[2:]], **given)
 
 
 @node_rewrite(
