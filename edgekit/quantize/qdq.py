@@ -20,7 +20,7 @@ from onnx import defs, helper
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
-from edgekit.model.external import DataPlace, count_bytes, point_to, read_place
+from edgekit.model.external import DataPlace, count_bytes, point_to
 from edgekit.model.model import (
     Model,
     drop_unread,
@@ -174,13 +174,13 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
 def place_unmeasured(model: Model, target: Target, precision: Precision) -> Model:
     """Writes beside a model its QDQ form as if each tensor had been seen from -1 to 1: for a check, not to run.
 
-    Weights without values count as zeros.
+    Weights without values, and those in another file, count as zeros.
 
     Raises:
         ModelError: the model is quantized already, no node can be quantized, or ORT's quantizer refuses it.
     """
     proto, zeros, filled = read_proto(model, weights=False), model.path.with_name("zeros.data"), model
-    if absent := [tensor for tensor in proto.graph.initializer if is_absent(tensor) and read_place(tensor) is None]:
+    if absent := [tensor for tensor in proto.graph.initializer if is_absent(tensor)]:
         for tensor in absent:
             point_to(tensor, DataPlace(zeros.name, 0, count_bytes(tensor) or 0))
         # All these weights are read from one file, which has a length and takes no space.
