@@ -22,6 +22,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
 from edgekit.model.external import DataPlace, count_bytes, point_to
 from edgekit.model.model import (
+    LARGE_BYTES,
     Model,
     drop_unread,
     iterate_graphs,
@@ -177,15 +178,20 @@ def place_unmeasured(model: Model, target: Target, precision: Precision) -> Mode
     Weights without values, and those in another file, count as zeros.
 
     Raises:
-        ModelError: the model is quantized already, no node can be quantized, or ORT's quantizer refuses it.
+        ModelError: the model is quantized already, no node can be quantized, ORT's quantizer refuses it, or its weights
+            are large: a check reads none, but these would be rounded (VGG-19: 3 s and 900 MB).
     """
     proto, zeros, filled = read_proto(model, weights=False), model.path.with_name("zeros.data"), model
-    if absent := [tensor for tensor in proto.graph.initializer if is_absent(tensor)]:
-        for tensor in absent:
-            point_to(tensor, DataPlace(zeros.name, 0, count_bytes(tensor) or 0))
+    absent = {tensor.name: count_bytes(tensor) or 0 for tensor in proto.graph.initializer if is_absent(tensor)}
+    if sum(absent.values()) > LARGE_BYTES:
+        raise ModelError(f"the weights of '{model.name}' are too large to be rounded in a check", hint="quantize it")
+    if absent:
+        for tensor in proto.graph.initializer:
+            if tensor.name in absent:
+                point_to(tensor, DataPlace(zeros.name, 0, absent[tensor.name]))
         # All these weights are read from one file, which has a length and takes no space.
         zeros.touch()
-        os.truncate(zeros, max(count_bytes(tensor) or 0 for tensor in absent))
+        os.truncate(zeros, max(absent.values()))
         filled = save_proto(proto, model.path.with_name("filled.onnx"))
     graph = read_float_graph(filled)
     calibration = assume_ranges(filled, dict.fromkeys(float_activations(graph), TensorRange(low=-1.0, high=1.0)))

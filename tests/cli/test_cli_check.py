@@ -317,6 +317,17 @@ def test_a_model_that_integers_would_cut_up_is_told_before_it_is_quantized(
     assert document["recommendation"].endswith(f" --dim N=1; {loss}" if loss else " --dim N=1")
 
 
+def test_weights_that_are_large_are_not_rounded_for_a_check(
+    tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {name: np.ones((64, 64, 3, 3), np.float32) for name in ("u", "v")}
+    text = "(float[1,64,9,9] x) => (float[1,64,5,5] y) { a = Conv(x, u)  b = LeakyRelu(a)  y = Conv(b, v) }"
+    command = ["check", str(save_net(text, tmp_path / "m.onnx", **weights).path), "--target", "nnapi"]
+    assert answer(command)["recommended"]["loss"].startswith("as int8 it would be maybe")
+    monkeypatch.setattr("edgekit.quantize.qdq.LARGE_BYTES", weights["u"].nbytes)
+    assert answer(command)["recommended"]["loss"] == ""
+
+
 def test_no_loss_is_told_of_integers_that_build_would_not_ship_so(tmp_path: Path, answer: Answer) -> None:
     # The provider would make no session of the quantized Concat, so build leaves more nodes in float.
     weights = {"u": np.ones((4, 4, 3, 3), np.float32), "w": np.ones((4, 8, 3, 3), np.float32)}
