@@ -194,7 +194,8 @@ def test_a_phone_and_a_board_give_their_layers(
 ) -> None:
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(3))
     honest = find_device_layer(native_board, job, work / "honest")
-    assert [layer.name for layer in honest.layers] == ["x", "conv"]
+    # The result of the layer, and the output of the model that is dequantized from it.
+    assert [layer.name for layer in honest.layers] == ["x", "conv", "conv"]
     altered = find_device_layer(Altering(device=phone.device, change=negate_weights), job, work / "altered")
     assert [(found.layer, found.found_by) for found in (honest, altered)] == [(None, "tensors"), ("conv", "tensors")]
 
