@@ -146,7 +146,8 @@ def read_shapes(
         return (1, *shape) if len(shape) + 1 == ranks.get(name) else shape
 
     rows = islice(_open_source(source, inputs, inputs, preprocess), _LOOKED_AT)
-    return [{name: add_batch(name, value.shape) for name, value in row.items()} for row in rows]
+    # A sample of text is no array yet.
+    return [{name: add_batch(name, np.shape(value)) for name, value in row.items()} for row in rows]
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:

@@ -1,5 +1,6 @@
 """Dimensions: several at once, unnamed ones, and every way to name one wrongly."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,14 @@ def test_a_size_is_solved_for_the_name_in_a_formula_and_a_batch_axis_is_added(tm
     assert rows == [{"x": (1, 6, 5, 7)}] * 2
     assert find_sizes([spec], rows) == {"batch": 1, "length": 3, "x:2": 5}
     assert find_sizes([spec], [*rows, {"x": (1, 6, 4, 7)}]) == {"batch": 1, "length": 3}
+
+
+def test_what_is_no_array_has_no_axes(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
+        archive.writestr("x", b"no array")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d.npz").rename(tmp_path / "d" / "0.npz")
+    assert read_shapes(tmp_path / "d", [TensorSpec(name="x", dtype="float32", shape=(2, 3))]) == [{"x": ()}]
 
 
 @pytest.mark.parametrize(
