@@ -140,9 +140,10 @@ def check_targets(
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
         refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
-        chosen = recommend_target(reports | built, {target.name: target for target in targets}, refused, floats)
-        best = next((target for target in targets if target.name == chosen.target), None)
-        if best is not None and chosen.precision in INTEGERS and (reports | built)[best.name].verdict == "yes":
+        shipped_reports, named = reports | built, {target.name: target for target in targets}
+        chosen = recommend_target(shipped_reports, named, refused, floats)
+        best = named.get(chosen.target or "")
+        if best is not None and chosen.precision in INTEGERS and shipped_reports[best.name].verdict == "yes":
             loss = _explain_loss(models.get(best.name, prepared), best, chosen.precision, work / "rewritten.onnx")
             chosen = msgspec.structs.replace(chosen, loss=loss)
     reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION

@@ -27,6 +27,7 @@ from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, replace_nodes
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import (
+    LARGE_BYTES,
     Model,
     iterate_graphs,
     iterate_nodes,
@@ -188,17 +189,14 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [result], name=f"{name}/cast", to=to)
 
 
-ON_DISK_FROM_BYTES = 1 << 26
-"""The graph of a model of this size or more is edited with its weights on disk, so that no copy is in memory."""
-
 # These optimizers move or drop Q and DQ nodes, which a provider must see where the quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
 
 
 def keeps_weights_on_disk(model: Model) -> bool:
-    """Returns True if the graph of a model is edited with its weights on disk."""
-    return model.size_bytes >= ON_DISK_FROM_BYTES
+    """Returns True if the graph of a model is edited with its weights on disk, so that no copy is in memory."""
+    return model.size_bytes >= LARGE_BYTES
 
 
 def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:

@@ -23,10 +23,10 @@ from edgekit.machine import VNNI
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.ranges import softmax
-from edgekit.verify.layers.causes import describe_pairs
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.changes import describe_pairs
 from edgekit.verify.metrics.compare import read_first
 from edgekit.verify.metrics.tensor_metrics import Floats
 

@@ -57,7 +57,7 @@ def test_a_model_worked_on_outside_of_memory_becomes_the_same(
     model = make_layers(tmp_path / "m.onnx", external=external)
     made: list[Path] = []
     for at_least in (1 << 40, 0):
-        monkeypatch.setattr(clean, "ON_DISK_FROM_BYTES", at_least)
+        monkeypatch.setattr(clean, "LARGE_BYTES", at_least)
         folder = tmp_path / str(at_least)
         prepared = prepare_model(model, folder / "p.onnx", {"n": 2})
         fixed = fix_model(prepared, folder / "f.onnx")

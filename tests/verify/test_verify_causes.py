@@ -11,6 +11,7 @@ from bundle_models import make_bundle, make_contents
 from devices_models import Altering
 from fixture_types import present
 from msgspec.structs import replace
+from tiny_models import save_net
 from verify_devices import InProcess, from_list, restate
 from verify_models import change_weights, find_weights, job_of, make_images, quantize, save_network
 
@@ -121,6 +122,19 @@ def test_what_a_layer_has_otherwise_than_in_the_float_model_is_named(
     said = " ".join(explain_layers(compare_layers(models[0], save_proto(proto, tmp_path / "b.onnx"), make_images())))
     assert words in said
     assert bool(words) == bool(said) == ("'conv2'" in said)
+
+
+def test_attributes_are_named_in_the_order_of_their_names(tmp_path: Path) -> None:
+    node = "[lrn] y = LRN<size = 3, alpha = {}, beta = {}, bias = {}>(x)"
+    text = f"(float[1,3,12,12] x) => (float[1,3,12,12] y) {{{{ {node} }}}}"
+    a, b = (
+        save_net(text.format(*values), tmp_path / f"{values[0]}.onnx") for values in ((0.5, 0.75, 1.0), (0.9, 0.5, 2.0))
+    )
+    (said,) = explain_layers(compare_layers(a, b, make_images()))
+    names = ["alpha", "beta", "bias"]
+    found = [name for name in said.split("'") if name in names]
+    assert found == names[: len(found)]
+    assert len(found) > 1
 
 
 class Fed(Device, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
-from edgekit.verify.metrics.changes import describe_change
+from edgekit.verify.metrics.changes import describe_change, describe_pairs
 from edgekit.verify.metrics.tensor_metrics import measure_errors, sqnr_db
 
 # Rounding to 8 bits leaves more of a weight than this, the worst grid of four bits too.
@@ -37,19 +37,12 @@ def find_causes(
     yield from found[:_MOST_CAUSES]
 
 
-def describe_pairs(pairs: Sequence[tuple[Array, Array]]) -> str:
-    """Returns in what way the second arrays are not the first ones, over all samples of the first one's shape."""
-    alike = [pair for pair in pairs if pair[0].shape == pair[1].shape == pairs[0][0].shape]
-    join = np.concatenate if alike and alike[0][0].shape[:1] == (1,) else np.stack
-    return describe_change(*(join([pair[side] for pair in alike]) for side in (0, 1))) if alike else ""
-
-
 def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool) -> Iterator[str]:
     if node.op_type != wanted.op_type:
         yield f"its operator is {node.op_type}, in the reference {wanted.op_type}"
         return
     ours, theirs = _read_attributes(node), _read_attributes(wanted)
-    for name in ours.keys() & theirs.keys():
+    for name in sorted(ours.keys() & theirs.keys()):
         if not _is_same(ours[name], theirs[name]):
             yield f"its attribute '{name}' is {_show(ours[name])}, in the reference {_show(theirs[name])}"
     for place, (its, mine) in enumerate(zip(wanted.input, node.input, strict=False)):

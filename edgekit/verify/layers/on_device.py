@@ -27,7 +27,6 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 from edgekit.verify.layers import grids, matching
-from edgekit.verify.layers.causes import describe_pairs
 from edgekit.verify.layers.comparison import (
     INPUT,
     UNSTEADY,
@@ -37,6 +36,7 @@ from edgekit.verify.layers.comparison import (
     measure_layer,
     report_layer,
 )
+from edgekit.verify.metrics.changes import describe_pairs
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -120,9 +120,9 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     return tuple(probes)
 
 
-def _plan_outputs(model: Model, planned: Sequence[Probe]) -> Iterator[Probe]:
+def _plan_outputs(graph: Graph, planned: Sequence[Probe]) -> Iterator[Probe]:
     """Yields the outputs of the model that are dequantized: what is done to them behind the last layer shows there."""
-    graph, layers = view_model(read_with_weights_on_disk(model)), {probe.tensor: probe for probe in planned}
+    layers = {probe.tensor: probe for probe in planned}
     for name in graph.outputs:
         node = graph.producers.get(name)
         if node is not None and node.op_type == matching.DEQUANTIZE and (last := layers.get(node.input[0])):
@@ -186,11 +186,12 @@ def find_device_layer(
     if before is not None and (moved := _find_changed(before, unprobed.outputs)) is not None:
         return Located(layer=None, runs=1, cuts=0, notes=(f"output '{moved.name}' is another {UNSTEADY}",))
     same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
-    planned, errors = plan_probes(model), dict[str, list[LayerErrors]]()
-    planned = (*planned, *_plan_outputs(model, planned))
+    graph, errors = view_model(read_with_weights_on_disk(model)), dict[str, list[LayerErrors]]()
+    planned = plan_probes(model)
+    planned = (*planned, *_plan_outputs(graph, planned))
     specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
     probes = [probe for probe in planned if _is_measurable(probe, specs)]
-    graph, tensors = view_model(read_with_weights_on_disk(model)), {probe.tensor for probe in probes}
+    tensors = {probe.tensor for probe in probes}
 
     def run_probed(
         wanted: Sequence[Probe], place: Path, copied: Sequence[TensorSpec] = ()

@@ -5,7 +5,7 @@ Kinds with few parameters come first.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -29,6 +29,13 @@ _TINY = 1e-300
 
 _Change = tuple[str, Floats, Floats]
 """A kind of change in words, the values that it gives, and those of the values that came back which it explains."""
+
+
+def describe_pairs(pairs: Sequence[tuple[Array, Array]]) -> str:
+    """Returns in what way the second arrays are not the first ones, over all samples of the first one's shape."""
+    alike = [pair for pair in pairs if pair[0].shape == pair[1].shape == pairs[0][0].shape]
+    join = np.concatenate if alike and alike[0][0].shape[:1] == (1,) else np.stack
+    return describe_change(*(join([pair[side] for pair in alike]) for side in (0, 1))) if alike else ""
 
 
 def describe_change(wanted: Array, found: Array) -> str:
