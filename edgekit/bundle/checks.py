@@ -189,13 +189,18 @@ _NUMBER_OR_SWITCH = r"\d{1,9}|true|false|on|off"
 _VERSIONED_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
 TARGET_FIELDS: Mapping[str, Callable[[Target], Any]] = {
-    "target": lambda target: target.name, "settings": lambda target: target.settings,
-    "provider": lambda target: target.provider, "provider_options": lambda target: target.session.provider_options,
-    "session_config": lambda target: target.session.config, "chain": lambda target: target.session.chain,
-    "platforms": lambda target: target.session.platforms, "minimum_ort": lambda target: target.minimum_ort,
-    "thresholds": lambda target: target.thresholds, "verification": lambda target: target.verification,
+    "target": lambda target: target.name,
+    "settings": lambda target: target.settings,
+    "provider": lambda target: target.provider,
+    "provider_options": lambda target: target.session.provider_options,
+    "session_config": lambda target: target.session.config,
+    "chain": lambda target: target.session.chain,
+    "platforms": lambda target: target.session.platforms,
+    "minimum_ort": lambda target: target.minimum_ort,
+    "thresholds": lambda target: target.thresholds,
+    "verification": lambda target: target.verification,
     "fallback": lambda target: target.fallback,
-}  # fmt: skip
+}
 """The fields of a manifest that repeat `target.json`, each with the function that reads it from the target."""
 
 

@@ -306,7 +306,10 @@ def _find_fatal(case: Case) -> Iterator[Finding]:
 ADVISERS: tuple[Adviser, ...] = (
     *(
         Adviser(
-            rewrite.id, "automatic", rewrite.advice, _find_rewrite(rewrite),
+            rewrite.id,
+            "automatic",
+            rewrite.advice,
+            _find_rewrite(rewrite),
             # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
             # 32298).
             always=rewrite is leave_out_empty_inputs,
@@ -315,30 +318,40 @@ ADVISERS: tuple[Adviser, ...] = (
         if rewrite.advice
     ),
     Adviser(
-        "fix-dims", "automatic", "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims,
+        "fix-dims",
+        "automatic",
+        "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them",
+        _find_dims,
     ),
     Adviser(
-        "opset", "automatic", f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
+        "opset",
+        "automatic",
+        f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
         _find_opset,
     ),
     *(
         Adviser(
-            f"{new}-activations", "automatic",
+            f"{new}-activations",
+            "automatic",
             f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
             _find_sign(old, new),
         )
         for old, new in (("int8", "uint8"), ("uint8", "int8"))
     ),
     Adviser(
-        "use-float", "manual",
-        "give it the float model, as fp16 where the target wants it: the provider takes no quantized one", _find_float,
+        "use-float",
+        "manual",
+        "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
+        _find_float,
     ),
     Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
     Adviser("no-builder", "manual", "the provider has no {word}", _find_missing),
     Adviser(
-        "cut-end", "manual",
-        "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}", _find_end,
+        "cut-end",
+        "manual",
+        "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
+        _find_end,
     ),
     Adviser("session-fails", "manual", "the session fails or is wrong because of it: {word}", _find_fatal, always=True),
-)  # fmt: skip
+)
 """All kinds of advice."""

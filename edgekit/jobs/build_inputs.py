@@ -17,9 +17,9 @@ from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.data.data_check import accept_pixels
 from edgekit.data.images import Preprocess
-from edgekit.data.labels import SampleSets, read_sample_sets
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
+from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels

@@ -81,10 +81,13 @@ class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
             return
         columns = weight[0] if subject.unit.node.integer("transB", 0) else weight[1]
         fits = {
-            "scalar": bias == (), "one": bias == (1,), "row": bias in {(columns,), (1, columns)},
-            "column": len(bias) == 2 and bias[1] == 1, "matrix": len(bias) == 2,
+            "scalar": bias == (),
+            "one": bias == (1,),
+            "row": bias in {(columns,), (1, columns)},
+            "column": len(bias) == 2 and bias[1] == 1,
+            "matrix": len(bias) == 2,
             "first": bool(bias) and bias[0] in weight,
-        }  # fmt: skip
+        }
         if not any(fits[shape] for shape in self.shapes):
             yield f"input 2 has shape {list(bias)}, which is not taken as a bias"
 
