@@ -18,8 +18,7 @@ def check_command(
     model: options.ModelFile,
     targets: options.TargetNames,
     settings: options.Settings,
-    dims: options.Dims,
-    shapes: options.Shapes,
+    dims: options.Sizes,
     freeze: options.Freeze,
     recipe: options.RecipeFile,
     observe: Annotated[bool, Option("Try the real provider too, if it can run here.")],
@@ -40,7 +39,7 @@ def check_command(
     Exit code 0: no target's verdict is "no". 1: one is, the real provider refused the model, or a phone of the recipe's
     [forecast] is forecast to miss its limit. 3: none of these, but an interval of a forecast includes its limit.
     """
-    tables = {"settings": settings, "dims": options.add_shapes(dims, shapes, model), "freeze": freeze}
+    tables = {"settings": settings, "dims": dims, "freeze": freeze}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:

@@ -51,7 +51,7 @@ def convert_command(
         Option("Write the forms that this target loads; it sets style, level and CPU. auto: this machine's.", "NAME"),
     ],
     settings: options.Settings,
-    dims: options.Dims,
+    dims: options.Sizes,
     freeze: options.Freeze,
     style: Annotated[Literal["both", "full", "runtime"] | None, Option("Default: both.")],
     levels: Annotated[

@@ -19,7 +19,7 @@ from edgekit.report import tables, text
 def inspect_command(
     model: options.ModelFile,
     custom_ops: options.CustomOps,
-    dims: options.Dims,
+    dims: options.Sizes,
     freeze: options.Freeze,
     sizes: Annotated[bool, Option("Bytes file by file and layer by layer; MODEL may be a bundle.")],
 ) -> Answer:

@@ -17,7 +17,7 @@ from edgekit.data.images import load_preprocess
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import load_model
 from edgekit.model.state import MOST_STEPS, State
 from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
 
@@ -236,25 +236,32 @@ def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) ->
     several = {name: value.split(",") for name, value in given.items() if "," in value}
     single = {name: _parse_size("--dim", name, value) for name, value in given.items() if name not in several}
     buckets = {name: tuple(_parse_size("--dim", name, size) for size in sizes) for name, sizes in several.items()}
-    return {"dims": add_shapes(single, shapes, path), "buckets": buckets}
+    return {"dims": {**single, **_parse_shapes(shapes, path)}, "buckets": buckets}
 
 
-def add_shapes(dims: Mapping[str, int], shapes: tuple[str, ...], path: Path) -> dict[str, int]:
-    """Returns the sizes of --dim with those of --shape, for a model file.
+def choose_sizes(dims: Dims, shapes: Shapes) -> dict[str, int]:
+    """Returns the sizes of --dim with those of --shape, for the model that is the command's first argument.
 
     Raises:
         EdgekitError: a --shape is malformed, or contradicts the model.
     """
-    return {**dims, **(parse_shapes(shapes, load_model(path)) if shapes else {})}
+    context = click.get_current_context()
+    path = next(context.params[each.name or ""] for each in context.command.params if isinstance(each, click.Argument))
+    return {**dims, **_parse_shapes(shapes, path)}
 
 
-def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
+Sizes = Annotated[dict[str, int], From(choose_sizes)]
+
+
+def _parse_shapes(pairs: tuple[str, ...], path: Path) -> dict[str, int]:
     """Returns --shape INPUT=1,3,224,224 pairs as sizes of the dynamic dimensions, by name or as INPUT:AXIS.
 
     Raises:
-        UsageError: a pair is malformed, names no input, or contradicts a dimension that the model fixes.
+        EdgekitError: a pair is malformed, names no input, or contradicts a dimension that the model fixes.
     """
-    specs = {spec.name: spec for spec in model.inputs}
+    if pairs and path.is_dir():
+        raise UsageError(f"--shape is for a model, and '{path}' is a folder", hint="a bundle has its sizes")
+    specs = {spec.name: spec for spec in load_model(path).inputs} if pairs else {}
     sizes: dict[str, int] = {}
     for name, text in parse_assignments(pairs, "--shape").items():
         if name not in specs:
@@ -330,7 +337,7 @@ def add_required(choice: DeviceChoice, required: Sequence[str]) -> DeviceChoice:
     return msgspec.structs.replace(choice, names=tuple(dict.fromkeys((*choice.names, *required))))
 
 
-def choose_opening(target: SessionTarget, dims: Dims, freeze: Freeze, data: FirstSample) -> Opening:
+def choose_opening(target: SessionTarget, dims: Sizes, freeze: Freeze, data: FirstSample) -> Opening:
     """Returns how a bundle or a model is opened."""
     return Opening(target=target, data=data, dims=dims, freeze=freeze)
 

@@ -18,8 +18,7 @@ from edgekit.progress import Progress
 @as_command
 def prepare_command(
     model: options.ModelFile,
-    dims: options.Dims,
-    shapes: options.Shapes,
+    dims: options.Sizes,
     opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
     inputs: Annotated[
         str | None,
@@ -77,7 +76,7 @@ def prepare_command(
         renames=options.parse_assignments(renames, "--rename"),
     )
     prepare_options = PrepareOptions(
-        dims={**dims, **options.parse_shapes(shapes, source)},
+        dims=dims,
         opset=opset,
         inputs=options.split_names(inputs),
         outputs=options.split_names(outputs),

@@ -26,8 +26,7 @@ def quantize_command(
     preprocess: options.PreprocessFile,
     target: options.TargetName,
     settings: options.Settings,
-    dims: options.Dims,
-    shapes: options.Shapes,
+    dims: options.Sizes,
     freeze: options.Freeze,
     samples: options.SampleCount,
     steps: options.Steps,
@@ -62,7 +61,7 @@ def quantize_command(
     if metric is not None and labels is None:
         raise UsageError("--metric needs labels", hint="give --labels FILE")
     limit = None if metric is None else load_metric(metric)
-    tables = {"dims": options.add_shapes(dims, shapes, model), "freeze": freeze, "settings": settings}
+    tables = {"dims": dims, "freeze": freeze, "settings": settings}
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": limit}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)

@@ -291,9 +291,8 @@ def forecast_command(
     on_cpu: Annotated[tuple[str, ...], Option("What another model took on a CPU here: other.onnx=12ms.", "MODEL=TIME")],
     compiles: Annotated[bool, Option("Compile the float model for QNN: more accurate, slower.", words="--compile")],
     max_ms: Annotated[float | None, number("The largest time in ms, in the fastest precision.", 0)],
-    dims: options.Dims,
+    dims: options.Sizes,
     freeze: options.Freeze,
-    shapes: options.Shapes,
     html: Annotated[Path | None, Option("Write an HTML page as well.", "FILE")],
     progress: Progress,
 ) -> Answer:
@@ -319,13 +318,12 @@ def forecast_command(
     known: list[KnownTime | CpuTime] = [parse_measured(each, precisions or BITS) for each in measured]
     known += [] if history is None else read_history(history, subject)
     known += [time for each in on_cpu for time in parse_cpu_times(each)]
-    sizes = options.add_shapes(dims, shapes, subject)
     with work_folder() as work:
         progress("count the work")
         frozen = freeze_model(load_model(subject), work, freeze).path if freeze else subject
         if compiles:
             progress("compile the model as QNN does")
-        report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
+        report = forecast(frozen, devices, precisions, known, dims=dims, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
         write_file(html, text.render_forecast(report).encode())
     code = NO if report.too_slow else UNPROVEN if report.unproven else YES

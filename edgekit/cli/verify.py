@@ -343,7 +343,7 @@ def compare_command(
     samples: options.SampleCount,
     formats: Annotated[bool, Option("In place of B: quantize A in each format, and compare all with A in one table.")],
     cpu: Annotated[Cpu | None, Option("With --formats: whose kernels. Default: this machine's.")],
-    dims: options.Dims,
+    dims: options.Sizes,
     freeze: options.Freeze,
     layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
     min_sqnr: Annotated[float | None, number("Fail below this signal-to-noise ratio in dB.", -200, 200)],
@@ -373,7 +373,8 @@ def compare_command(
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
         if not formats or any(one not in (None, False, ()) for one in others):
             raise UsageError(
-                "give a second model, or --formats with --data, --preprocess, --samples, --cpu, --dim, --freeze alone",
+                "give a second model, or --formats with only --data, --preprocess, --samples, --cpu, --dim, --shape, "
+                "--freeze",
                 hint="edgekit compare MODEL --formats --data DATA",
             )
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)

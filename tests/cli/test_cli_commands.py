@@ -171,11 +171,17 @@ def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_take
         "tune": ["--time-budget", "0.1s", *data],
     }
     assert {name for name in COMMANDS if _takes(name, "--dim")} == {*ways}
+    assert {name for name in COMMANDS if _takes(name, "--shape")} == {*ways}
     assert {name for name in COMMANDS if _takes(name, "--freeze")} == {*ways}
     for name, way in ways.items():
         given = [name, "m.onnx", *way]
-        assert run_command([*given, "--dim", "T=6", "--freeze", "k=2"]) == 0, (name, capsys.readouterr().err)
-        wrong = {("--dim", "T=6", "--freeze", "q=2"): "no input 'q'", ("--dim", "Q=6", "--freeze", "k=2"): "'Q'"}
+        for size in ("--dim=T=6", "--shape=x=1,6"):
+            assert run_command([*given, size, "--freeze", "k=2"]) == 0, (name, capsys.readouterr().err)
+        wrong: dict[tuple[str, ...], str] = {
+            ("--dim", "T=6", "--freeze", "q=2"): "no input 'q'",
+            ("--dim", "Q=6", "--freeze", "k=2"): "'Q'",
+        }
+        wrong["--shape", "x=2,6"] = "does not fit the model's x: float32"
         if "--data" in way:
             wrong["--dim", "T=5", "--freeze", "k=2"] = r"\[1, ?1?,? ?6\]|1x6|x'"
         for words, said in wrong.items():

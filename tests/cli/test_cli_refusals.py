@@ -91,6 +91,7 @@ WRONG = {
     f"verify BUNDLE --data {EVALUATION} --reference none.onnx": "no file 'none.onnx'",
     "verify BUNDLE --junit BUNDLE/v.xml": "lies in the bundle",
     "verify BUNDLE --html BUNDLE/manifest.json": "lies in the bundle",
+    "bench BUNDLE --shape x=1,6": "is a folder (a bundle has its sizes",
     "verify BUNDLE --min-cosine 1.5": "--min-cosine",
     "verify BUNDLE --on host --max-metric-drop 5": "add --metric NAME",
     "verify BUNDLE --on host --min-metric-share 0.99 --gate bound": "add --metric NAME",
