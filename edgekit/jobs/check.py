@@ -219,11 +219,7 @@ def _explain_loss(model: Model, target: Target, precision: Precision, out: Path)
     with suppress(ModelError):
         found = check_model(place_unmeasured(rewritten, target, precision), target, advises=False)
         if found.verdict != "yes" and not found.is_refused:
-            lower = next((each for each in target.precisions if each not in INTEGERS), None)
-            remedy = f"; --precision {lower} keeps it yes" if lower else ""
-            shares = f"{describe_share(found)}, the largest with {found.main_share:.0%} of the work"
-            risk = f", risk: {found.risks[0]}" if found.risks else ""
-            return f"as {precision} it would be {found.verdict}: {shares}{risk}{remedy}"
+            return f"as {precision} it would be {describe_loss(found, target)}"
     return ""
 
 
@@ -278,6 +274,15 @@ def gain_on_target(
     rewrites = ", ".join(f"{fix.id} ({count_of(len(fix.nodes), 'node')})" for fix in fixes)
     note = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
     return FixedModel(model=rewritten.model, fixes=fixes), note
+
+
+def describe_loss(report: CheckReport, target: Target) -> str:
+    """Returns the verdict of a model in integers, the reason, and the precision with which the verdict is "yes"."""
+    lower = next((each for each in target.precisions if each not in INTEGERS), None)
+    remedy = f"; --precision {lower} keeps it yes" if lower else ""
+    risk = f", risk: {report.risks[0]}" if report.risks else ""
+    shares = f"{describe_share(report)}, the largest with {report.main_share:.0%} of the work"
+    return f"{report.verdict}: {shares}{risk}{remedy}"
 
 
 def describe_share(share: TargetShare | CheckReport) -> str:

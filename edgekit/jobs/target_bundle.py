@@ -22,7 +22,7 @@ from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
-from edgekit.jobs.check import list_versions
+from edgekit.jobs.check import describe_loss, list_versions
 from edgekit.jobs.forms import Deployed, ModelForTarget, deploy_model, make_sizes, warn_of_fp16_loss
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
@@ -286,7 +286,7 @@ class _Strategies:
 
     def _make_model(self, strategy: Strategy, inputs: BuildInputs, work: Path, notes: list[str]) -> ModelForTarget:
         """Returns the model, quantized if the strategy's precision is an integer one, else as it was prepared."""
-        target, model, quantized, plan = self._target, inputs.prepared, None, None
+        target, model, quantized, plan, check = self._target, inputs.prepared, None, None, None
         if inputs.is_quantized:
             notes.append("the model is quantized already: taken as it is")
             fixed = fix_quantized(model, target, work / "fixed.onnx")
@@ -308,11 +308,14 @@ class _Strategies:
             floats = [node.name for node in plan.float_nodes]
             warning = warn_of_fp16_loss(inputs.prepared, floats, target, read_inputs(inputs.golden))
             notes += [warning] if warning else []
+            check = check_model(model, target)
+            if check.verdict != "yes" and check_model(inputs.prepared, target, advises=False).verdict == "yes":
+                notes.append(f"as {plan.precision} it is {describe_loss(check, target)}")
         return ModelForTarget(
             model=model,
             target=target,
             precision=strategy.precision if plan is None else plan.precision,
-            check=check_model(model, target),
+            check=check or check_model(model, target),
             is_rewritten=inputs is not self._inputs,
             plan=plan,
             quantized=quantized,

@@ -311,10 +311,13 @@ def test_a_model_that_integers_would_cut_up_is_told_before_it_is_quantized(
     made = answer(["quantize", *given, "--data", str(data), "--method", "minmax", "--out", str(tmp_path / "q.onnx")])
     assert made["taken"].endswith(f" in {parts} partition{'s' if parts > 1 else ''}")
     document = answer(["check", *given[:3]], 1)
+    built = answer(["build", *given, "--data", str(data), "--no-verify", "--out", str(tmp_path / "built")])
     taken = f"{made['taken']}, the largest with 59% of the work"
     loss = f"as int8 it would be maybe: {taken}; --precision fp32 keeps it yes" if activation == "LeakyRelu" else ""
     assert (document["recommended"]["precision"], document["recommended"]["loss"]) == ("int8", loss)
     assert document["recommendation"].endswith(f" --dim N=1; {loss}" if loss else " --dim N=1")
+    notes = [note for note in built["bundles"][0]["notes"] if "as int8 it is" in note]
+    assert notes == ([f"{loss.replace('would be', 'is')}"] if loss else [])
 
 
 def test_weights_that_are_large_are_not_rounded_for_a_check(
