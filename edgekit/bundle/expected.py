@@ -123,7 +123,7 @@ def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]
         comparable = {
             name: value for name, value in reference.items() if _is_real(value) and output[name].shape == value.shape
         }
-        errors = {name: output[name].astype(np.float64) - value for name, value in comparable.items()}
+        errors = {name: _subtract(output[name], value) for name, value in comparable.items()}
         yield _Candidate(
             row=row,
             reach=max((_largest(value) for value in sample.values() if value.dtype.kind in "fiu"), default=0.0),
@@ -172,7 +172,7 @@ def _measure_shift(path: Path, inputs: Samples, rows: Sequence[Tensors]) -> dict
             output = session.run(sample)
             for name, value in row.items():
                 if _is_real(value) and output[name].shape == value.shape:
-                    shifts[name] = max(shifts.get(name, 0.0), _largest(output[name].astype(np.float64) - value))
+                    shifts[name] = max(shifts.get(name, 0.0), _largest(_subtract(output[name], value)))
     return {name: value for name, value in shifts.items() if math.isfinite(value)}
 
 
@@ -219,8 +219,15 @@ def _is_real(value: Array) -> bool:
     return value.dtype.kind == "f"
 
 
+def _subtract(value: Array, other: Array) -> Array:
+    """Returns the differences of two tensors; equal infinite values do not differ."""
+    return np.subtract(value, other, out=np.zeros(value.shape), where=value != other, dtype=np.float64)
+
+
 def _largest(value: Array) -> float:
-    return float(np.max(np.abs(value.astype(np.float64)), initial=0.0))
+    """Returns the largest absolute value; a NaN counts as infinite, as it would be lost among other values."""
+    largest = float(np.max(np.abs(value.astype(np.float64)), initial=0.0))
+    return math.inf if math.isnan(largest) else largest
 
 
 def _energy(value: Array) -> float:

@@ -185,6 +185,15 @@ def test_the_tolerance_grows_with_the_error_of_the_built_model(tmp_path: Path) -
     assert "worst-error" in {sample.reason for sample in facts.chosen}
 
 
+def test_an_output_of_infinite_or_undefined_values_has_no_tolerance(tmp_path: Path) -> None:
+    text = """(float[1,8] x) => (float[1,8] y, float[1,8] infinite, float[1,8] undefined) <float zero = {0.0}> {
+      y = Identity(x) infinite = Div(x, zero) undefined = Sqrt(x) }"""
+    model = save_text(text, tmp_path)
+    golden = make_golden(model, make_samples(), tmp_path)
+    facts = write_expected(golden, {"onnx": [model.path]}, "fp32", tmp_path)
+    assert (list(facts.tolerance), len(facts.chosen)) == (["y"], 3)
+
+
 def test_a_model_that_no_cpu_runs_has_no_self_test_and_says_so(tmp_path: Path) -> None:
     contents = make_contents(tmp_path)
     proto = load(contents.source.path)

@@ -87,6 +87,18 @@ def test_tables_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
         inspect_ort(tmp_path / "deep.ort")
 
 
+def test_a_shape_of_too_many_dimensions_is_refused(tmp_path: Path) -> None:
+    dims: list[Record] = [{"denotation": b""}] * 1024
+    values: list[Record] = [{"name": b"x", "type": {"value_type": b"\x01", "value": {"shape": {"dim": dims}}}}]
+    root: Record = {"model": {"graph": {"node_args": values}}}
+    write_tables(root, tmp_path / "m.ort")
+    inspect_ort(tmp_path / "m.ort")
+    dims.append({})
+    write_tables(root, tmp_path / "m.ort")
+    with pytest.raises(ModelError, match="a tensor of 1025 dimensions"):
+        inspect_ort(tmp_path / "m.ort")
+
+
 def test_a_file_that_grows_on_reading_is_refused(tmp_path: Path) -> None:
     short, long = [b"a"], [b"a"] * 500
     values: list[Record] = [{"inputs": short if index < 40 else long} for index in range(41)]

@@ -64,6 +64,7 @@ Record: TypeAlias = dict[str, Value]
 
 IDENTIFIER = b"ORTM"
 _MAX_DEPTH = 128
+_MAX_RANK = 1024
 _UINT32 = struct.Struct("<I")
 
 
@@ -147,6 +148,10 @@ class TableFile:
         if element in NUMBER_SIZES:
             return data
         self._spend(count)
+        # A model of 200 bytes may have such a shape, and reading and sorting its parts took half a minute.
+        if field.of == "Dimension" and count > _MAX_RANK:
+            words = f"the model has a tensor of {count} dimensions, and edgekit reads at most {_MAX_RANK} in ORT format"
+            raise ModelError(words, hint="look for a wrong Reshape in the model")
         places = [self._offset(target + 4 + 4 * index) for index in range(count)]
         if element == "string":
             return [self._read_string(place) for place in places]
