@@ -7,7 +7,7 @@ prevented or undone here.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import permutations
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, defs, helper
+from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph
-from edgekit.graph.constants import write_dense
+from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.match import made_by
@@ -141,12 +141,15 @@ def sort_values(graph: onnx.GraphProto) -> None:
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 
 
-def guard_half(proto: onnx.ModelProto) -> None:
-    """Inserts casts to float32 around fp16 function operators, in place, so that ONNX Runtime does not inline them."""
+def guard_half(proto: onnx.ModelProto) -> dict[str, int]:
+    """Inserts casts to float32 around fp16 function operators, in place, so that ONNX Runtime does not inline them.
+
+    Returns the element types of the values of a model that computes in fp16, {} for another one.
+    """
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     types |= {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     if TensorProto.FLOAT16 not in types.values():
-        return
+        return {}
     inferred = infer_model(proto).graph
     types |= {value.name: value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.output)}
     nodes: list[onnx.NodeProto] = []
@@ -165,9 +168,35 @@ def guard_half(proto: onnx.ModelProto) -> None:
         before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in half_inputs]
         nodes += [*before, inside, *(_cast(f"{prefix}{name}", name, TensorProto.FLOAT16) for name in outputs)]
     refill(proto.graph.node, nodes)
+    return types
 
 
-def strip_casts(graph: onnx.GraphProto) -> bool:
+def restore_types(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto], types: Mapping[str, int]) -> None:
+    """Adds the casts of a model that ONNX Runtime merged with inserted ones, in place.
+
+    A node gets each input in the type that it had among `nodes`, and gives each output in that of the output's name.
+    """
+    originals = {node.name: node for node in nodes}
+    pair, made = {TensorProto.FLOAT, TensorProto.FLOAT16}, dict[tuple[str, int], str]()
+    kept: list[onnx.NodeProto] = []
+    for node in graph.node:
+        original, after = originals.get(node.name, node), list[onnx.NodeProto]()
+        for place, (name, before) in enumerate(zip(node.input, original.input, strict=False)):
+            kind = types.get(before, 0)
+            if {types.get(name), kind} == pair:
+                if (name, kind) not in made:
+                    made[name, kind] = f"{name}/{TensorProto.DataType.Name(kind)}"
+                    kept.append(_cast(name, made[name, kind], kind))
+                node.input[place] = made[name, kind]
+        for place, (name, before) in enumerate(zip(node.output, original.output, strict=False)):
+            if {types.get(name), types.get(before)} == pair:
+                node.output[place] = f"{name}/{TensorProto.DataType.Name(types[before])}"
+                after.append(_cast(node.output[place], name, types[name]))
+        kept += [node, *after]
+    refill(graph.node, kept)
+
+
+def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:
     """Removes the casts that edgekit and ONNX Runtime inserted, and restores the names of the values, in place.
 
     Returns True if there was one. If ONNX Runtime merged them with casts of the model, the types do not match any more.
@@ -175,7 +204,13 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
     stripped = False
     for part in iterate_graphs(graph):
         kept = [node for node in part.node if not _INSERTED.match(node.name)]
-        stripped |= len(kept) < len(part.node)
+        # ONNX Runtime computes the cast of a constant: in half precision it is the constant again, without loss.
+        folded = {_INSERTED.sub("", each.name): each for each in part.initializer if _INSERTED.match(each.name)}
+        stripped |= len(kept) < len(part.node) or bool(folded)
+        plain = {each.name: each for each in part.initializer if not _INSERTED.match(each.name)}
+        halves = {name: read_array(each, folder).astype(np.float16) for name, each in folded.items()}
+        again = [numpy_helper.from_array(half, name) for name, half in halves.items() if name not in plain]
+        refill(part.initializer, [*plain.values(), *again])
         refill(part.node, kept)
         refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:
@@ -211,7 +246,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     name_nodes(proto.graph)
     nodes = onnx.GraphProto(node=proto.graph.node).node
     # At any level, a session replaces operators without a kernel: they are hidden from it.
-    guard_half(proto)
+    types = guard_half(proto)
     replaced = replace_unsupported(proto.graph)
     # Prepacked copies of all weights would double the memory, for a session that never runs.
     config = external_config(folder) | {"session.disable_prepacking": "1"}
@@ -222,7 +257,8 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     )
     optimize_graph(proto.SerializeToString(deterministic=True), path, settings, subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)
-    stripped = strip_casts(optimized.graph)
+    stripped = strip_casts(optimized.graph, path.parent)
+    restore_types(optimized.graph, nodes, types)
     whole = restore_nodes(optimized.graph, replaced)
     # Casts that ONNX Runtime merged with the model's own cannot be removed: then the stripped graph does not load.
     as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)

@@ -16,6 +16,7 @@ import onnx
 
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import ModelError, UsageError, suggest_name
+from edgekit.graph.constants import lift_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
@@ -309,6 +310,9 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
     """Applies the rewrites of these ids in place, and returns those that changed something."""
     known = {value.name for value in proto.graph.value_info}
+    for part in iterate_graphs(proto.graph):
+        # A graph that was not optimized has Constant nodes, which are no nodes of the view that rewrites read.
+        lift_constants(part)
     opset, is_inferred = read_opset(proto), False
     fixes: list[Fix] = []
     for name, rewrite in REWRITES.items():

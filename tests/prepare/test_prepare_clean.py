@@ -219,6 +219,36 @@ def test_fp16_with_casts_of_its_own_computes_the_same(tmp_path: Path) -> None:
     assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], rtol=1e-2)
 
 
+def test_constants_of_fp16_functions_are_those_of_the_model_again(tmp_path: Path) -> None:
+    text = """g (float16[1,2,8] x) => (float16[2,8] y) <int64[2] s = {2, 8},
+        float16[8] k = {15360, 16384, 17408, 15360, 16384, 17408, 15360, 16384}>
+        { o = Constant<value = int64[1] {1}>()  t = Squeeze(o)
+          a = LayerNormalization<axis = -1>(x, k, k)  b = LayerNormalization<axis = -1>(a, k)
+          c = Reshape(b, s)  y = Add(c, k) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["LayerNormalization", "LayerNormalization", "Reshape", "Add"]
+    constants = {each.name: each.data_type for each in onnx.load(str(prepared.path)).graph.initializer}
+    assert constants == {"k": TensorProto.FLOAT16, "s": TensorProto.INT64}
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_casts_that_onnx_runtime_merges_with_its_own_come_back(tmp_path: Path) -> None:
+    text = """g (float[1,2,4] x) => (float[1,2,4] y, float[1,2,4] z)
+        <float16[2,2,1] w = {15360, 14336, 13312, 15360}>
+        { d = Shape(x)  r = Reshape(x, d)  c = Cast<to = 10>(r)  h = Conv(c, w)  k = Conv(h, w)  y = Cast<to = 1>(k)
+        f = Cast<to = 1>(h)  e = Exp(f)  z = Add(e, x) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert sorted(op_names(prepared.path)) == ["Add", "Cast", "Cast", "Cast", "Conv", "Conv", "Exp", "Reshape"]
+    inputs = make_inputs(model)
+    expected = run_model(model.path, inputs)
+    assert all(
+        np.allclose(value, expected[name], rtol=1e-2) for name, value in run_model(prepared.path, inputs).items()
+    )
+
+
 def test_strings_and_sequences_pass_through(tmp_path: Path) -> None:
     text = "g (string[2] x) => (seq(string[2]) y) { a = Identity(x)  y = SequenceConstruct(a, x) }"
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})

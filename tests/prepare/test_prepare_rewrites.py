@@ -674,3 +674,11 @@ def test_a_network_along_one_axis_needs_two_reshapes_and_one_for_what_leaves_it(
     assert [op for op in op_names(fixed.model.path) if op in found] == [*found, "Add"]
     assert [fix.nodes for fix in fixed.fixes] == [("Conv_a", "Relu_b", "Conv_y")]
     assert_same(tmp_path, fixed, 1e-6)
+
+
+def test_constant_nodes_of_a_graph_that_was_not_optimized_stay_constants(tmp_path: Path) -> None:
+    text = """g (float[1,1,4] x) => (float[1,1,4] y) <float[1,1,1] w = {2}>
+        { k = Constant<value_float = 3.0>()  m = Mul(x, k)  a = Conv(x, w)  y = Add(a, m) }"""
+    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["conv-to-planes"])
+    assert op_names(fixed.model.path) == ["Mul", "Reshape", "Conv", "Reshape", "Add", "Reshape"]
+    assert "k" in {each.name for each in onnx.load(str(fixed.model.path)).graph.initializer}
