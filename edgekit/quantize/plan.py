@@ -272,7 +272,7 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
     if not rules.weight_symmetric:
         return axes
     for node in graph.nodes:
-        if node.op_type in rules.per_channel_ops and len(node.input) > 1:
+        if node.op_type in rules.per_channel_ops:
             axis = _channel_axis(graph, node)
             # If a single number is multiplied by a per-channel weight, the HTP never finishes the graph
             # (targets/qnn/NOTES.md).

@@ -324,6 +324,8 @@ def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Pre
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
     graph = read_float_graph(model)
     plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
-    judged = judge_draft(Draft(graph=graph, calibration=calibration, plan=plan), Memo())
+    draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    judged = judge_draft(draft, Memo())
+    assert learn_roundings(draft, judged, Memo()) == judged.candidates
     assert {(each.rounding, each.relieved, each.equalized) for each in judged.candidates} == {("nearest", (), False)}
     assert "minmax" in {each.method for each in judged.candidates}

@@ -11,7 +11,14 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_outputs
 from edgekit.data.samples import Samples, order_for_runs, select_samples
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.metrics.fidelity import Sides, describe_origin, find_permutation, find_replay, find_unfaithful
+from edgekit.verify.metrics.fidelity import (
+    Sides,
+    describe_origin,
+    find_distance,
+    find_permutation,
+    find_replay,
+    find_unfaithful,
+)
 from edgekit.verify.own_model import find_equal_outputs, find_half_values
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import RunReport
@@ -127,6 +134,7 @@ LATE = np.vstack([SPREAD[:1], SPREAD[:-1]])
         (SPREAD + 3, np.zeros((16, 6)) + 3, "is the same for every sample"),
         (SPREAD / 10 + 9, np.zeros((16, 6)) + 9, None),  # so steady that a constant answers it
         (SPREAD.round(), np.zeros((16, 6)), None),  # a step of the grid
+        (SPREAD[:2], np.zeros((2, 6)), None),  # two samples may saturate
         (SPREAD + 3, LATE + 3, "follows the sample before, not its own"),
         (SPREAD, 0.9 * SPREAD + 0.1 * LATE, "holds 10% of the sample before"),
         (SPREAD, SPREAD + 0.2 * LATE, "holds 20% of the sample before"),
@@ -145,6 +153,12 @@ def test_an_output_must_come_from_its_own_sample_and_element(own: Array, got: Ar
     found = describe_origin(make_sides(own, got))
     assert found is None if words is None else words in str(found)
     assert describe_origin(make_sides(own, own + noise)) is None
+
+
+def test_outputs_are_far_if_they_lie_beyond_what_quantization_moved() -> None:
+    assert "lies 3.1 dB from" in str(find_distance(make_sides(SPREAD, 0.3 * SPREAD, 1.01 * SPREAD)))
+    assert find_distance(make_sides(SPREAD, 0.3 * SPREAD, 0.2 * SPREAD)) is None
+    assert find_distance(make_sides(SPREAD, 0.8 * SPREAD, 1.01 * SPREAD)) is None
 
 
 def test_outputs_that_are_too_large_to_keep_are_held_by_their_sketches() -> None:

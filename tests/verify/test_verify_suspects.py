@@ -185,14 +185,17 @@ def test_saturation_is_named_on_an_x86_without_vnni_only(models: tuple[Model, Mo
         assert list(list_traps(bundle, run_of(evidence=evidence), model, flags)) == []
 
 
-def test_weights_of_seven_bits_do_not_saturate(models: tuple[Model, Model], tmp_path: Path) -> None:
+def test_weights_of_seven_bits_and_unsigned_ones_do_not_saturate(models: tuple[Model, Model], tmp_path: Path) -> None:
     proto = onnx.load(str(models[1].path))
-    for tensor in proto.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.INT8:
-            halved = numpy_helper.to_array(tensor) // 2
-            tensor.CopyFrom(numpy_helper.from_array(halved.astype(np.int8), tensor.name))
-    onnx.save(proto, str(tmp_path / "seven.onnx"))
-    assert (may_saturate(models[1].path), may_saturate(tmp_path / "seven.onnx")) == (True, False)
+    for dtype in (np.int8, np.uint8):
+        changed = onnx.ModelProto.FromString(proto.SerializeToString())
+        for tensor in changed.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.INT8:
+                value = numpy_helper.to_array(tensor)
+                value = (value // 2 if dtype is np.int8 else value.astype(np.int16) + 128).astype(dtype)
+                tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+        onnx.save(changed, str(tmp_path / "safe.onnx"))
+        assert (may_saturate(models[1].path), may_saturate(tmp_path / "safe.onnx")) == (True, False)
     (tmp_path / "m.ort").write_bytes(b"ORTM")
     assert not may_saturate(tmp_path / "m.ort")
     assert not may_saturate(tmp_path / "none.onnx")

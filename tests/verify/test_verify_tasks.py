@@ -165,7 +165,7 @@ def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
     wrong = {**right, "boxes": np.array([box]) + 100.0}
     assert score("map", [right, right], labels) == pytest.approx(1.0)
     assert score("map", [right, wrong], labels) == pytest.approx(51 / 101, abs=0.01)
-    assert score("map", [wrong, wrong], labels) == 0.0
+    assert score("map", [wrong, wrong], labels) == score("map", [right], [Boxes(boxes=(), classes=())]) == 0.0
     assert score("map", [{name: value[:0] for name, value in right.items()}] * 2, labels) == 0.0
     # An overlap of 0.68 counts at the limits 0.50 to 0.65 of ten.
     near = {**right, "boxes": np.array([box]) + 4.0}

@@ -147,14 +147,12 @@ def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Arra
     """Returns, for each node with quantized constants in the QDQ form, these dequantized to float32, by input index."""
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
-    floats = {node.name: node for node in graph.nodes}
+    names = {node.name for node in graph.nodes}
     found: dict[str, dict[int, Array]] = {}
     for node in qdq.graph.node:
-        if node.name not in floats:
-            continue
-        for place, name in enumerate(floats[node.name].input[: len(node.input)]):
-            source = made.get(node.input[place])
-            if place and source is not None and source.input[0] in stored and graph.is_float_constant(name):
+        for place, name in enumerate(node.input if node.name in names else ()):
+            source = made.get(name)
+            if place and source is not None and source.input[0] in stored:
                 values = read_dequantized(source, lambda name: numpy_helper.to_array(stored[name]))
                 found.setdefault(node.name, {})[place] = values
     return found
