@@ -85,13 +85,21 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
     return tuple(parts)
 
 
-def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
-    """Returns an output as a part of its own."""
+def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost."""
+    readings, note = [reading], ""
+    if reading.kind == "classes" and reading.other:
+        readings.append(Reading(kind=reading.other, axis=reading.other_axis))
+        note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
+    return tuple(_read_as(name, each, shape, note) for each in readings)
+
+
+def _read_as(name: str, reading: Reading, shape: tuple[int, ...], note: str) -> Part:
     measure = MEASURES[reading.kind]
     return Part(
         shapes={name: shape},
         measure=measure.name,
-        source=measure.source,
+        source=measure.source + note,
         record=lambda expected, found: measure.record(expected[name], found[name], reading),
         judge=measure.judge,
         distances=measure.distances,

@@ -199,9 +199,11 @@ class FloatReference:
         others = {name: reading for name, reading in others.items() if name not in state} or others
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
-        parts = {name: read_output(name, reading, shapes[name]) for name, reading in others.items()}
-        silenced = {name: msgspec.structs.replace(parts[name], measure=SILENT) for name in silent & parts.keys()}
-        return (*heads, *(parts | silenced).values())
+        parts = [part for name, reading in others.items() for part in read_output(name, reading, shapes[name])]
+        silenced = [
+            msgspec.structs.replace(part, measure=SILENT) if silent & part.shapes.keys() else part for part in parts
+        ]
+        return (*heads, *silenced)
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost; its records are kept for later comparisons.
