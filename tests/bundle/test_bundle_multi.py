@@ -15,6 +15,7 @@ from edgekit.bundle.multi import (
     Index,
     choose_variant,
     extract_variant,
+    find_bundles,
     join_bundles,
     open_index,
     opened_any,
@@ -22,7 +23,7 @@ from edgekit.bundle.multi import (
     sign_bundle,
 )
 from edgekit.bundle.sign import make_key
-from edgekit.errors import BundleError, UsageError
+from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.target import find_group, load_target
 
 
@@ -183,6 +184,21 @@ def test_only_one_bundle_of_a_target_and_model_is_joined(bundles: list[Bundle], 
         with pytest.raises(UsageError, match=message):
             join_bundles(chosen, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_files_is_neither_replaced_nor_opened_nor_is_an_archive_signed(
+    bundles: list[Bundle], tmp_path: Path
+) -> None:
+    for _ in range(2):  # the second replaces the first
+        join_bundles(bundles[:1], tmp_path / "joined")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(OutputError, match="is a folder with other files"):
+        join_bundles(bundles[:1], tmp_path / "other")
+    with pytest.raises(BundleError, match="is no bundle and holds none"):
+        find_bundles([tmp_path / "other"])
+    with pytest.raises(BundleError, match="file' is a file"):
+        sign_bundle(tmp_path / "other" / "file", tmp_path / "key", PASSED)
 
 
 @pytest.mark.parametrize(

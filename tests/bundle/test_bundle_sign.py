@@ -166,6 +166,7 @@ DAMAGES = [
     pytest.param(put_signature(b"{" * (1 << 24) + b"{"), "larger than", id="large"),
     pytest.param(put_signature(b"[" * 9_000), "malformed", id="deep"),
     pytest.param(put_signature(b"\xff"), "malformed", id="no text"),
+    pytest.param(put_signature(b"5"), "malformed", id="a number"),
     pytest.param(
         lambda b: (b / "signature.json").write_bytes(b" " + (b / "signature.json").read_bytes()), "altered", id="spaces"
     ),

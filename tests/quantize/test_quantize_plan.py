@@ -55,7 +55,7 @@ def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
 ) -> None:
     target = load_target("nnapi", {"api_level": api_level})
     plan = plan_quantization(net, calibration, target, "int8")
-    assert bool(plan.axes) == (api_level == "29")
+    assert (bool(plan.axes), plan.block) == (api_level == "29", 0)
     quantized = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
     assert [node.op for node in check_model(quantized, target).node_list if node.op == "Conv" and not node.taken] == []
 
