@@ -194,6 +194,9 @@ def restore_types(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto], types
                 after.append(_cast(node.output[place], name, types[name]))
         kept += [node, *after]
     refill(graph.node, kept)
+    # ONNX Runtime states the type that a value had between its casts.
+    stated = [(value, value.type.tensor_type.elem_type) for value in graph.value_info]
+    refill(graph.value_info, [value for value, kind in stated if types.get(value.name, kind) == kind])
 
 
 def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:

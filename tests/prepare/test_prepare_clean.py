@@ -11,7 +11,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.clean import guard_half, prepare_model, strip_casts, write_scalers
+from edgekit.prepare.clean import guard_half, prepare_model, show_model, strip_casts, write_scalers
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
@@ -417,3 +417,24 @@ def test_constants_that_onnx_runtime_made_have_names_that_it_would_not_make_agai
     assert all(name.endswith(".prepared") for name in made)
     inputs = make_inputs(prepared)
     assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_a_half_model_with_float_inputs_is_folded_too(tmp_path: Path) -> None:
+    # ONNX Runtime merges these casts with those that it puts around each fp16 node.
+    text = """g (float[1,2,8,8] x) => (float[1,2,8,8] y, float[1,2,4,4] z)
+        <float16[2,2,1,1] w = {1,2,3,4}, int64[1] zero = {0}, int64[1] two = {2}, int64[1] four = {4}, float f = {2.0}>
+        { h = Cast<to = 10>(x)  p = MaxPool<kernel_shape = [2,2], strides = [2,2]>(h)  c = Conv(p, w)
+        z = Cast<to = 1>(c)  a = Shape(p)  b = Slice(a, zero, two, zero)  d = Shape(h)  e = Slice(d, two, four, zero)
+        s = Concat<axis = 0>(b, e)  r = Resize(z, , , s)  i = Cast<to = 10>(r)  g = Cast<to = 10>(f)
+        m = Mul(i, g)  y = Cast<to = 1>(m) }"""
+    stated = onnx.shape_inference.infer_shapes(onnx.load(str(make_model(text, tmp_path / "m.onnx").path)))
+    onnx.save(stated, str(tmp_path / "m.onnx"))
+    model = load_model(tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx")
+    kept = ["Cast", "MaxPool", "Conv", "Cast", "Resize", "Cast", "Mul", "Cast"]
+    assert op_names(prepared.path) == kept
+    assert op_names(show_model(model, tmp_path / "shown.onnx").path) == kept
+    inputs = make_inputs(model)
+    wanted, found = run_model(model.path, inputs), run_model(prepared.path, inputs)
+    assert list(found) == ["y", "z"]
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)

@@ -182,6 +182,10 @@ def test_a_usual_mistake_in_inputs_that_a_device_does_not_show_is_named_too(tmp_
     assert (shown.traps, present(shown.located).layer) == ((), "x")
 
 
+def test_a_result_of_minus_zero_is_written_as_zero() -> None:
+    assert describe_change(PICTURES, np.full_like(PICTURES, -0.0)).startswith("is 0 everywhere:")
+
+
 def test_the_result_of_a_wrong_layer_is_described(models: tuple[Model, Model], tmp_path: Path) -> None:
     device = Altering(device=InProcess(), change=lambda proto: change_weights(proto, "conv2", np.zeros_like))
     found = find_device_layer(device, job_of(models[0]), tmp_path)

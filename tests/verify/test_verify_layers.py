@@ -94,19 +94,33 @@ def test_models_and_samples_that_do_not_fit_are_refused(models: tuple[Model, Mod
     assert lost.mismatch == f"is no output of '{tmp_path}/out.onnx', which has p, q"
 
 
-def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -> None:
-    model = save_network(tmp_path / "network.onnx")
-    graph = onnx.load(str(model.path)).graph
+def halve_model(model: Model, path: Path) -> Model:
     half = onnx.load(str(model.path))
     for tensor in half.graph.initializer:
         values = onnx.numpy_helper.to_array(tensor).astype(np.float16)
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
     for value in (*half.graph.input, *half.graph.output):
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    comparison = compare_models(model, save_proto(half, tmp_path / "half.onnx"), make_images(2), layers=True)
+    return save_proto(half, path)
+
+
+def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -> None:
+    model = save_network(tmp_path / "network.onnx")
+    graph = onnx.load(str(model.path)).graph
+    comparison = compare_models(model, halve_model(model, tmp_path / "half.onnx"), make_images(2), layers=True)
     assert comparison.outputs[0].mismatch is None
     assert len(comparison.layers) == len(graph.node)
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 55 for layer in comparison.layers)
+
+
+def test_values_too_small_for_half_precision_are_no_fault(tmp_path: Path) -> None:
+    # The weights of a dead branch decay to 1e-40, and half precision has nothing between 0 and 6e-8.
+    text = """(float[1,3,12,12] x) => (float[1,3,12,12] y) <float k = {1e-10}>
+        { t = Mul(x, k)  r = Relu(t)  y = Sub(x, r) }"""
+    model = save_net(text, tmp_path / "dead.onnx")
+    layers = compare_layers(model, halve_model(model, tmp_path / "half.onnx"), make_images(2))
+    assert [layer.tensor for layer in layers if layer.own_sqnr_db == 0.0] == ["t", "r"]
+    assert name_first_bad(layers) is None
 
 
 def test_rounding_behind_a_reshape_that_the_other_model_lacks_is_no_fault(tmp_path: Path) -> None:

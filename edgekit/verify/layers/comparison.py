@@ -272,7 +272,8 @@ class _Comparison:
         grid, moved = self._grids.get(item.raw_b), grids.add_steps(each.steps for each in errors)
         reach, size = max(each.reach for each in errors), max(each.size for each in errors)
         is_unknown = grid is None and item.raw_b in self._grids
-        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, grids.ROUNDING[region.arithmetic] * reach)
+        allowed = grids.allow_rounding(region.arithmetic, reach)
+        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, allowed)
         layer = report_layer(item.layer, item.op, item.tensor, errors, step)
         rounding = None
         if moved is not None and layer.offset_steps is not None:

@@ -162,12 +162,20 @@ def read_grid(node: Node, graph: Graph) -> Grid | None:
 Arithmetic = Literal["float", "half", "int8", "int4"]
 """The coarsest numbers that a result is computed with: float32 and wider, 16 bits, 8 bits, fewer."""
 
-ROUNDING: Mapping[Arithmetic, float] = {"float": 2.0**-20, "half": 2.0**-8, "int8": 0.0, "int4": 0.0}
-"""The error, as a share of an input value, that a result may have: if large values cancel, rounding is no fault.
+_ROUNDING: Mapping[Arithmetic, tuple[float, float]] = {"float": (2.0**-20, 2.0**-126), "half": (2.0**-8, 2.0**-14)}
+# The smallest normal number is the second: below it the numbers are as far apart as there, or are taken for zero.
 
-Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are added for sums over many terms. Integers
-have a grid, whose step is allowed instead.
-"""
+
+def allow_rounding(arithmetic: Arithmetic, reach: float) -> float:
+    """Returns the error that a result may have if the largest value is `reach`: if large ones cancel, it is no fault.
+
+    Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are added for sums over many terms.
+    Integers have a grid, whose step is allowed instead.
+    """
+    share, normal = _ROUNDING.get(arithmetic, (0.0, 0.0))
+    return share * max(reach, normal)
+
+
 # From fine to coarse: the coarser of two models decides how large rounding errors may be.
 _ORDER: Sequence[Arithmetic] = ("float", "half", "int8", "int4")
 _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "QGemm", "QAttention", "QOrdered")

@@ -50,7 +50,9 @@ def describe_change(wanted: Array, found: Array) -> str:
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
         return ""
     if not np.ptp(other):
-        return f"is {float(other.flat[0]):.3g} everywhere: look for weights or inputs of zero" if np.ptp(one) else ""
+        # The sum of -0 and 0 is 0.
+        value = float(other.flat[0]) + 0.0
+        return f"is {value:.3g} everywhere: look for weights or inputs of zero" if np.ptp(one) else ""
     unchanged = _fit(one, other)
     fits = ((words, _fit(made, part)) for words, made, part in _list_changes(one, other))
     return next((words for words, fit in fits if fit > max(_LEAST_FIT_DB, unchanged + _LEAST_GAIN_DB)), "")
