@@ -201,12 +201,11 @@ def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
     old, new = before.settled_task, now.settled_task
     if old is not None and old.got is not None:
         got = None if new is None or new.name != old.name else new.got
-        sign = 1.0 if old.higher_is_better else -1.0
         interval = old.interval
         slack = 0.0 if interval is None else (interval[1] - interval[0]) / 2
         if got is None:
             yield f"metric '{old.name}' on {before.device} was not measured"
-        elif sign * (old.got - got) > slack + 1e-9:
+        elif (old.got - got if old.higher_is_better else got - old.got) > slack + 1e-9:
             yield f"metric '{old.name}' on {before.device} went to {got:.4g} from {old.got:.4g}"
     taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
     if taken and now.evidence is not Evidence.EMULATED and left < taken:

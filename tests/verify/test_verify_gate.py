@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from functools import partial
 from math import comb
 from typing import Any
@@ -18,6 +19,7 @@ from edgekit.model.tensors import Array
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.intervals import (
     bootstrap_pairs,
+    describe_enough,
     find_enough,
     find_enough_hits,
     find_enough_pairs,
@@ -239,7 +241,9 @@ def test_the_paired_bootstrap_draws_both_sides_alike() -> None:
     assert lower == pytest.approx((-0.5, -0.5))
     assert halved is not None
     assert halved[0] < 1 - 0.5 / rows.mean() < halved[1] < 1
-    assert bootstrap_pairs(partial(weigh, rows), partial(weigh, rows / 2), 50, 100)[1] == pytest.approx((0.5, 0.5))
+    assert bootstrap_pairs(partial(weigh, rows / 20), partial(weigh, rows / 40), 50, 100)[1] == pytest.approx(
+        (0.5, 0.5)
+    )
     assert bootstrap_pairs(partial(weigh, 0 * rows), partial(weigh, rows), 50, 100)[1] is None
     spread = bootstrap_pairs(partial(weigh, 0 * rows + 1), partial(weigh, rows), 50, 5000)[0]
     half = 1.96 * rows.std() / 50**0.5
@@ -278,7 +282,7 @@ def test_a_figure_that_cannot_be_is_not_read(field: str, good: float, bad: float
 def test_as_many_samples_as_would_do_do(total: int, gained: int, lost: int, points: float) -> None:
     enough = present(find_enough_pairs(total, gained, lost, -points / 100))
     scale = enough / total
-    assert interval_of_pairs(enough, round(gained * scale), round(lost * scale))[0] >= -points / 100 - 2e-4
+    assert interval_of_pairs(enough, math.floor(gained * scale), math.ceil(lost * scale))[0] >= -points / 100
     assert interval_of_pairs(int(0.7 * enough), *(round(0.7 * scale * n) for n in (gained, lost)))[0] < -points / 100
 
 
@@ -286,7 +290,10 @@ def test_where_no_number_of_samples_would_do_none_is_named() -> None:
     assert find_enough_pairs(100, 0, 5, -0.05) is None
     assert find_enough(100, 1.0, 0.0) is None
     assert find_enough(100, 1.0, -1.0) is None
-    assert find_enough(100, 2.0, 1.0) == 400
+    assert [find_enough(100, 2.0, 1.0), find_enough(100, 1.5, 1.1)] == [400, 186]
+    assert [find_enough(count, 1.0, 1.0) for count in (10**7, 10**7 + 1)] == [10**7, None]
+    told = [describe_enough(count).removesuffix(" samples would tell") for count in (None, 7, 99, 101, 1234)]
+    assert told == ["", ": about 7", ": about 99", ": about 110", ": about 1300"]
     assert find_enough_hits(100, 0.9, 0.9) is None
     assert find_enough_hits(100, 1.0, 0.9) == 101
     enough = present(find_enough_hits(6, 1.0, 0.9))

@@ -195,11 +195,14 @@ def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
     (tmp_path / "own_metric.py").write_text(
         "def near(outputs, label):\n    return abs(float(outputs['y'].argmax()) - label), 2.0\n"
         "def broken(outputs, label):\n    return 'much'\n"
+        "def endless(outputs, label):\n    return 1.0, float('inf')\n"
         "def failing(outputs, label):\n    return 1 / 0\n"
     )
     assert score("own_metric:near", ranked(3, 5), [4, 5]) == 0.25
     with pytest.raises(DataError, match="gave 'much'"):
         score("own_metric:broken", ranked(3), [4])
+    with pytest.raises(DataError, match=r"gave \(1.0, inf\)"):
+        score("own_metric:endless", ranked(3), [4])
     with pytest.raises(DataError, match="metric 'own_metric:failing' raises ZeroDivisionError: division by zero"):
         score("own_metric:failing", ranked(3), [4])
     with pytest.raises(UsageError, match="cannot load metric 'own_metric:none'"):

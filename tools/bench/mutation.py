@@ -51,7 +51,7 @@ TESTS = {
     "verify/task_metrics.py": "tasks quantize/predict",
     "bundle/multi.py": "sign archive multi",
     "bundle/sign.py": "sign verify/recorded",
-    "bundle/checks.py": "archive manifest folder group_open multi trust group",
+    "bundle/checks.py": "archive manifest folder group_open multi trust group tune/run",
     "quantize/plan.py": "plan product_blocks",
     "quantize/mixed_precision/auto.py": "effort time_budget choose equalize default_mode",
     "quantize/mixed_precision/candidates.py": "narrow time_budget choose",
