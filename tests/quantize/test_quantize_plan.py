@@ -215,8 +215,11 @@ def test_constants_of_recurrent_nodes_get_16_bits_where_activations_have_8(
 ) -> None:
     text = """(float[5,1,3] x) => (float[5,1,1,2] z) {
       a = Neg(x) m = Mul(a, a) y = LSTM<hidden_size=2>(m, w, r, b) z = Neg(y) }"""
-    plan = draft(tmp_path, target, text, {"w": (1, 8, 3), "r": (1, 8, 2), "b": (1, 16)}, precision=precision)
+    shapes: dict[str, tuple[int, ...]] = {"w": (1, 8, 3), "r": (1, 8, 2), "b": (1, 16)}
+    plan = draft(tmp_path, target, text, shapes, precision=precision)
     assert set(plan.wide) == wide
+    assert all(span.low < 0 < span.high for span in plan.wide.values())
+    assert not draft(tmp_path, target, text, shapes, precision=precision, unseen="y").wide
 
 
 @pytest.mark.parametrize(
