@@ -135,10 +135,10 @@ def test_code_that_a_bundle_names_is_not_run(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     folder = make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0)).folder
     thresholds = json.loads((folder / "manifest.json").read_bytes())["thresholds"]
-    task = {"name": "trap:f"}
-    forge(folder, *set_both("thresholds", {**thresholds, "task": task}))
     command = ["verify", str(folder), "--on", "host"]
-    assert run_command(command) == 2
+    for name, is_code in (("top1", False), ("trap:f", True)):
+        forge(folder, *set_both("thresholds", {**thresholds, "task": {"name": name}}))
+        assert (run_command(command) == 2) is is_code
     assert run_command([*command, "--max-metric-drop", "1"]) == 2
     assert not (tmp_path / "sprung").exists()
     run_command([*command, "--metric", "trap:f"])
