@@ -199,8 +199,7 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
 class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
     """Ranks allowed for inputs or outputs by position; no position means all.
 
-    A node inside a chain of the operators in `unless_chain`, one after the other, passes, because the provider fuses
-    it.
+    Values inside a chain of the operators in `unless_chain`, one after the other, pass, because the provider fuses it.
     """
 
     of: Side = "inputs"
@@ -215,7 +214,7 @@ class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
             rank = None if operand.shape is None else len(operand.shape)
             if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
                 continue
-            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain):
+            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of):
                 return
             if rank is None:
                 yield f"the rank of {what} is unknown"
@@ -636,10 +635,14 @@ class QuantizedOutput(BaseRule, frozen=True, kw_only=True, tag="quantized_output
             yield "its inputs are quantized but its output is not"
 
 
-def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
-    """Returns True if the node is in a chain of these operators, each read only by the next; Q and DQ are skipped."""
+def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side) -> bool:
+    """Returns True if this side of a node is inside a chain of these operators, each read only by the next.
+
+    Q and DQ are skipped.
+    """
+    edge = 0 if side == "inputs" else len(ops) - 1
     for place, op in enumerate(ops):
-        if op != node.op_type:
+        if op != node.op_type or place == edge:
             continue
         before = _walk(graph, node, lambda graph, node: graph.producers.get(node.input[0]), place)
         after = _walk(graph, node, _only_reader, len(ops) - place - 1)
