@@ -201,8 +201,8 @@ def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
     old, new = before.settled_task, now.settled_task
     if old is not None and old.got is not None:
         got = None if new is None or new.name != old.name else new.got
-        interval = old.interval
-        slack = 0.0 if interval is None else (interval[1] - interval[0]) / 2
+        low, high = old.interval or (0.0, 0.0)
+        slack = (high - low) / 2
         if got is None:
             yield f"metric '{old.name}' on {before.device} was not measured"
         elif (old.got - got if old.higher_is_better else got - old.got) > slack + 1e-9:

@@ -90,10 +90,6 @@ DECODERS: dict[str, Callable[[Array, TaskLimit], str]] = {
 }
 
 
-# Packages whose name differs from that of their module.
-_PACKAGES = {"sklearn": "scikit-learn"}
-
-
 def import_extra(module: str, metric: str) -> Any:
     """Returns a module of the extra `metrics`.
 
@@ -104,8 +100,8 @@ def import_extra(module: str, metric: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        wanted = _PACKAGES.get(package, package)
-        raise MissingExtraError(f"metric {metric} needs {package}", hint=spell_install(wanted)) from error
+        hint = spell_install(package.replace("sklearn", "scikit-learn"))
+        raise MissingExtraError(f"metric {metric} needs {package}", hint=hint) from error
 
 
 Weights = npt.NDArray[np.int64]

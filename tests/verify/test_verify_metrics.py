@@ -90,8 +90,8 @@ def test_a_tie_is_right_on_the_side_of_the_reference_only(
 ) -> None:
     assert measure(np.array([wanted]), np.array([found])).top1 is top1
     # Quantized integers are measured like floats.
-    integers = measure(np.array([[250, 3]], np.uint8), np.array([[3, 250]], np.uint8))
-    assert (integers.max_abs, integers.top1) == (247.0, False)
+    integers = measure(np.array([[1, 0]], np.uint8), np.array([[0, 1]], np.uint8))
+    assert (integers.max_abs, integers.top1, integers.kl) == (1.0, False, None)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +277,8 @@ def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> No
         assert (present(report.worst_answers).wanted.place, present(report.worst_answers).got.place) == (wanted, least)
     assert compare(got).changes == (ClassChange(wanted=best, got=least, samples=1),)
     assert (compare(ROWS).changes, compare(ROWS).agreed) == ((), 1.0)
+    wanted, found = ([{"y": np.eye(9)[[place]]} for place in places] for places in ((1, 3, 3), (2, 4, 4)))
+    assert [(each.wanted, each.samples) for each in compare(found, wanted).changes] == [(3, 2), (1, 1)]
     shared = Agreement(of="classes", share=0.5, samples=8)
     assert replace(compare(ROWS), agreements=(shared,)).agreed == 0.5
 

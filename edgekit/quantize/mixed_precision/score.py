@@ -17,7 +17,7 @@ from edgekit._ort import CpuSession
 from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
-from edgekit.model.model import copy_fields, find_reads, order_nodes, refill
+from edgekit.model.model import copy_without_weights, find_reads, order_nodes, refill
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
@@ -35,10 +35,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
 
     Load it with ONNX Runtime's optimizer WeightBiasQuantization off, which would quantize the weights again.
     """
-    # Initializers are not copied here, or the copy would hold every weight for a while.
-    proto = onnx.ModelProto()
-    copy_fields(qdq, proto, {"graph"})
-    copy_fields(qdq.graph, proto.graph, {"initializer"})
+    proto = copy_without_weights(qdq)
     floats = {node.name: node for node in graph.nodes}
     wanted: set[str] = set()
     for node in proto.graph.node:
@@ -267,9 +264,7 @@ def open_judge(
 
 def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
     """Returns a graph that takes some of its constants as inputs."""
-    proto = onnx.ModelProto()
-    copy_fields(model, proto, {"graph"})
-    copy_fields(model.graph, proto.graph, {"initializer"})
+    proto = copy_without_weights(model)
     proto.graph.initializer.extend(each for each in model.graph.initializer if each.name not in names)
     _feed(proto, [each for each in model.graph.initializer if each.name in names])
     return proto
