@@ -254,6 +254,10 @@ def change(sample: int, position: int, by: float) -> list[Tensors]:
     return [{"y": row} for row in rows]
 
 
+def pick(*classes: int) -> list[Tensors]:
+    return [{"y": np.eye(9)[[place]]} for place in classes]
+
+
 @pytest.mark.parametrize(
     ("got", "figures"),
     [
@@ -277,8 +281,8 @@ def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> No
         assert (present(report.worst_answers).wanted.place, present(report.worst_answers).got.place) == (wanted, least)
     assert compare(got).changes == (ClassChange(wanted=best, got=least, samples=1),)
     assert (compare(ROWS).changes, compare(ROWS).agreed) == ((), 1.0)
-    wanted, found = ([{"y": np.eye(9)[[place]]} for place in places] for places in ((1, 3, 3), (2, 4, 4)))
-    assert [(each.wanted, each.samples) for each in compare(found, wanted).changes] == [(3, 2), (1, 1)]
+    changes = compare(pick(2, 4, 4), pick(1, 3, 3)).changes
+    assert [(each.wanted, each.samples) for each in changes] == [(3, 2), (1, 1)]
     shared = Agreement(of="classes", share=0.5, samples=8)
     assert replace(compare(ROWS), agreements=(shared,)).agreed == 0.5
 
