@@ -81,6 +81,13 @@ def test_few_probabilities_still_convict_what_lies_too_near() -> None:
     assert "the float model ran" in str(find_replay(make_sides(own, near, wanted)))
 
 
+def test_a_bundle_in_float32_may_give_what_the_float_model_gives_on_another_machine() -> None:
+    wanted = np.random.default_rng(5).normal(size=(8, 4))
+    # The sums of trees depend on their order: this machine's order is not that of every other one.
+    assert find_replay(make_sides(wanted * (1 + 3e-6), wanted, wanted)) is None
+    assert find_replay(make_sides(wanted * (1 + 3e-4), wanted, wanted)) is not None
+
+
 def ask_outputs(bundle: Bundle) -> list[Tensors]:
     kept: list[Tensors] = []
 
