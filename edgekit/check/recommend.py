@@ -188,16 +188,19 @@ def explain_difference(opinion: OrtOpinion, report: CheckReport) -> Iterator[str
 def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: Callable[[], CheckReport]) -> str | None:
     """Returns why integers gain nothing on a target, or None.
 
-    The reason is that the target would take less of the work in integers than in float, and less than its
-    `min_taken_macs`. The result is None for a model that is quantized already, and if the operators alone do not rule
-    integers out. `check` returns what the target takes of the graph as it is, and is called only if the operators do
-    not decide.
+    The reason is that nothing can be quantized, as in trees, or that the target would take less of the work in integers
+    than in float, and less than its `min_taken_macs`. The result is None for a model that is quantized already, and if
+    the operators alone do not rule integers out. `check` returns what the target takes of the graph as it is, and is
+    called only if the operators do not decide.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
     """
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
+    quantized = {*target.quantization.op_types} or {node.op_type for node in graph.nodes}
+    if quantized.isdisjoint(node.op_type for node in graph.nodes):
+        return f"{target.name} quantizes no operator of this model"
     # The share of the multiply-accumulates in nodes whose operator the provider supports in integers; 1 if none
     # multiply.
     book = load_rules(target)

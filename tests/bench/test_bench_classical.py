@@ -116,3 +116,5 @@ def test_trees_are_not_quantized_and_the_reason_names_their_operator(
     np.savez("rows.npz", x=np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1, 1))
     assert run_command(["quantize", "trees.onnx", "--data", "rows.npz", "--target", "qnn", "--out", "int8.onnx"]) == 2
     assert "TreeEnsembleRegressor" in capsys.readouterr().err
+    assert run_command(["check", "trees.onnx", "--target", "cpu"]) == 0
+    assert "build fp32 as full" in capsys.readouterr().out
