@@ -369,7 +369,7 @@ def train_demo() -> None:
         "seed": str(SEED),
         "license": "Apache-2.0",
     }
-    model = build_model(build_graph(params, moments), facts).SerializeToString()
+    model = build_model(build_graph(params, moments), facts).SerializeToString(deterministic=True)
     require_agreement(run_model(model, splits["evaluation"].images), logits["evaluation"])
     (FOLDER / MODEL).write_bytes(model)
     for name in ("calibration", "evaluation"):

@@ -375,7 +375,7 @@ def write_level(
         nodes = sorted(proto.graph.node, key=lambda node: next(filter(None, node.output), ""))
         refill(proto.graph.node, order_nodes(onnx.GraphProto(node=nodes)))
     keep_used_opsets(proto)
-    path.write_bytes(proto.SerializeToString())
+    path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
     if equality is not None and not equality.passed:
         raise ModelError(

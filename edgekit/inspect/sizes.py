@@ -166,5 +166,5 @@ def _measure_weight(tensor: onnx.TensorProto) -> _Weight:
         bare.CopyFrom(tensor)
         # Names change with every export; only a change of the content makes it another layer.
         bare.ClearField("name")
-        data = bare.SerializeToString()
+        data = bare.SerializeToString(deterministic=True)
     return _Weight(size_bytes=len(data), sha256=digest_bytes(data))

@@ -258,14 +258,14 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     settings = SessionSettings(
         level=Level.BASIC, config=config, disabled_optimizers=_QDQ_CHANGERS, threads=1, libraries=model.custom_ops
     )
-    optimize_graph(proto.SerializeToString(), path, settings, subject=str(model.path))
+    optimize_graph(proto.SerializeToString(deterministic=True), path, settings, subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph, path.parent)
     restore_types(optimized.graph, nodes, types)
     whole = restore_nodes(optimized.graph, replaced)
     # Casts that ONNX Runtime merged with the model's own cannot be removed: then the stripped graph does not load.
     as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
-    if whole and (not stripped or makes_session(optimized.SerializeToString(), as_is)):
+    if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), as_is)):
         return optimized
     refill(proto.graph.node, nodes)
     if keeps_weights_on_disk(model):
@@ -484,7 +484,7 @@ def _write(proto: onnx.ModelProto, model: Model, temporary: Path, out: Path) -> 
     if keeps_weights_on_disk(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
         write_inline(proto, temporary.parent, temporary)
         return
-    temporary.write_bytes(proto.SerializeToString())
+    temporary.write_bytes(proto.SerializeToString(deterministic=True))
     move_data(temporary, out)
 
 

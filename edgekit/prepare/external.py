@@ -29,7 +29,7 @@ _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
 def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     """Writes a model to `path` with all weights inside; external data are copied from files of `folder`.
 
-    The bytes are those of `SerializeToString()`: fields in the order of their numbers.
+    The bytes are those of `SerializeToString(deterministic=True)`: fields in the order of their numbers.
     """
     graph = proto.graph
     head, tail = _split(graph, _INITIALIZER)
@@ -38,7 +38,7 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     length = len(head) + len(tail)
     for tensor in graph.initializer:
         place = read_place(tensor)
-        before, after = b"", tensor.SerializeToString()
+        before, after = b"", tensor.SerializeToString(deterministic=True)
         if place is not None:
             bare = onnx.TensorProto()
             # ONNX Runtime gives tensors with external data alone an empty `doc_string`.
@@ -67,7 +67,7 @@ def _split(message: Message, field: int) -> tuple[bytes, bytes]:
     numbers = {each.name: each.number for each, _ in message.ListFields()}
     copy_fields(message, before, {name for name, number in numbers.items() if number >= field})
     copy_fields(message, after, {name for name, number in numbers.items() if number <= field})
-    return before.SerializeToString(), after.SerializeToString(deterministic=True)
+    return before.SerializeToString(deterministic=True), after.SerializeToString(deterministic=True)
 
 
 def _frame(field: int, length: int) -> bytes:
@@ -81,7 +81,7 @@ def write_with_weights(proto: onnx.ModelProto, source: Model, path: Path) -> Mod
         return load_model(path, custom_ops=source.custom_ops)
     if source.external_files:
         gather_data(proto, source.path.parent, path.with_name(f"{path.name}.data"))
-    path.write_bytes(proto.SerializeToString())
+    path.write_bytes(proto.SerializeToString(deterministic=True))
     return load_model(path, custom_ops=source.custom_ops)
 
 
@@ -94,7 +94,7 @@ def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
         OutputError: `out` cannot be written.
     """
     if out.exists() and out.samefile(source.path) and not points_into(proto, source):
-        write_file(out, proto.SerializeToString())
+        write_file(out, proto.SerializeToString(deterministic=True))
     else:
         with work_folder(out.parent) as work:
             write_with_weights(proto, source, work / out.name)
@@ -134,10 +134,10 @@ def place_weights(model: Model, *, external: bool) -> Model:
         with replacing_file(data) as temporary, temporary.open("wb") as out:
             for tensor in proto.graph.initializer:
                 move_weight(tensor, path.parent, out, most=LEAST_BYTES)
-        write_file(path, proto.SerializeToString())
+        write_file(path, proto.SerializeToString(deterministic=True))
     else:
         refuse_inline(model)
-        write_file(path, proto.SerializeToString())
+        write_file(path, proto.SerializeToString(deterministic=True))
         for name in model.external_files:
             (path.parent / name).unlink()
     return load_model(path, custom_ops=model.custom_ops)

@@ -49,7 +49,7 @@ def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     same: dict[str, str] = {}
     for node in graph.node:
         if node.op_type == "ConstantOfShape" and node.input and node.input[0] in shapes:
-            value = tuple(attribute.SerializeToString() for attribute in node.attribute)
+            value = tuple(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
             same[node.output[0]] = first.setdefault((shapes[node.input[0]], value), node.output[0])
     for node in graph.node:
         node.input[:] = [same.get(name, name) for name in node.input]

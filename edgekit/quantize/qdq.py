@@ -301,7 +301,7 @@ def _share_constants(graph: onnx.GraphProto) -> None:
                 unnamed.CopyFrom(constant)
                 unnamed.name = ""
                 # Deterministic, because these bytes are compared.
-                contents = unnamed.SerializeToString()
+                contents = unnamed.SerializeToString(deterministic=True)
                 node.input[place] = kept.setdefault((place, contents), constant.name)
     drop_unread(graph)
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
@@ -383,6 +383,6 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
         raise ModelError(
             f"no node of '{model.name}' became an integer operator on {cpu}", hint="give a QDQ model: edgekit quantize"
         )
-    out.write_bytes(proto.SerializeToString())
+    out.write_bytes(proto.SerializeToString(deterministic=True))
     written = load_model(out, custom_ops=model.custom_ops)
     return QOperatorModel(model=written, operators=dict(sorted(counts.items())))

@@ -184,7 +184,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     """
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
     digest = hashlib.sha256(repr([(node, place.limit) for node, (_, place) in places.items()]).encode())
-    digest.update(qdq.SerializeToString())
+    digest.update(qdq.SerializeToString(deterministic=True))
     key = digest.hexdigest()
     if known := load_rounded(statistics, key):
         for index, (_, place) in enumerate(places.values()):

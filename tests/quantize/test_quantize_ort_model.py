@@ -48,7 +48,7 @@ def _place(model: Model, calibration: Calibration, target: str, precision: str =
 
 
 def _write(model: Model, plan: QuantPlan) -> bytes:
-    return place_plan(read_float_graph(model), plan, model.name).SerializeToString()
+    return place_plan(read_float_graph(model), plan, model.name).SerializeToString(deterministic=True)
 
 
 def _spell_channels(scales: Any, axis: int, quant_type: Any) -> list[dict[str, Any]]:

@@ -360,7 +360,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
         own_file = path.with_name(f"{path.name}.data")
         for other, offset in (_write_weights(own_file, unshared) if unshared else {}).items():
             point_to(unshared[other].tensor, DataPlace(own_file.name, offset, unshared[other].size_bytes))
-        write_new(path, [proto.SerializeToString()])
+        write_new(path, [proto.SerializeToString(deterministic=True)])
         written[name] = (path, file, own_file) if unshared else (path, file)
     return written, sum(places[0].size_bytes for places in equal.values())
 
