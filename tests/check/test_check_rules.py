@@ -115,6 +115,9 @@ def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -
 @pytest.mark.parametrize(
     ("op", "rule", "reason"),
     [
+        ("Conv", Forms(allowed=("float16", "qdq-uint8")), "its input is float32; only float16 is taken"),
+        ("Conv", Forms(refused=("float32",)), "its input is float32, which is not taken"),
+        ("Conv", Forms(refused=("float16",)), None),
         ("Add", rules.SameDtype(at=(0, 1)), None),
         ("Reshape", rules.SameDtype(at=(0, 1)), "its inputs have different types: float32, int64"),
         ("Conv", rules.Rank(at=(0,), allowed=(4,)), None),
