@@ -347,7 +347,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:z.2f} {unit}"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
         part = f" over {trial.samples} of {samples} samples, where it was left out" if trial.samples < samples else ""
-        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB{part}, {work}"
+        ratio = "" if math.isinf(trial.sqnr_db) else f", {trial.sqnr_db:.1f} dB"
+        yield f"- {trial.step}: {drop}{ratio}{part}, {work}"
     for tried in report.steps:
         more = ", channels equalized" if tried.equalized else ""
         more += f", {tried.eight_bit_share:.1%} of the weights keep 8 bits" if tried.eight_bit_share else ""
@@ -389,7 +390,10 @@ def describe_prediction(predicted: Prediction) -> str:
     """Returns a prediction in one line."""
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
     if math.isinf(predicted.sqnr_db):
-        return "no output holds numbers that could be compared"
+        # Whole numbers have no ratio.
+        ratio = f"over {predicted.samples} samples"
+        if predicted.drop_estimate is None:
+            return "no output holds numbers that could be compared"
     if predicted.drop_estimate is None:
         return f"{ratio}; {predicted.source}"
     others = f"nearest neighbours among {predicted.candidates} others"

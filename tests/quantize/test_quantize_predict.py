@@ -186,6 +186,21 @@ def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
     assert found.meets(0)
 
 
+def test_whole_numbers_behind_the_classes_of_two_networks_are_answers(tmp_path: Path) -> None:
+    text = """g (float[1,3,4] x) => (int64[1,4] y) <float[1,3,1] b = {SHIFT, 0, 0}, int64 none = {0}> {
+        a = ArgMax<axis = 1, keepdims = 0>(x)  g = Add(x, b)  c = ArgMax<axis = 1, keepdims = 0>(g)
+        is = Equal(c, none)  y = Where(is, none, a) }"""
+    exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", "0.4"))
+    rows = np.random.default_rng(0).normal(size=(60, 1, 3, 4)).astype(np.float32)
+    found = predict_drop(exact, other, make_samples([{"x": row} for row in rows]))
+    one, two = (CpuSession(model.path, SessionSettings()) for model in (exact, other))
+    equal = np.mean([one.run({"x": row})["y"] == two.run({"x": row})["y"] for row in rows])
+    assert found.top1_agreement == pytest.approx(equal)
+    assert 0.7 < equal < 1.0
+    words = f"over 60 samples, {100 * equal:.1f} % of decisions the same; equal labels down by {50 * (1 - equal):.2f}"
+    assert describe_prediction(found).startswith(words)
+
+
 def test_outputs_that_change_their_shape_have_a_ratio_only(tmp_path: Path) -> None:
     text = "g (float[1,9] x) => (float[2,N] y) { r = Relu(x) n = NonZero(r) y = Cast<to=1>(n) }"
     rows = np.random.default_rng(0).normal(size=(8, 1, 9)).astype(np.float32)

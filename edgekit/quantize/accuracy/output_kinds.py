@@ -13,6 +13,7 @@ from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_sco
 from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
+_WHOLE = frozenset({"bool", "int32", "int64"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 # The mean of probabilities, such as those of moments of a sound, is one.
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
@@ -171,7 +172,7 @@ def _guess_reading(
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], _find_squash(graph, name)
-    if first.dtype.kind in "iu" and squash == "ArgMax":
+    if first.dtype.kind in "iu" and _follows_from_classes(graph, name):
         yield Reading(kind="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
         scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
@@ -401,6 +402,19 @@ def _is_distribution(rows: Array) -> bool:
 
 def _find_squash(graph: Graph, name: str) -> str:
     return _trace_squash(graph, name)[0]
+
+
+def _follows_from_classes(graph: Graph, name: str) -> bool:
+    """Returns True if whole numbers are computed from the classes of an ArgMax, as where one network gates another."""
+    todo, seen = [name], set[str]()
+    while todo:
+        node = graph.producers.get(todo.pop())
+        if node is not None and node.op_type == "ArgMax":
+            return True
+        if node is not None and node.name not in seen:
+            seen.add(node.name)
+            todo += [each for each in node.input if each and graph.value(each).dtype in _WHOLE]
+    return False
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
