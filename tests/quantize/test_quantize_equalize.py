@@ -49,6 +49,7 @@ from edgekit.target import Precision, Target, load_target
         ([6.0, 1.0], [4.0, 0.0], None, 6.0, [1, 4]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 6.0, [1, 4, 8]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 300.0, [1, 4, 8]),
+        ([4.0, 2.0], [0.0, 0.0], [0.25, 1.0], 100.0, [0.5, 2]),
     ],
 )
 def test_factors_equalize_channels_and_weights(
