@@ -135,6 +135,9 @@ HIDDEN = "(float[1,4] x) => (int64[1,1] y) { l = Sqrt(x) y = ArgMax<axis=1>(l) }
 MASKED = """(float[1,4] x) => (float[1,4] y) <float never = {-inf}, float zero = {0},
     float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {
     h = MatMul(x, w) c = Greater(h, zero) y = Where(c, h, never) }"""
+# A mark of what is missing.
+MISSING = """(float[1,4] x) => (float[1,4] y) <float mark = {nan}, float zero = {0}> {
+    h = Exp(x) c = Greater(x, zero) y = Where(c, h, mark) }"""
 WHOLE = "(int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }"
 
 
@@ -144,6 +147,13 @@ WHOLE = "(int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }"
         (INFINITY, 17, [1, 1, 999], DataError, r"sample 2 of 'test data' gives infinity in tensor 'e' \(made by Exp\)"),
         (HIDDEN, 17, [-1], DataError, r"sample 0 .* NaN in tensor 'l' \(made by Sqrt\)"),
         (MASKED, 17, [1, -1], DataError, "sample 1 of .* not finite in output 'y' .prepare --outputs"),
+        (
+            MISSING,
+            17,
+            [1, -1],
+            ModelError,
+            "weight 'mark' of Where .*NaN .prepare --outputs h ends the model before it",
+        ),
         (RELU, 17, [math.nan], DataError, r"sample 0 .* NaN in input 'x'"),
         (RELU, 17, [], DataError, "holds no sample"),
         (RELU, 11, [1], ModelError, r"opset 11.*edgekit prepare"),

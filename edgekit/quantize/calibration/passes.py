@@ -295,9 +295,13 @@ def _refuse_weights(graph: Graph, node: Node) -> None:
     for name in node.input:
         value = graph.constant(name)
         if value is not None and (kind := _non_finite(value)):
-            raise ModelError(
-                f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint="export or train the model again"
+            before = ",".join(each for each in node.input[-2:] if each in graph.producers)
+            # A Where may mark in an output what is missing.
+            marks = node.op_type == "Where" and node.output[0] in graph.outputs and before
+            hint = (
+                f"prepare --outputs {before} ends the model before it" if marks else "export or train the model again"
             )
+            raise ModelError(f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint=hint)
 
 
 def _non_finite(value: Array) -> str:
