@@ -65,7 +65,7 @@ TESTS = {
     "quantize/accuracy/loss.py": "compared_tensors predict compare",
     "check/rules/rules.py": "rules verdicts placement",
     "check/report.py": "verdicts trace",
-    "check/check.py": "verdicts placement open settings",
+    "check/check.py": "rules verdicts placement open settings",
     "convert/ort_format/canonical.py": "canonical census",
     "convert/ort_form.py": "equality canonical fusions census",
     "prepare/rewrites/activations.py": "rewrites exported",
