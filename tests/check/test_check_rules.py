@@ -83,6 +83,7 @@ def subject_of(op: str) -> Subject:
         ({"absent": (1, 2)}, False),
         ({"dtypes": {"0": ("float32",)}}, True),
         ({"dtypes": {"0": ("float32",), "1": ("int8",)}}, False),
+        ({"dtypes": {"2": ("float32",)}}, False),
         ({"ranks": {"0": (3, 4)}}, True),
         ({"ranks": {"0": (3,)}}, False),
         ({"fed_by": ("Relu", "Neg")}, True),
