@@ -22,9 +22,12 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.evidence import Evidence
+from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
+from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
+from edgekit.verify.own_model import list_broken_forms
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 
@@ -100,6 +103,26 @@ def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, b
     report = verify(bundle)
     assert "'model.runtime.ort' does not pass the bundle's self-test" in report.alterations[0]
     assert not report.passed
+
+
+def test_fused_kernels_may_round_what_was_quantized_before_otherwise(tmp_path: Path) -> None:
+    """Its own error at the build is none, since the file itself is the reference; a step is 4 % of the output."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,8] y)
+        <float s = {0.05}, int8 z = {0}> {
+        a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  c = DequantizeLinear(w, s, z)  d = MatMul(b, c)
+        e = QuantizeLinear(d, s, z)  f = DequantizeLinear(e, s, z)  h = Sigmoid(f)  i = QuantizeLinear(h, s, z)
+        j = DequantizeLinear(i, s, z)  k = DequantizeLinear(v, s, z)  l = MatMul(j, k)
+        m = QuantizeLinear(l, s, z)  y = DequantizeLinear(m, s, z) }"""
+    )
+    rng = np.random.default_rng(0)
+    for name, shape in (("w", (16, 16)), ("v", (16, 8))):
+        proto.graph.initializer.append(numpy_helper.from_array(rng.integers(-9, 9, shape).astype(np.int8), name))
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    np.savez(tmp_path / "rows.npz", x=rng.normal(size=(32, 16)).astype(np.float32))
+    data = Data(source=str(tmp_path / "rows.npz"))
+    build(tmp_path / "m.onnx", data, tmp_path / "out", Recipe(targets=("cpu",)), verify=False)
+    assert list(list_broken_forms(open_bundle(tmp_path / "out" / "m-cpu"))) == []
 
 
 def choosy(file: str, *, refuses: bool) -> InProcess:
