@@ -49,8 +49,8 @@ _MOST_UNEVEN, _THOUSANDS = 30.0, 2000
 _LEAST_EMBEDDING, _UNIT = 8, 1e-3
 # Landmarks are as many numbers or more.
 _LEAST_LANDMARKS = 8
-# The least skewness of class scores over 16 samples, a choice: 0.34 to 1.5 for seven classifiers of the zoo and trained
-# ones (0.24 for the worst draw of samples), -0.2 to 0.16 for vectors of five speaker, sentence and sound encoders.
+# The least skewness of class scores over 16 samples, a choice: seven classifiers have 0.24 to 1.33, and the vectors of
+# five speaker, sentence and sound encoders -0.14 to 0.16 (docs/concepts/accuracy.md, "Classes or a vector").
 _LEAST_SKEWNESS = 0.25
 # Landmarks vary from sample to sample by less than this share of how the mean of each varies.
 _SAME_SHAPE = 0.1

@@ -38,6 +38,8 @@ from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
 MOST_SAMPLES = 256
 """The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
+MOST_CHANGED = 0.1
+"""The share of decisions that a plan may change if nothing else is to be said: a choice."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
 # If the records of a model take more bytes, as those of long vectors do, those of the others are dropped: a choice.
@@ -78,8 +80,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int | None = None
 
     def loss(self) -> float:
-        """Returns the estimated drop, or minus the SQNR in dB where it is unknown: the smaller, the better the plan."""
-        return -self.sqnr_db if self.drop_estimate is None else self.drop_estimate
+        """Returns the estimated drop, or minus the SQNR in dB where it is unknown: the smaller, the better the plan.
+
+        Decisions that change count as lost beyond a tenth of all. For an uncertain model the drop alone would not tell
+        a bad plan from a good one: a new decision is as likely to be right as the old one.
+        """
+        return -self.sqnr_db if self.drop_estimate is None else max(self.drop_estimate, self.changed() - MOST_CHANGED)
+
+    def changed(self) -> float:
+        """Returns the share of decisions that change, 0 where nothing is decided."""
+        return 0.0 if self.top1_agreement is None else 1 - self.top1_agreement
 
     def meets(self, max_drop: float) -> bool:
         """Returns True if the drop is at most `max_drop` (a share); where it is unknown, if outputs hardly differ."""

@@ -274,7 +274,8 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     is_better = two.loss() < one.loss()
     if changes_many(one) and two.top1_agreement is not None:
         figure += f" and {two.top1_agreement:.1%} of the decisions are the same"
-        is_better |= two.top1_agreement > (one.top1_agreement or 0)
+    # A few samples are enough to choose, but say little of the loss itself.
+    figure += "" if other.is_whole else f" over {two.samples} samples"
     if not is_better:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))

@@ -14,7 +14,7 @@ from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
-from edgekit.quantize.accuracy.predict import Look, Prediction
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.effort import find_effort
@@ -43,8 +43,6 @@ DEFAULT_INTEGER_SHARE = 0.75
 _WORTH = 0.002
 # A drop that is worth advice, two points: a choice.
 _MUCH = 0.02
-# The share of decisions that a plan keeps if nothing else is to be said: a choice.
-_LEAST_SAME = 0.9
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
 LEAST_INTEGER_SHARE = 0.5
@@ -127,10 +125,24 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float = DEFAULT_MAX_DROP
     is_given: bool = False
 
+    def is_met(self, prediction: Prediction) -> bool:
+        """Returns True if a plan meets the goal; in the default mode it also keeps nine tenths of the decisions."""
+        return self.least_loss(prediction, 0.0) <= (-GOOD_DB if prediction.drop_estimate is None else self.max_drop)
+
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is removed."""
         is_unknown = prediction.drop_estimate is None
-        return _least_drop(prediction, share) <= (_NEAR_DB - GOOD_DB if is_unknown else _NEAR * self.max_drop)
+        return self.least_loss(prediction, share) <= (_NEAR_DB - GOOD_DB if is_unknown else _NEAR * self.max_drop)
+
+    def least_loss(self, prediction: Prediction, share: float) -> float:
+        """Returns a lower bound of the loss (`Prediction.loss`) once a share of the activations' noise is removed.
+
+        A drop falls no faster than the power of the noise, and neither does the share of decisions that change.
+        """
+        if prediction.drop_estimate is None:
+            return -(prediction.sqnr_db + rise_db(share))
+        changed = 0.0 if self.is_given else prediction.changed()
+        return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - MOST_CHANGED)
 
 
 def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
@@ -214,8 +226,7 @@ def changes_many(prediction: Prediction) -> bool:
     The estimated drop may be small all the same: if the float model is uncertain, a changed decision is as likely to be
     right as the old one.
     """
-    same = prediction.top1_agreement
-    return same is not None and same < _LEAST_SAME
+    return prediction.changed() > MOST_CHANGED
 
 
 def is_near(prediction: Prediction) -> bool:
@@ -234,7 +245,7 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     if there is any: trials that keep half of it, lose at most `max_drop` more than needed (than the goal, or than the
     least loss if none meets it), and, if any trial meets the goal, may meet it within the interval of their drop.
     """
-    meeting, every = [trial for trial in trials if trial.prediction.meets(goal.max_drop)], tuple(trials)
+    meeting, every = [trial for trial in trials if goal.is_met(trial.prediction)], tuple(trials)
     if not goal.is_given:
         enough = find_tolerated_loss(trials)
         chosen = next(trial for trial in trials if trial in meeting or trial.prediction.loss() <= enough)
@@ -316,7 +327,7 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
         enough = max(goal.max_drop, find_tolerated_loss(attempts.in_order))
         fewer = [count for count in left if below < count < chosen]
-        fewer = [count for count in fewer if _least_drop(attempts.trials[0].prediction, 1 - left[count]) <= enough]
+        fewer = [count for count in fewer if goal.least_loss(attempts.trials[0].prediction, 1 - left[count]) <= enough]
         if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
             return
 
@@ -333,7 +344,7 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
     if not find_effort(graph, search.calibration.samples).is_short:
         return
     for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
-        misses = attempts.choose() == before and not attempts.trials[before].prediction.meets(goal.max_drop)
+        misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
         if not misses or not memo.budget.allows(MORE_RELIEF):
             return
         weigh = partial(bound_relief_by_count, search.model, search.calibration, first, (before, count), memo)
@@ -388,9 +399,7 @@ class _Attempts:
 
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and the target runs as much of the work as with the first."""
-        return (
-            trial.prediction.meets(self._goal.max_drop) and trial.taken_macs >= self.trials[0].taken_macs - SAME_SHARE
-        )
+        return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.trials[0].taken_macs - SAME_SHARE
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
@@ -433,23 +442,10 @@ def find_tolerated_loss(trials: Sequence[Trial]) -> float:
     That is the least drop plus 0.2 points, or times 1.12 if that is more: a decibel is 12 % of the noise amplitude, to
     which changed decisions are proportional. If the drop is unknown, it is one decibel less than the best.
     """
-    best = min(trials, key=lambda trial: trial.prediction.loss())
-    drop = best.prediction.drop_estimate
-    return (
-        best.prediction.loss() + LEAST_GAIN_DB
-        if drop is None
-        else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
-    )
-
-
-def _least_drop(prediction: Prediction, share: float) -> float:
-    """Returns a lower bound of the drop (as `Prediction.loss`) once a share of the activations' noise is removed.
-
-    A drop falls no faster than the power of the noise.
-    """
-    if prediction.drop_estimate is None:
-        return -(prediction.sqnr_db + rise_db(share))
-    return prediction.drop_estimate * (1 - share)
+    best = min((trial.prediction for trial in trials), key=Prediction.loss)
+    if best.drop_estimate is None:
+        return best.loss() + LEAST_GAIN_DB
+    return max(best.loss() + _WORTH, best.loss() * 10 ** (LEAST_GAIN_DB / 20))
 
 
 def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
