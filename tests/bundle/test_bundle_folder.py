@@ -146,6 +146,7 @@ def test_a_path_in_a_bundle_has_at_most_sixteen_folders_and_512_bytes() -> None:
     whole = "/".join(["a" * 254, "b" * 255, "cc"])
     assert [find_fault(whole[:length]) for length in (512, 513)] == [None, "is empty or too long"]
     assert find_fault(f"{whole[:511]}\u00e9") == "is too long"
+    assert "too long" in (find_fault("b" * 256) or "")
 
 
 def replace_by_link(path: Path) -> None:

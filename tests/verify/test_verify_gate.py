@@ -296,5 +296,7 @@ def test_where_no_number_of_samples_would_do_none_is_named() -> None:
     assert told == ["", ": about 7", ": about 99", ": about 110", ": about 1300"]
     assert find_enough_hits(100, 0.9, 0.9) is None
     assert find_enough_hits(100, 1.0, 0.9) == 101
+    part = present(find_enough_hits(30, 0.95, 0.9))
+    assert wilson_interval(math.floor(0.95 * part), part)[0] >= 0.9
     enough = present(find_enough_hits(6, 1.0, 0.9))
     assert wilson_interval(enough, enough)[0] >= 0.9 > wilson_interval(enough - 1, enough - 1)[0]
