@@ -25,7 +25,7 @@ from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import limit_samples, load_samples
-from edgekit.devices.find import find_device
+from edgekit.devices.find import default_target, find_device
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import FormatReport, compare_formats
@@ -348,7 +348,7 @@ def compare_command(
     layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
     min_sqnr: Annotated[float | None, number("Fail below this signal-to-noise ratio in dB.", -200, 200)],
     device: Annotated[str | None, Option("Run B on this device; --layers then compares its layers.", "DEVICE", "--on")],
-    target: Annotated[str | None, Option("The target whose session options open B, or auto. Default: nnapi.", "NAME")],
+    target: Annotated[str | None, Option("The target whose session options open B, or auto. Default: nnapi, or the device's.", "NAME")],
     metric: options.Metric,
     labels: Annotated[Path | None, Option("The label of each sample.", "FILE")],
     max_metric_drop: options.MetricDrop,
@@ -400,7 +400,7 @@ def compare_command(
         if device is None:
             report = compare_models(first, second, samples_to_compare, layers=layers)
         else:
-            opening_target = load_target_here(target or "nnapi")
+            opening_target = load_target_here(target) if target else default_target(device, first="nnapi")
             report = compare_on_device(
                 first, second, samples_to_compare, find_device(device, opening_target), opening_target, layers=layers
             )

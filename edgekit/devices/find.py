@@ -92,9 +92,10 @@ def serve_targets(name: str) -> tuple[Target, ...]:
     return tuple(msgspec.structs.replace(cpu_target(), provider=name) for name in device.providers) or (cpu_target(),)
 
 
-def default_target(name: str) -> Target:
-    """Returns the target that a device uses for a model if the user names none."""
-    return serve_targets(name)[0]
+def default_target(name: str, *, first: str = "") -> Target:
+    """Returns the target that a device uses for a model if the user names none: `first` if the device runs it."""
+    preferred = load_target(first) if first else None
+    return preferred if preferred and _fits(known_device(name), preferred) else serve_targets(name)[0]
 
 
 def cpu_target() -> Target:

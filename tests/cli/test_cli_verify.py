@@ -235,6 +235,9 @@ def test_compare_runs_the_second_model_on_a_device(tmp_path: Path, capsys: pytes
     report = json.loads(capsys.readouterr().out)
     assert (report["device"], report["failure"], report["located"]["layer"]) == ("host", None, None)
     assert report["outputs"][0]["sqnr_db"] > 60
+    # A device that does not run NNAPI gets its own target: it was refused, whether installed or not.
+    assert run_command(["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--on", "coreml"]) != 0
+    assert "target 'nnapi'" not in capsys.readouterr().err
 
 
 def test_a_report_with_impossible_figures_is_refused(facts: Path, tmp_path: Path, refused: Refused) -> None:

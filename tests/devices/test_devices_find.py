@@ -67,6 +67,9 @@ def test_a_cpu_has_higher_evidence_for_the_target_whose_provider_it_runs(name: s
 def test_every_name_finds_its_device() -> None:
     for name in device_names():
         assert find_device(name, default_target(name)).name.partition(":")[0] == name.partition(":")[0]
+        assert find_device(name, default_target(name, first="nnapi")).name.partition(":")[0] == name.partition(":")[0]
+    names = [default_target(name, first="nnapi").name for name in ("host", "android", "qnn-htp-sim", "ios-sim")]
+    assert names == ["nnapi", "nnapi", "qnn", "coreml"]
 
 
 @pytest.mark.usefixtures("empty_cache")
