@@ -48,6 +48,9 @@ WITH = {
     "drop-copies": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) { a = Relu(x) b = Identity(a) c, m = Dropout(b)
         d = Concat<axis=0>(c) y = Neg(d) z = Concat<axis=1>(y) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
+    "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
+        <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
+        { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
     "part-silu": """g (float[1,2,3,4] x) => (float[1,2,3,4] y, float[1,2,3,4] z) <float s = {0.001}, uint16 o = {32768}>
         { q = com.microsoft.QuantizeLinear(x, s, o) d = com.microsoft.DequantizeLinear(q, s, o) g = Sigmoid(d)
@@ -211,6 +214,8 @@ WITHOUT = {
     "drop-copies": """g (float[2,3] x) => (float[2,3] y, bool[2,3] m, float[4,3] z)
         { a, m = Dropout(x) b = Neg(a) y = Identity(b) z = Concat<axis=0>(a, b) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
+    "plain-pad": """g (float[2,3] x, float u) => (float[4,3] y, float[4,3] z, float[4,3] t)
+        <int64[4] p = {1,0,1,0}, float v = {0.5}> { y = Pad(x, p, v) z = Pad(x, p, u) t = Pad(x, p) }""",
     # An upper bound that matters, one that is fed, and another lower bound.
     "clip-to-relu": """g (float[2,3] x, float fed) => (float[2,3] y, float[2,3] z, float[2,3] t)
         <float low = {0}, float six = {6}> { y = Clip(x, low, six) z = Clip(x, low, fed) t = Clip(x, six) }""",
@@ -362,7 +367,7 @@ GONE = {
 SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
-    "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "transposed-to-conv": 3, "matmul-to-2d": 3,
+    "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3, "matmul-to-2d": 3,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

@@ -109,6 +109,16 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
     assert "step" not in wide
 
 
+def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
+    # QNN's provider refuses a value of another width; one of zero is left out before (`plain-pad`).
+    text = "g (float[1,4] x) => (float[1,6] y) <int64[4] p = {0,1,0,1}, float v = {-1.5}> { c = Abs(x) y = Pad(c, p, v) }"
+    model = make_model(text, tmp_path / "m.onnx")
+    rows: list[Tensors] = [{"x": np.float32([[1, -2, 3, index]])} for index in range(8)]
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    assert relieve_tensors(read_float_graph(model), plan, ("c",), calibration, widens=True).wide.keys() >= {"c", "v"}
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_input_is_cut_at_its_long_end_alone_while_the_outputs_gain(tmp_path: Path, sign: int) -> None:
     model = make_model("g (float[1,64] x) => (float[1,32] y) { h = Tanh(x) y = MatMul(h, w) }", tmp_path / "m.onnx",

@@ -48,7 +48,7 @@ _RANKED = (_FEW_RELIEVED, 80, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
-_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
+_WITH_CONSTANTS = frozenset({"Add", "Sub", "Mul", "Div", "Pad"})
 
 
 LEAST_GAIN_DB = 1.0
@@ -252,12 +252,12 @@ def relieve_tensors(
 
 
 def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
-    """Returns the ranges of the constants that are added to these tensors or multiplied with them.
+    """Returns the ranges of the constants that are added to these tensors or multiplied with them, or pad them.
 
     Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
     steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend.
     """
-    readers = {node.name: node for name in names for node in graph.readers(name) if node.op_type in _ARITHMETIC}
+    readers = {node.name: node for name in names for node in graph.readers(name) if node.op_type in _WITH_CONSTANTS}
     constants = dict.fromkeys(name for node in readers.values() for name in node.input if graph.is_float_constant(name))
     # A constant has one grid for all its readers, and a node that computes in 8 bits would not be taken with one in 16.
     shared = {name for name in constants if any(node.name not in readers for node in graph.readers(name))}
