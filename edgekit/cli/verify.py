@@ -348,7 +348,7 @@ def compare_command(
     layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
     min_sqnr: Annotated[float | None, number("Fail below this signal-to-noise ratio in dB.", -200, 200)],
     device: Annotated[str | None, Option("Run B on this device; --layers then compares its layers.", "DEVICE", "--on")],
-    target: Annotated[str | None, Option("The target whose session options open B, or auto. Default: nnapi, or the device's.", "NAME")],
+    target: Annotated[str | None, Option("Whose session options open B, or auto. Default: nnapi, or its own.", "NAME")],
     metric: options.Metric,
     labels: Annotated[Path | None, Option("The label of each sample.", "FILE")],
     max_metric_drop: options.MetricDrop,

@@ -22,6 +22,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.graph.constants import read_array
 from edgekit.model.tensors import Array
+from edgekit.quantize.gptq import spare_for_bias
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""
@@ -171,8 +172,9 @@ class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no
                 input_scale, weight_scale, weight_name, bias_tp, is_per_channel
             )
             return whole
-        channels = weight_scale.astype(np.float64)
-        least = (1.0001 * (2.0 * bias)) / np.float64(2 * np.iinfo(np.int32).max)
+        channels, layer = weight_scale.astype(np.float64), self.bias_to_quantize[bias_tp.name]
+        given = self.quantization_params[layer.input_name].get_for_consumer(layer.node_name)
+        least = (1.0001 * spare_for_bias(given["quant_type"]) * (2.0 * bias)) / np.float64(2 * np.iinfo(np.int32).max)
         step = np.float64(input_scale.item()) * channels
         small = (step < least) & (step > 0.0)
         ratio = least / np.where(small, step, 1.0)

@@ -45,6 +45,7 @@ from edgekit.quantize.gptq import (
     round_nearest,
     search_scale,
     shrink_moment,
+    spare_for_bias,
     split_pieces,
     weight_scale,
 )
@@ -89,7 +90,8 @@ _INT32_MARGIN = 1.001 / (2**31 - 1)
 class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     """The names of a layer's initializers in a QDQ graph, and the step of its quantized input.
 
-    `limit` is the largest magnitude of the weight's integers, `source` the tensor that the layer reads in that graph.
+    `limit` is the largest magnitude of the weight's integers, `source` the tensor that the layer reads in that graph,
+    `spare` how far the integers of the bias stay below their limit, as a factor.
     """
 
     source: str
@@ -101,6 +103,7 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     step: float
     per_channel: bool
     limit: int
+    spare: float = 1.0
 
     @property
     def has_four_bits(self) -> bool:
@@ -144,6 +147,7 @@ def _find_places(
             step=float(numpy_helper.to_array(initializers[source.input[1]])),
             per_channel=scale.ndim > 0,
             limit=FOUR_LIMIT if layer.weight in bits and scale.ndim else limit,
+            spare=spare_for_bias(initializers[source.input[2]].data_type),
         )
     return {name: (layer, places[name]) for name, layer in layers.items() if name in places}
 
@@ -251,7 +255,7 @@ def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Arr
     weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    floor = (np.abs(bias) * _INT32_MARGIN / place.step).reshape(layer.groups, layer.outputs, 1)
+    floor = (np.abs(bias) * _INT32_MARGIN * place.spare / place.step).reshape(layer.groups, layer.outputs, 1)
     return weight, bias, layer.to_matrix(weight), floor
 
 

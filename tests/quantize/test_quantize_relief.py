@@ -17,7 +17,8 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, judge_plan
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
-from edgekit.target import load_target
+from edgekit.quantize.rounding import Rounding
+from edgekit.target import Precision, load_target
 
 ACTIVATIONS = {
     "Relu": "r = Relu(c)",
@@ -111,12 +112,33 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
 
 def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
     # QNN's provider refuses a value of another width; one of zero is left out before (`plain-pad`).
-    text = "g (float[1,4] x) => (float[1,6] y) <int64[4] p = {0,1,0,1}, float v = {-1.5}> { c = Abs(x) y = Pad(c, p, v) }"
+    text = (
+        "g (float[1,4] x) => (float[1,6] y) <int64[4] p = {0,1,0,1}, float v = {-1.5}> { c = Abs(x) y = Pad(c, p, v) }"
+    )
     model = make_model(text, tmp_path / "m.onnx")
-    rows: list[Tensors] = [{"x": np.float32([[1, -2, 3, index]])} for index in range(8)]
+    rows: list[Tensors] = [{"x": np.array([[1, -2, 3, index]], np.float32)} for index in range(8)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
     assert relieve_tensors(read_float_graph(model), plan, ("c",), calibration, widens=True).wide.keys() >= {"c", "v"}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "bias"])
+@pytest.mark.parametrize(("precision", "most"), [("int16", 2**29), ("int8", 2**31)])
+def test_biases_beside_data_of_16_bits_leave_room_for_the_products(
+    tmp_path: Path, rounding: Rounding, precision: Precision, most: int
+) -> None:
+    # The weights of a dead channel decay: the least scale with which its bias fits into 32 bits counts.
+    stored = {"w": np.array([[1e-9, -0.61e-9], [1, 2.27]], np.float32), "b": np.array([5, 0.2], np.float32)}
+    text = "g (float[1,2] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w, b) }"
+    model = make_model(text, tmp_path / "m.onnx", constants=stored)
+    rows: list[Tensors] = [{"x": row[None]} for row in np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)]
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), precision, method="minmax")
+    plan = msgspec.structs.replace(plan, rounding=rounding)
+    made = onnx.load(str(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path))
+    integers = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer]
+    largest = max(int(np.abs(each.astype(np.int64)).max()) for each in integers if each.dtype == np.int32)
+    assert 0.99 * most < largest <= most
 
 
 @pytest.mark.parametrize("sign", [1, -1])
