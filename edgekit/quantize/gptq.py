@@ -59,10 +59,10 @@ def lowest(limit: int) -> int:
 def spare_for_bias(kind: int) -> float:
     """Returns how far an int32 bias stays below its limit, as a factor, beside data of this type.
 
-    QNN's HTP adds products of 16-bit data within the same 32 bits: from 2**30 on its results are wrong, up to 2**29
+    QNN's HTP adds products of 16-bit data within the same 32 bits: from 2**29 on its results are wrong, up to 2**28
     they are right (targets/qnn/NOTES.md).
     """
-    return 4.0 if kind in {onnx.TensorProto.INT16, onnx.TensorProto.UINT16} else 1.0
+    return 8.0 if kind in {onnx.TensorProto.INT16, onnx.TensorProto.UINT16} else 1.0
 
 
 def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:

@@ -199,7 +199,8 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
 class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
     """Ranks allowed for inputs or outputs by position; no position means all.
 
-    Values inside a chain of the operators in `unless_chain`, one after the other, pass, because the provider fuses it.
+    Values inside a chain of the operators in `unless_chain`, one after the other, pass, because the provider fuses it
+    if what goes in and what comes out have ranks of `chain_ends`.
     """
 
     of: Side = "inputs"
@@ -208,13 +209,14 @@ class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
     max: int = 100
     allowed: tuple[int, ...] = ()
     unless_chain: tuple[str, ...] = ()
+    chain_ends: tuple[int, ...] = ()
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         for what, operand in subject.operands(self.at, self.of):
             rank = None if operand.shape is None else len(operand.shape)
             if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
                 continue
-            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of):
+            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of, self.chain_ends):
                 return
             if rank is None:
                 yield f"the rank of {what} is unknown"
@@ -635,10 +637,10 @@ class QuantizedOutput(BaseRule, frozen=True, kw_only=True, tag="quantized_output
             yield "its inputs are quantized but its output is not"
 
 
-def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side) -> bool:
+def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side, ends: tuple[int, ...]) -> bool:
     """Returns True if this side of a node is inside a chain of these operators, each read only by the next.
 
-    Q and DQ are skipped.
+    Q and DQ are skipped; `ends` are the ranks that its input and its output may have.
     """
     edge = 0 if side == "inputs" else len(ops) - 1
     for place, op in enumerate(ops):
@@ -646,17 +648,19 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side) -> b
             continue
         before = _walk(graph, node, lambda graph, node: graph.producers.get(node.input[0]), place)
         after = _walk(graph, node, _only_reader, len(ops) - place - 1)
-        if (*reversed(before), node.op_type, *after) == ops:
+        chain = (*reversed(before), node, *after)
+        outer = (graph.value(chain[0].input[0]).shape, graph.value(chain[-1].output[0]).shape)
+        if tuple(each.op_type for each in chain) == ops and all(len(shape or ()) in ends for shape in outer):
             return True
     return False
 
 
-def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[str]:
-    """Returns the operators of the next `count` nodes in a direction, without Q and DQ."""
-    found: list[str] = []
+def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[Node]:
+    """Returns the next `count` nodes in a direction, without Q and DQ."""
+    found: list[Node] = []
     at = step(graph, node)
     while at is not None and len(found) < count:
-        found += [at.op_type] if at.op_type not in {"QuantizeLinear", "DequantizeLinear"} else []
+        found += [at] if at.op_type not in {"QuantizeLinear", "DequantizeLinear"} else []
         at = step(graph, at)
     return found
 
