@@ -72,7 +72,7 @@ def test_a_wiring_is_completed_by_names_and_its_own_entries_stay() -> None:
 
 PLAIN = {
     "one": describe_interface([spec("x", 1, 4)], [spec("y", 1, 4)]),
-    "two": describe_interface([spec("y", 1, 4), spec("z", 1, 2)], [spec("w", 1, 3)]),
+    "two": describe_interface([spec("y", 1, 4), spec("z", 1, 2)], [spec("w", 1, 3), spec("k", 1, dtype="int64")]),
 }
 ONE: dict[str, Any] = {"run": "one", "feeds": {"x": "data.x"}}
 BARE: dict[str, Any] = {"run": "two", "feeds": {"z": "data.z"}}
@@ -101,6 +101,7 @@ BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "re
         ((ONE, {**BARE, "text": {"input": "y", "scores": "v"}}), {"start": [1]}, "'v'"),
         ((ONE, {**BARE, "crop": {**BOX, "boxes": "two.w"}}), None, "'two.w', and no stage"),
         ((ONE, {**BARE, "crop": {**BOX, "result": "r"}}), None, "chooses by 'r'"),
+        ((ONE, {**BARE, "crop": {**BOX, "result": "k"}}), None, "chooses by [k: int64[1]], whose whole numbers"),
         ((ONE, TWO), {"start": "one.y"}, "tokens"),
     ],
 )

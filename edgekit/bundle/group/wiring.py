@@ -233,6 +233,9 @@ def _judge_outputs(stage: Stage, interface: Interface) -> Iterator[Fault]:
     for name in read:
         if name not in interface.outputs:
             yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, interface.outputs)
+        elif interface.outputs[name].dtype in _TOKEN_TYPES:
+            before = "end the model before its ArgMax: edgekit prepare MODEL --outputs NAMES --out FILE"
+            yield f"chooses by [{interface.outputs[name]}], whose whole numbers are no scores", before
     of_tokens = () if stage.text is None else (stage.text.input, stage.text.positions)
     for name in _list_roles(stage):
         if (spec := interface.inputs.get(name)) is None:
