@@ -10,6 +10,7 @@ from tiny_models import parse_model
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.state_ranges import find_state
@@ -70,7 +71,8 @@ def test_ranges_of_state_end_where_it_has_no_effect(steps: int, tmp_path: Path) 
     rng, count = np.random.default_rng(0), 6 * 64
     x = (rng.normal(size=(count, 1, 8)) + np.resize([4, -0.1, 0.1, 0], 8)).astype(np.float32)
     np.savez(tmp_path / "d.npz", x=x, h=np.zeros((count, 1, 8), np.float32), c=np.zeros((count, 1, 1, 8), np.float32))
-    recipe = Recipe(targets=("qnn",), state=State(steps=steps, feeds={"h": "new_h", "c": "new_c"}))
+    state, outputs = State(steps=steps, feeds={"h": "new_h", "c": "new_c"}), {"y": StatedOutput(kind="classes")}
+    recipe = Recipe(targets=("qnn",), state=state, outputs=outputs)
     model, data = make_cell(tmp_path / "m.onnx"), Data(source=str(tmp_path / "d.npz"))
     report = quantize_for(model, data, tmp_path / "q.onnx", recipe)
     drops = {trial.step: trial.drop_estimate or 0.0 for trial in report.trials}
