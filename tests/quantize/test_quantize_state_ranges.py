@@ -71,8 +71,8 @@ def test_ranges_of_state_end_where_it_has_no_effect(steps: int, tmp_path: Path) 
     rng, count = np.random.default_rng(0), 6 * 64
     x = (rng.normal(size=(count, 1, 8)) + np.resize([4, -0.1, 0.1, 0], 8)).astype(np.float32)
     np.savez(tmp_path / "d.npz", x=x, h=np.zeros((count, 1, 8), np.float32), c=np.zeros((count, 1, 1, 8), np.float32))
-    state, outputs = State(steps=steps, feeds={"h": "new_h", "c": "new_c"}), {"y": StatedOutput(kind="classes")}
-    recipe = Recipe(targets=("qnn",), state=state, outputs=outputs)
+    state = State(steps=steps, feeds={"h": "new_h", "c": "new_c"})
+    recipe = Recipe(targets=("qnn",), state=state, outputs={"y": StatedOutput(kind="classes")})
     model, data = make_cell(tmp_path / "m.onnx"), Data(source=str(tmp_path / "d.npz"))
     report = quantize_for(model, data, tmp_path / "q.onnx", recipe)
     drops = {trial.step: trial.drop_estimate or 0.0 for trial in report.trials}
