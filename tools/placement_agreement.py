@@ -19,7 +19,8 @@ stay in DIR, so that a second run is quick.
 
 Agreement counts the nodes of models for which a session could be created. A DQ is counted apart if the layout change
 gave its name to a DQ at another place: the provider then took a DQ of that name, but not the reader of the model's DQ.
-Sessions that fail are counted apart too, and compared with the nodes that check calls fatal. With --known only models
+Sessions that fail are counted apart too, and compared with the nodes that check calls fatal; so are sessions whose
+results check calls wrong. With --known only models
 with an operator of rules.toml are examined: which models these are does not depend on a target's settings.
 """
 
@@ -226,6 +227,10 @@ def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally, graph: 
         tally.sessions[kind] += 1
         if kind == "failed":
             tally.unpredicted_failures.append(f"{report.model}: {seen.failure}")
+        return
+    # Such a model must not ship, though the provider takes its nodes.
+    if any(node.fatal and "results are wrong" in "; ".join(node.reasons) for node in report.node_list):
+        tally.sessions["made, with results that check calls wrong"] += 1
         return
     tally.sessions["refused in prediction only" if report.is_refused else "made"] += 1
     for node, taken in match_nodes(report, seen.providers):

@@ -13,6 +13,7 @@ from edgekit.model.model import save_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 from edgekit.target import load_target
 
 CELL = """g (float[1,8] x, float[1,16] s) => (float[1,16] y) {
@@ -126,7 +127,8 @@ def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
         integers, scale, zero = dequantized_constants(wide, norm.output[0])
         assert (integers.astype(float) - float(zero)) * float(scale) == pytest.approx(1.0)
     for sample in random_samples(model):
-        exact, got = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, wide))
+        settings = SessionSettings(config=EXACT_PRODUCTS)
+        exact, got = (CpuSession(each.path, settings).run(sample)["y"] for each in (model, wide))
         # Steps of 12 / 255 would be wrong by 2 % of up to 2.8.
         np.testing.assert_allclose(got[..., :3], exact[..., :3], atol=0.01)
 
