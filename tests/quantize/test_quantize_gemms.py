@@ -127,7 +127,7 @@ def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
         integers, scale, zero = dequantized_constants(wide, norm.output[0])
         assert (integers.astype(float) - float(zero)) * float(scale) == pytest.approx(1.0)
     for sample in random_samples(model):
-        settings = SessionSettings(config=EXACT_PRODUCTS)
+        settings = SessionSettings(config={**EXACT_PRODUCTS})
         exact, got = (CpuSession(each.path, settings).run(sample)["y"] for each in (model, wide))
         # Steps of 12 / 255 would be wrong by 2 % of up to 2.8.
         np.testing.assert_allclose(got[..., :3], exact[..., :3], atol=0.01)
