@@ -198,8 +198,8 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     """
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
-    quantized = {*target.quantization.op_types} or {node.op_type for node in graph.nodes}
-    if quantized.isdisjoint(node.op_type for node in graph.nodes):
+    quantized = target.quantization.op_types
+    if not any(not quantized or node.op_type in quantized for node in graph.nodes):
         return f"{target.name} quantizes no operator of this model"
     # The share of the multiply-accumulates in nodes whose operator the provider supports in integers; 1 if none
     # multiply.

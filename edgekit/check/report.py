@@ -281,14 +281,14 @@ def add_model_nodes(report: CheckReport, traced: Iterable[ModelNode]) -> CheckRe
     nodes: list[ModelNode] = []
     for node in traced:
         now = [checked[name] for name in node.became if name in checked]
-        counted = (now[:1] if node.fate == "kept" else [node]) if now else []
+        kept = now[0] if node.fate == "kept" and now else node
         nodes.append(
             msgspec.structs.replace(
                 node,
                 taken=all(other.taken for other in now),
                 reasons=tuple(dict.fromkeys(reason for other in now for reason in other.reasons)),
-                macs=sum(each.macs for each in counted),
-                bytes=sum(each.bytes for each in counted),
+                macs=kept.macs if now else 0,
+                bytes=kept.bytes if now else 0,
             )
         )
     return msgspec.structs.replace(report, model_nodes=tuple(nodes))

@@ -286,7 +286,7 @@ class _Strategies:
 
     def _make_model(self, strategy: Strategy, inputs: BuildInputs, work: Path, notes: list[str]) -> ModelForTarget:
         """Returns the model, quantized if the strategy's precision is an integer one, else as it was prepared."""
-        target, model, quantized, plan, check = self._target, inputs.prepared, None, None, None
+        target, model, quantized, plan = self._target, inputs.prepared, None, None
         if inputs.is_quantized:
             notes.append("the model is quantized already: taken as it is")
             fixed = fix_quantized(model, target, work / "fixed.onnx")
@@ -308,14 +308,15 @@ class _Strategies:
             floats = [node.name for node in plan.float_nodes]
             warning = warn_of_fp16_loss(inputs.prepared, floats, target, read_inputs(inputs.golden))
             notes += [warning] if warning else []
-            check = check_model(model, target)
-            if check.verdict != "yes" and check_model(inputs.prepared, target, advises=False).verdict == "yes":
-                notes.append(f"as {plan.precision} it is {describe_loss(check, target)}")
+        check = check_model(model, target)
+        if plan is not None and check.verdict != "yes":
+            before = check_model(inputs.prepared, target, advises=False)
+            notes += [f"as {plan.precision} it is {describe_loss(check, target)}"] if before.verdict == "yes" else []
         return ModelForTarget(
             model=model,
             target=target,
             precision=strategy.precision if plan is None else plan.precision,
-            check=check or check_model(model, target),
+            check=check,
             is_rewritten=inputs is not self._inputs,
             plan=plan,
             quantized=quantized,

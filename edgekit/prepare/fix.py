@@ -231,8 +231,7 @@ def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ..
 
     For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
     tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
-    quantizer needs in parts; one that is quantized for QNN no BatchNormalization,
-    and no Pad with a value of zero.
+    quantizer needs in parts; one that is quantized for QNN has no BatchNormalization, and no Pad whose value is zero.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())

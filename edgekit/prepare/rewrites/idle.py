@@ -167,21 +167,17 @@ def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return tuple(node.name for node in changed)
 
 
-@rewrite("plain-pad")
-def drop_pad_values(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Removes the value of each Pad that is zero, in place, and returns the names of the nodes.
+@node_rewrite("plain-pad", {"Pad"})
+def drop_pad_values(writer: Writer) -> None:
+    """Removes the value of a Pad if it is zero.
 
     In 8 bits beside data in 16 QNN's provider refuses it, and onnx's converter adds one to each Pad of an old opset.
     """
-    view, changed = view_part(graph, opset), list[str]()
-    for node in view.nodes if any(node.op_type == "Pad" for node in graph.node) else ():
-        value = view.array(node.input[2]) if node.op_type == "Pad" and not node.domain and node.has_input(2) else None
-        if value is not None and not value.any():
-            node.proto.input[2] = ""
-            changed.append(node.proto.name)
-    if changed:
-        drop_trailing_inputs(graph, opset)
-    return tuple(changed)
+    node = writer.node
+    value = writer.graph.array(node.input[2]) if node.has_input(2) else None
+    if value is not None and not value.any():
+        axes = ["", node.input[3]] if node.has_input(3) else []
+        writer.add("Pad", [*node.input[:2], *axes], **node.attributes)
 
 
 @rewrite(

@@ -21,9 +21,12 @@ _MOST_POSITIVE = 0.05
 
 def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """Returns the tensors with one number per row, if another tensor has several numbers for the same rows."""
-    tables = {shape[:-1] for shape in shapes.values() if shape[-1:] > (1,)}
-    lists = {name: shape for name, shape in shapes.items() if shape[-1:] == (1,)}
-    return frozenset(name for name, shape in lists.items() if max(shape) > 1 and shape[:-1] in tables)
+    tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
+    return frozenset(
+        name
+        for name, shape in shapes.items()
+        if len(shape) > 1 and shape[-1] == 1 < max(shape) and shape[:-1] in tables
+    )
 
 
 def are_raw_scores(values: Array) -> bool:

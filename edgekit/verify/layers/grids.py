@@ -162,8 +162,9 @@ def read_grid(node: Node, graph: Graph) -> Grid | None:
 Arithmetic = Literal["float", "half", "int8", "int4"]
 """The coarsest numbers that a result is computed with: float32 and wider, 16 bits, 8 bits, fewer."""
 
+# The error as a share of a value, and the smallest normal number: smaller numbers are as far apart as there, or are
+# taken for zero.
 _ROUNDING: Mapping[Arithmetic, tuple[float, float]] = {"float": (2.0**-20, 2.0**-126), "half": (2.0**-8, 2.0**-14)}
-# The smallest normal number is the second: below it the numbers are as far apart as there, or are taken for zero.
 
 
 def allow_rounding(arithmetic: Arithmetic, reach: float) -> float:
