@@ -11,6 +11,7 @@ import msgspec
 
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
+from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
@@ -127,7 +128,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_met(self, prediction: Prediction) -> bool:
         """Returns True if a plan meets the goal; in the default mode it also keeps nine tenths of the decisions."""
-        return self.least_loss(prediction, 0.0) <= (-GOOD_DB if prediction.drop_estimate is None else self.max_drop)
+        if self.is_given or prediction.drop_estimate is None:
+            return prediction.meets(self.max_drop)
+        return prediction.loss() <= self.max_drop
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is removed."""
@@ -137,11 +140,13 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def least_loss(self, prediction: Prediction, share: float) -> float:
         """Returns a lower bound of the loss (`Prediction.loss`) once a share of the activations' noise is removed.
 
-        A drop falls no faster than the power of the noise, and neither does the share of decisions that change.
+        A drop falls no faster than the power of the noise, and neither does the share of decisions that change. Of a
+        few samples two may change by chance, so that share is the least that the samples allow.
         """
         if prediction.drop_estimate is None:
             return -(prediction.sqnr_db + rise_db(share))
-        changed = 0.0 if self.is_given else prediction.changed()
+        count = prediction.samples
+        changed = 0.0 if self.is_given else wilson_interval(round(prediction.changed() * count), count)[0]
         return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - MOST_CHANGED)
 
 
