@@ -111,9 +111,12 @@ def test_a_graph_with_branches_is_told_from_a_chain(tmp_path: Path) -> None:
 
 
 def assert_ends_in_time(rounds: list[dict[str, Any]], budget_s: float) -> None:
-    """Holds that no round began which, if it was no slower than the slowest before it, would have ended too late."""
+    """Holds that no round began which, if it was no slower than the slowest before it, would have ended too late.
+
+    The first round always runs. On a busy machine it may take most of the budget, and then it is the only one.
+    """
     taken = [(one["seconds"], len(one["measured"])) for one in rounds]
-    assert len(taken) > 1
+    assert taken
     for number in range(1, len(taken)):
         slowest = max(seconds / count for seconds, count in taken[:number])
         assert sum(seconds for seconds, _ in taken[:number]) + slowest * taken[number][1] <= budget_s
