@@ -99,7 +99,8 @@ def substitute_contrib(proto: onnx.ModelProto) -> bool:
 def restore_contrib(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
     """Puts the original nodes back into a graph that `substitute_contrib` changed and onnx inferred, in place."""
     for substituted, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
-        kept = iter([node for node in substituted.node if node.doc_string != _ADDED])
+        # The bodies of a contrib node that came back are the given ones, with their own contrib nodes.
+        kept = iter([node for node in substituted.node if node.doc_string != _ADDED and not _is_own(node)])
         nodes = [node if _is_own(node) else next(kept) for node in given.node]
         for node, source in zip(nodes, given.node, strict=True):
             node.domain = source.domain

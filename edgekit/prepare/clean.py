@@ -459,6 +459,8 @@ def _read_graph(model: Model) -> onnx.ModelProto:
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
+    # ONNX Runtime needs no import of its own operators; onnx's converter does.
+    import_contrib(proto)
     for part in iterate_graphs(proto.graph):
         # ONNX Runtime leaves initializers sparse, and its quantizer does not find these.
         write_dense(part)

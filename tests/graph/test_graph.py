@@ -136,6 +136,13 @@ def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> Non
     assert (seen.value("y").shape, seen.value("w").shape, seen.array("w")) == ((1, 64, 1, 1), (64, 32, 8, 8), None)
 
 
+def test_contrib_nodes_in_the_body_of_a_contrib_node_stay_as_they_are() -> None:
+    body = "b () => (float[2] u) { t = com.microsoft.Gelu(x) v = Abs(t) u = com.microsoft.QuickGelu(v) }"
+    call = f"com.microsoft.GreedySearch <decoder = {body}> (x)"
+    proto = parser.parse_model(f"{HEAD} (float[2] x) => (y) {{ y = {call} }}")
+    assert list(infer_model(proto).graph.node) == list(proto.graph.node)
+
+
 def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
     graph = view(BODIES)
     relu, absolute, branch = graph.nodes

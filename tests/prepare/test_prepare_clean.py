@@ -394,6 +394,15 @@ def test_real_models_compute_the_same(tmp_path: Path, name: str) -> None:
         assert np.allclose(value, got[key], rtol=1e-4, atol=1e-5)
 
 
+def test_an_older_model_needs_no_import_of_the_operators_of_onnx_runtime(tmp_path: Path) -> None:
+    text = """<ir_version: 7, opset_import: ["" : 11]> g (float[4] x) => (float[4] y) {
+        r = Relu(x) y = com.microsoft.QuickGelu(r)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    assert prepared.opsets == {"ai.onnx": 17, "com.microsoft": 1}
+
+
 def test_an_opset_that_onnx_runtime_does_not_have_is_lowered_where_it_can_be(tmp_path: Path) -> None:
     text = '<ir_version: 14, opset_import: ["" : 28]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "new.onnx")
