@@ -47,6 +47,8 @@ from edgekit.target import INTEGERS, Precision, Target, read_version
 
 # Two rewrites could undo each other forever. The rounds also end as soon as one changes nothing.
 _FIX_ROUNDS = 4
+# Assumed sizes are halved until the largest is not above this one: five more tries for the sides of an image.
+_LEAST_LENGTH = 8
 
 
 class TargetShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +121,7 @@ def check_targets(
             unchanged = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
-        assumed, sized = choose_sizes(skim_model(prepared.path).graph), None
+        sizes, sized, assumed = choose_sizes(skim_model(prepared.path).graph), None, dict[str, int]()
         # The same for all targets.
         traced, graph = trace_model(source, prepared, recipe.dims), assume_sizes(read_graph(prepared))
         for target in targets:
@@ -134,7 +136,8 @@ def check_targets(
                     report = msgspec.structs.replace(report, evidence=seen.evidence.value)
             reports[target.name] = report
             if report.verdict != "yes":
-                sized = sized or _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
+                if sized is None:
+                    sized, assumed = _assume_sizes(source, prepared, recipe.dims, sizes, work / "sized.onnx")
                 shipped, models[target.name] = _check_shipped(report, sized, target, work / target.name)
                 built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
@@ -155,7 +158,7 @@ def check_targets(
         observed=observed,
         as_is=as_is,
         built=built,
-        assumed={} if sized is None or sized is prepared else assumed,
+        assumed=assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
         fixed_axes=find_fixed_axes(source, targets),
@@ -183,15 +186,18 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
 
 
 def _assume_sizes(
-    source: Model, prepared: Model, dims: Mapping[str, int], assumed: Mapping[str, int], out: Path
-) -> Model:
-    """Returns the model prepared with `assumed` sizes too; the `prepared` one if there are none or they do not fit."""
-    if not assumed:
-        return prepared
-    # The assumed sizes may not fit the model.
-    with suppress(ModelError, RuntimeRefusal, UsageError):
-        return sketch_model(source, out, {**dims, **assumed})
-    return prepared
+    source: Model, prepared: Model, dims: Mapping[str, int], sizes: dict[str, int], out: Path
+) -> tuple[Model, dict[str, int]]:
+    """Returns the model prepared with assumed `sizes` too, and these; the `prepared` one if there are none or none fit.
+
+    Sizes that do not fit are halved: a model may have fewer positions.
+    """
+    while sizes:
+        with suppress(ModelError, RuntimeRefusal, UsageError):
+            return sketch_model(source, out, {**dims, **sizes}), sizes
+        goes_on = max(sizes.values()) > _LEAST_LENGTH
+        sizes = {name: (size + 1) // 2 for name, size in sizes.items()} if goes_on else {}
+    return prepared, {}
 
 
 def _gains_by_rewrites(report: CheckReport) -> bool:

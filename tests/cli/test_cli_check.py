@@ -368,6 +368,18 @@ def test_sizes_that_do_not_fit_the_model_are_not_assumed(tmp_path: Path, answer:
     assert document["assumed"] == {}
 
 
+def test_assumed_sizes_are_halved_until_they_fit_the_models_positions(tmp_path: Path, answer: Answer) -> None:
+    body = "f = Shape<start = 1, end = 2>(x) p = Slice(t, z, f) y = Add(x, p)"
+    for positions, assumed in ((20, {"N": 1, "L": 16}), (8, {"N": 1, "L": 8}), (7, {})):
+        model = save_net(
+            f"(float[N,L,4] x) => (float[N,L,4] y) {{ {body} }}", tmp_path / "m.onnx",
+            t=np.ones((positions, 4), np.float32), z=np.zeros(1, np.int64),
+        )  # fmt: skip
+        document = answer(["check", str(model.path), "--target", "qnn"], 1)
+        verdict = document["targets"]["qnn"].get("built", {}).get("verdict")
+        assert (document["assumed"], verdict) == (assumed, "yes" if assumed else None)
+
+
 def test_operators_that_a_provider_lacks_share_one_line_of_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
