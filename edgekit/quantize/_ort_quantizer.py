@@ -23,6 +23,7 @@ from edgekit.model.model import copy_without_weights, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, channel_overrides, reading_from
 from edgekit.quantize.gains import NORM
+from edgekit.quantize.gptq import scale_zeros
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
 
@@ -267,14 +268,9 @@ def _options(graph: Graph, plan: QuantPlan, subject: str) -> tuple[dict[str, Any
 
 
 def channel_scales(weight: Array, axis: int, limit: int) -> Array:
-    """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`.
-
-    A channel of zeros gets the largest scale: its bias, whose scale is this one times the input's, then fits into
-    int32.
-    """
+    """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`."""
     others = tuple(index for index in range(weight.ndim) if index != axis)
-    scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)
-    return np.where(scales > np.finfo(np.float32).tiny, scales, scales.max() or np.float32(1)).astype(np.float32)
+    return scale_zeros(np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)).astype(np.float32)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ FOUR_LIMIT = 7
 # instead of many outer products (GPTQ, "Lazy Batch-Updates", applied recursively); the result is the same. `_BLOCK` is
 # the size of a triangle that LAPACK inverts directly. Both chosen by hand.
 _ROWS, _BLOCK = 8, 64
+_WIDE = frozenset({onnx.TensorProto.INT16, onnx.TensorProto.UINT16})
 # GPTQ, "Cholesky Reformulation": 1 % of the mean of the diagonal.
 _DAMPING = 0.01
 # More damping, tried if the matrix is not positive definite in float32; the whole mean is enough for any correlation
@@ -62,16 +63,23 @@ def spare_for_bias(kind: int) -> float:
     QNN's HTP adds products of 16-bit data within the same 32 bits: from 2**29 on its results are wrong, up to 2**28
     they are right (targets/qnn/NOTES.md).
     """
-    return 8.0 if kind in {onnx.TensorProto.INT16, onnx.TensorProto.UINT16} else 1.0
+    return 8.0 if kind in _WIDE else 1.0
+
+
+def least_multiplier(kind: int, made: int) -> float:
+    """Returns the least product of the scales of a weight and of its input, in steps of the output; of these types.
+
+    Where input and output have 16 bits, QNN's HTP is wrong below 2**-24 (targets/qnn/NOTES.md), and a weight that is
+    rounded so moves the output by less than 2**-9 steps.
+    """
+    return 1.001 * 2.0**-24 if {kind, made} <= _WIDE else 0.0
 
 
 def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:
     """Returns the scale float32 [groups, outputs, 1] that maps the largest magnitude to `limit`, at least `floor`.
 
-    A channel of zeros gets the largest scale of its layer. Weights that lie on a grid already, as after
-    quantization-aware training, keep that grid (`find_step`).
+    Weights that lie on a grid already, as after quantization-aware training, keep that grid (`find_step`).
     """
-    # ONNX Runtime gives a channel of zeros a scale of 1 (compute_scale_zp in quant_utils.py), too coarse for its bias.
     largest = np.abs(matrix).max(axis=2, keepdims=True)
     if not per_channel:
         largest = np.broadcast_to(largest.max(), largest.shape)
@@ -82,8 +90,19 @@ def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0
         kept: Array = (step / np.maximum(limit // np.maximum(np.rint(largest / step), 1), 1)).astype(np.float32)
         if (kept >= floor).all():
             return kept
-    scale, tiny = largest / limit, float(np.finfo(np.float32).tiny)
-    return np.maximum(np.where(scale > tiny, scale, max(float(scale.max()), tiny)), floor).astype(np.float32)
+    return np.maximum(scale_zeros(largest / limit), floor).astype(np.float32)
+
+
+def scale_zeros(scales: Array) -> Array:
+    """Returns the scales of a layer's channels, where a channel of zeros gets the smallest scale of the others.
+
+    Only its bias matters, in steps of this scale times the input's: a large scale rounds it coarsely, and QNN's HTP
+    drops the last 8 bits of a bias beside 16-bit data (targets/qnn/NOTES.md). ONNX Runtime takes 1 (compute_scale_zp
+    in quant_utils.py).
+    """
+    tiny = np.finfo(np.float32).tiny
+    others = scales[scales > tiny]
+    return np.where(scales > tiny, scales, others.min() if others.size else tiny)
 
 
 def find_step(matrix: Array, limit: int = LIMIT) -> float | None:

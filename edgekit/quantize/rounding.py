@@ -38,6 +38,7 @@ from edgekit.quantize.gptq import (
     find_inactive,
     isolate_inactive,
     join_pieces,
+    least_multiplier,
     pack_int4,
     refit_weights,
     round_comq,
@@ -91,7 +92,8 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     """The names of a layer's initializers in a QDQ graph, and the step of its quantized input.
 
     `limit` is the largest magnitude of the weight's integers, `source` the tensor that the layer reads in that graph,
-    `spare` how far the integers of the bias stay below their limit, as a factor.
+    `spare` how far the integers of the bias stay below their limit, as a factor, `least` the smallest scale of the
+    weight that is computed rightly.
     """
 
     source: str
@@ -104,6 +106,7 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     per_channel: bool
     limit: int
     spare: float = 1.0
+    least: float = 0.0
 
     @property
     def has_four_bits(self) -> bool:
@@ -125,7 +128,13 @@ def _find_places(
     """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes."""
     layers = {layer.node: layer for layer in read_layers(graph)}
     dequantized = {node.output[0]: node for node in qdq.node if node.op_type == "DequantizeLinear"}
+    quantized = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
     places: dict[str, QdqLayer] = {}
+
+    def read_grid(node: onnx.NodeProto) -> tuple[float, int]:
+        """Returns the step and the type of the integers that a Q or DQ node writes or reads."""
+        return float(numpy_helper.to_array(initializers[node.input[1]])), initializers[node.input[2]].data_type
+
     for node in (node for node in qdq.node if node.op_type in LAYER_OPS and node.name in layers):
         layer = layers[node.name]
         source, weight, bias, *_ = (*(dequantized.get(name) for name in node.input), None)
@@ -137,6 +146,8 @@ def _find_places(
         scale = numpy_helper.to_array(initializers[weight.input[1]])
         if numpy_helper.to_array(zero).any() or scale.dtype != np.float32:
             continue
+        step, kind = read_grid(source)
+        made_step, made_kind = read_grid(quantized[node.output[0]]) if node.output[0] in quantized else (0.0, 0)
         places[node.name] = QdqLayer(
             source=node.input[0],
             weight=weight.input[0],
@@ -144,10 +155,11 @@ def _find_places(
             weight_zero=weight.input[2],
             bias=bias.input[0] if bias is not None else None,
             bias_scale=bias.input[1] if bias is not None else None,
-            step=float(numpy_helper.to_array(initializers[source.input[1]])),
+            step=step,
             per_channel=scale.ndim > 0,
             limit=FOUR_LIMIT if layer.weight in bits and scale.ndim else limit,
-            spare=spare_for_bias(initializers[source.input[2]].data_type),
+            spare=spare_for_bias(kind),
+            least=least_multiplier(kind, made_kind) * made_step / step,
         )
     return {name: (layer, places[name]) for name, layer in layers.items() if name in places}
 
@@ -251,12 +263,12 @@ def _gather(
 
 
 def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
-    """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale with which the bias fits."""
+    """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale of each output."""
     weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    floor = (np.abs(bias) * _INT32_MARGIN * place.spare / place.step).reshape(layer.groups, layer.outputs, 1)
-    return weight, bias, layer.to_matrix(weight), floor
+    floor = np.maximum(np.abs(bias) * _INT32_MARGIN * place.spare / place.step, place.least)
+    return weight, bias, layer.to_matrix(weight), floor.reshape(layer.groups, layer.outputs, 1)
 
 
 def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> Array:
@@ -356,16 +368,13 @@ def round_qdq_weights(
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    few = bits or {}
-    if rounding == "nearest" and not few:
-        return
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    places = _find_places(qdq.graph, initializers, graph, limit, few)
+    places = _find_places(qdq.graph, initializers, graph, limit, bits or {})
     if rounding == "nearest":
         for layer, place in places.values():
-            if place.has_four_bits:
+            if place.has_four_bits or (numpy_helper.to_array(initializers[place.weight_scale]) < place.least).any():
                 weight, bias, matrix, floor = _read_layer(graph, layer, place)
-                scale = search_scale(matrix, energy=np.ones((layer.groups, layer.inputs)), floor=floor)
+                scale = _find_scale(matrix, place, floor, np.ones((layer.groups, layer.inputs)))
                 integers = layer.from_matrix(round_nearest(matrix, scale, place.limit).integers, weight.shape)
                 write_layer(initializers, place, integers=integers, scale=scale.reshape(-1), bias=bias)
         return

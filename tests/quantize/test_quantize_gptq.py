@@ -15,6 +15,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import PARSER_LOCK, Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize._ort_quantizer import channel_scales
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
@@ -99,11 +100,12 @@ def test_an_input_counts_with_the_energy_of_one_vector_more_than_was_seen() -> N
     assert raised.tolist() == [[[6.0, 1.0], [1.0, 9.0]]]
 
 
-def test_scale_puts_the_largest_on_127_and_survives_a_channel_of_zeros() -> None:
+def test_scale_puts_the_largest_on_127_and_a_channel_of_zeros_gets_the_smallest_one() -> None:
     matrix = np.array([[[1.27, -0.5], [0, 0], [0.1, 0.2]]], np.float32)
-    assert weight_scale(matrix, per_channel=True)[0, :, 0] == pytest.approx([0.01, 0.01, 0.2 / 127])
+    assert weight_scale(matrix, per_channel=True)[0, :, 0] == pytest.approx([0.01, 0.2 / 127, 0.2 / 127])
+    assert channel_scales(matrix[0], 0, LIMIT) == pytest.approx([0.01, 0.2 / 127, 0.2 / 127])
     assert weight_scale(matrix, per_channel=False)[0, :, 0] == pytest.approx([0.01] * 3)
-    assert weight_scale(matrix, per_channel=True, floor=0.005)[0, :, 0] == pytest.approx([0.01, 0.01, 0.005])
+    assert weight_scale(matrix, per_channel=True, floor=0.005)[0, :, 0] == pytest.approx([0.01, 0.005, 0.005])
     assert (weight_scale(np.zeros((1, 2, 3), np.float32), per_channel=True) > 0).all()
 
 

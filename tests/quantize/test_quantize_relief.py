@@ -141,6 +141,49 @@ def test_biases_beside_data_of_16_bits_leave_room_for_the_products(
     assert 0.99 * most < largest <= most
 
 
+# The weights of dead channels: zero; so small that their products vanish in the output's step; and a live one that the
+# Clip cuts off, whose scale is far larger.
+DEAD = np.array([[0, 0], [1e-9, -0.61e-9], [310, 240], [1, 2.27]], np.float32)[:, :, None, None]
+
+
+def quantize_dead_channels(precision: Precision, work: Path) -> Model:
+    stored = {"w": DEAD, "b": np.array([2.7, 1e-7, -2e3, 0.2], np.float32), "v": np.eye(4, dtype=np.float32) - 0.3}
+    stored["v"] = stored["v"][:, :, None, None]
+    text = "g (float[1,2,6,6] x) => (float[1,4,6,6] y) { c = Conv(x, w, b) h = Clip(c, low, high) y = Conv(h, v) }"
+    limits = {"low": np.array(0, np.float32), "high": np.array(6, np.float32)}
+    model = make_model(text, work / "m.onnx", constants={**stored, **limits})
+    drawn = np.random.default_rng(0).normal(size=(16, 1, 2, 6, 6)).astype(np.float32)
+    calibration = calibrate_model(model, make_samples([{"x": row} for row in drawn]), work=work / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), precision, method="minmax")
+    return quantize_model(model, plan, calibration, work / "q.onnx").model
+
+
+def test_scales_beside_data_of_16_bits_are_large_enough_for_the_kernel(tmp_path: Path) -> None:
+    least: dict[Precision, float] = {}
+    for precision in ("int16", "int8"):
+        (tmp_path / precision).mkdir()
+        made = onnx.load(str(quantize_dead_channels(precision, tmp_path / precision).path)).graph
+        stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.initializer}
+        makers, readers = ({n: node for node in made.node for n in getattr(node, ends)} for ends in ("output", "input"))
+        conv = next(node for node in made.node if node.op_type == "Conv")
+        before, weight, after = (makers[conv.input[0]], makers[conv.input[1]], readers[conv.output[0]])
+        steps, scales, made_steps = (stored[node.input[1]] for node in (before, weight, after))
+        # A channel of zeros has the least scale with which its bias fits, since that is less coarse than another.
+        assert scales[1] < scales[0] < scales[3]
+        least[precision] = float((steps * scales / made_steps).min() * 2**24)
+    assert 1 <= least["int16"] < 1.01
+    assert least["int8"] < 0.1
+
+
+@pytest.mark.slow
+def test_dead_channels_are_computed_rightly_in_16_bits(tmp_path: Path) -> None:
+    made = quantize_dead_channels("int16", tmp_path)
+    sample: Tensors = {"x": np.random.default_rng(1).normal(size=(1, 2, 6, 6)).astype(np.float32)}
+    run = require_device("qnn-htp-sim", "qnn").run_job(make_job(made.path, "qnn", [sample]), tmp_path)
+    wanted = CpuSession(made.path, SessionSettings()).run(sample)["y"]
+    assert np.abs(next(iter(run.outputs))["y"] - wanted).max() < 0.005 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_input_is_cut_at_its_long_end_alone_while_the_outputs_gain(tmp_path: Path, sign: int) -> None:
     model = make_model("g (float[1,64] x) => (float[1,32] y) { h = Tanh(x) y = MatMul(h, w) }", tmp_path / "m.onnx",
