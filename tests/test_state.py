@@ -44,6 +44,12 @@ def test_state_is_not_matched_where_type_or_shape_differ(output: TensorSpec) -> 
     assert match_state([spec("h", 1, 4, dtype="string" if output.dtype == "string" else "float32")], [output]) == {}
 
 
+def test_a_mask_that_comes_out_again_is_no_state_unless_it_is_stated() -> None:
+    inputs, outputs = ([spec(name, 1, 4, dtype="bool")] for name in ("mask", "mask_out"))
+    assert resolve_state(None, [*inputs, spec("x", 1)], outputs) == State()
+    assert resolve_state(State(feeds={"mask": "mask_out"}), inputs, outputs).feeds == {"mask": "mask_out"}
+
+
 @pytest.mark.parametrize(
     "output", [spec("new_h", 1, 5), spec("new_h", None, 4), TensorSpec(name="new_h", dtype="float32", shape=None)]
 )

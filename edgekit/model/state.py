@@ -72,7 +72,9 @@ def resolve_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Se
     """
     given = given or State()
     if not given.feeds:
-        given = msgspec.structs.replace(given, feeds=match_state(inputs, outputs))
+        # Bools are masks: an encoder returns that of its input for the decoder.
+        numbers = [spec for spec in inputs if spec.dtype != "bool"]
+        given = msgspec.structs.replace(given, feeds=match_state(numbers, outputs))
     fault = find_fault(given, inputs, outputs)
     if fault is not None:
         raise UsageError(f"[state] {fault[0]}", hint=fault[1])
