@@ -195,7 +195,12 @@ def run_command(arguments: list[str]) -> int:
         message = error.format_message()
         context = error.ctx if isinstance(error, click.UsageError) else None
         # The context is None if an option lacks its value.
-        return _complain(f"{message} (see '{context.command_path if context else 'edgekit'} --help')")
+        hint = f"see '{context.command_path if context else 'edgekit'} --help'"
+        # What the option is for, as --help says it: whoever writes `--samples data.npz` means another option.
+        if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option) and error.param.help:
+            words = " ".join(filter(None, (error.param.opts[0], error.param.metavar)))
+            hint = f"{words}: {error.param.help.removesuffix('.')}; {hint}"
+        return _complain(f"{message} ({hint})")
     except (click.Abort, KeyboardInterrupt):
         click.echo("edgekit: interrupted; nothing half-written is left", err=True)
         return INTERRUPTED

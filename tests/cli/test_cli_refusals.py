@@ -47,6 +47,8 @@ WRONG = {
     f"{BUILD} --target coreml --precision int8": "does not take int8",
     f"{BUILD} --precision int3": "int3",
     f"{BUILD} --samples 0": "--samples",
+    f"{BUILD} --samples x.npz": "not a valid integer. (--samples N: Use at most N samples; see 'edgekit build --help')",
+    "quantize m.onnx": "Missing option '--data'. (--data DATA: Sample inputs: ",
     f"{BUILD} --labels {LABELS}": "labels",
     f"{BUILD} --recipe none.toml": "cannot read 'none.toml'",
     "devices install androit": "did you mean 'android'",
