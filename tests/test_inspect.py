@@ -51,6 +51,18 @@ def test_a_model_that_quantizes_as_it_runs_is_quantized(tmp_path: Path) -> None:
     assert (report.is_quantized, report.quantized) == (True, "dynamic")
 
 
+def test_work_and_memory_of_subgraphs_count(tmp_path: Path) -> None:
+    then = "then () => (float[8,4] t) { s = MatMul(x, w) t = Relu(s) }"
+    other = "other () => (float[8,4] e) { u = Slice(x, zero, one) e = Expand(u, size) }"
+    text = f"""g (bool c, float[8,2] x, float[2,4] w, int64[1] zero, int64[1] one, int64[2] size) => (float[8,4] y)
+    {{ y = If(c) <then_branch = {then}, else_branch = {other}> }}"""
+    report = _inspect(parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx"))
+    # The sizes of a Slice by inputs are unknown, but it multiplies nothing.
+    assert (report.macs, report.unsized_nodes) == (8 * 2 * 4, 0)
+    # All inputs, the output of the If, and both values of the branch.
+    assert report.activation_bytes == (1 + 64 + 32 + 8 + 8 + 16) + 128 + 2 * 128
+
+
 def test_work_of_unknown_size_is_said_with_what_to_do_and_a_size_makes_it_known(
     any_batch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from edgekit._ort import Level, SessionSettings, makes_session
-from edgekit.check.macs import assume_sizes, choose_sizes, count_macs, has_unknown_work, value_bytes
+from edgekit.check.macs import assume_sizes, choose_sizes, count_macs, count_unsized, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
@@ -36,11 +36,13 @@ _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, "com.microsoft
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of an ONNX file.
 
-    `nodes` and `ops` include the subgraphs of control flow. `macs` are the multiply-accumulates of one inference, with
-    the sizes in `counted_at` assumed for open dimensions, as `check` does; `unsized_nodes` counts the multiplying nodes
-    whose dimensions are unknown even so, each of which counts as size one. `weight_bytes` is by element type.
-    `activation_bytes` is the peak of live values when the nodes of the main graph run in their order and each value is
-    freed after its last use; values of unknown shape count as nothing. `quantized` says how the model is quantized,
+    `nodes`, `ops`, `macs` and `unsized_nodes` include the subgraphs of control flow. `macs` are the
+    multiply-accumulates of one inference, with the sizes in `counted_at` assumed for open dimensions, as `check` does.
+    Both branches of an If count, and the body of a loop once. `unsized_nodes` counts the multiplying nodes whose
+    dimensions are unknown even so, each of which counts as size one. `weight_bytes` is by element type.
+    `activation_bytes` is the peak of live values when nodes run in their order and each value is freed after its last
+    use; inputs are live from the start, and a subgraph runs while its node does. An unknown
+    dimension counts as 1, a value of unknown rank as nothing. `quantized` says how the model is quantized,
     empty for a float one. `custom_ops` are operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`.
     `runs` says whether ONNX Runtime loads the model with the given custom operator libraries, None if none were given.
     `fixed_axes` lists the axes that the exporter fixed and an app may want open, with the way to open them.
@@ -148,9 +150,9 @@ def inspect_model(
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         parameters=sum(math.prod(tensor.dims) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
-        macs=sum(count_macs(graph, node) for node in graph.nodes),
+        macs=sum(count_macs(each, node) for each in graph.iterate() for node in each.nodes),
         counted_at=choose_sizes(graph.proto),
-        unsized_nodes=sum(has_unknown_work(graph, node) for node in graph.nodes),
+        unsized_nodes=count_unsized(graph),
         activation_bytes=_peak_activation_bytes(graph),
         is_static=model.is_static,
         is_quantized=bool(form := find_quantized_form(proto)),
@@ -176,20 +178,22 @@ def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, floa
 
 
 def _peak_activation_bytes(graph: Graph) -> int:
+    """Returns the largest sum of the bytes of values that are live at the same time."""
     last = {name: readers[-1].index for name, readers in graph.consumers.items()}
     # An output stays alive to the end, though no node reads it.
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
     last_read_by: dict[int, list[str]] = {}
     for name, index in last.items():
         last_read_by.setdefault(index, []).append(name)
-    live, total, peak = dict[str, int](), 0, 0
+    live = {name: value_bytes(graph.value(name)) for name in graph.inputs if name not in graph.constants}
+    total = peak = sum(live.values())
     for node in graph.nodes:
         names = [name for name in dict.fromkeys((*node.input, *node.output)) if name and name not in graph.constants]
         created = {name: value_bytes(graph.value(name)) for name in names if name not in live}
         live |= created
         total += sum(created.values())
         # Inputs and outputs of a node are alive together while it runs, so the peak is taken before anything is freed.
-        peak = max(peak, total)
+        peak = max(peak, total + max(map(_peak_activation_bytes, node.bodies), default=0))
         unread = [name for name in names if name not in last]
         total -= sum(live.pop(name, 0) for name in (*last_read_by.get(node.index, ()), *unread))
     return peak

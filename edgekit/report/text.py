@@ -178,6 +178,8 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
         shown = "yes" if value is True else "no" if value is False else value
         if name in {"inputs", "outputs", "fixed_axes"}:
             shown = "\n".join(str(spec) for spec in getattr(report, name))
+        elif name == "weight_bytes":
+            shown = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in value.items())
         elif isinstance(shown, dict):
             shown = ", ".join(f"{key} {item}" for key, item in cast("dict[str, object]", shown).items())
         elif name.endswith("_bytes") or name == "size":
