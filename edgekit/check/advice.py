@@ -143,8 +143,8 @@ def give_advice(case: Case) -> tuple[Advice, ...]:
 
 
 def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
-    gain_nodes, fatal_fewer = len(finding.nodes), 0
-    gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
+    gain_nodes, fatal_fewer, names = len(finding.nodes), 0, set(finding.nodes)
+    gain_macs = sum(node.macs for node in case.nodes if node.name in names and not node.taken)
     if finding.changed is not None:
         # The whole changed graph is checked, because partitions and the units of neighbours change too.
         after = case.recheck(finding.changed, finding.opset or read_opset(case.graph.model))

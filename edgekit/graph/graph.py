@@ -244,16 +244,16 @@ def view_file(path: Path) -> Graph:
 
 
 def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> Graph:
-    """Returns a graph without its model, for rewrites; `opset` is the model's."""
+    """Returns a graph without its model and its subgraphs, for rewrites; `opset` is the model's."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
-    return _View(model, folder).graph(graph, None)
+    return _View(model, folder, enters=False).graph(graph, None)
 
 
 class _View:
-    """Reads the graphs of one model."""
+    """Reads the graphs of one model; without `enters`, not the subgraphs of its nodes."""
 
-    def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: onnx.ModelProto, folder: Path, *, enters: bool = True) -> None:
+        self._model, self._folder, self._enters = model, folder, enters
         self._opsets = read_opsets(model.opset_import)
 
     def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
@@ -276,7 +276,7 @@ class _View:
 
     def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
         domain = "" if proto.domain in MAIN_DOMAINS else proto.domain
-        bodies = tuple(self.graph(body, graph) for body in list_bodies(proto))
+        bodies = list_bodies(proto)
         return Node(
             index=index,
             name=proto.name or f"{proto.op_type}_{index}",
@@ -287,8 +287,8 @@ class _View:
             input=tuple(proto.input) or ("",),
             output=tuple(proto.output) or ("",),
             attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
-            bodies=bodies,
-            captured=tuple(name for body in bodies for name in sorted(find_captured(body.proto))),
+            bodies=tuple(self.graph(body, graph) for body in bodies) if self._enters else (),
+            captured=tuple(name for body in bodies for name in sorted(find_captured(body))),
             proto=proto,
         )
 

@@ -23,7 +23,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, find_reader, load_model, read_proto
+from edgekit.model.model import Model, find_reader, load_model
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
@@ -171,7 +171,7 @@ def find_fixed_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]
     """Returns a line for each input whose batch or sequence the export fixed; none if a target is for phones only."""
     if any(each.is_for_phones and each.provider != CPU_PROVIDER for each in targets):
         return ()
-    return list_fixed_axes(source.inputs, read_proto(source, weights=False).producer_name)
+    return list_fixed_axes(source.inputs, skim_model(source.path).producer_name)
 
 
 def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:

@@ -159,15 +159,15 @@ _RAW_DATA = 9
 _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 
 
-def skim_model(path: Path, *, lists: bool = False) -> onnx.ModelProto:
+def skim_model(path: Path) -> onnx.ModelProto:
     """Returns the model without the data of its large tensors; their names, types and shapes stay.
 
-    Without `lists`, very long lists of tree ensembles are empty; a session needs them.
+    Very long lists of tree ensembles are empty.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
     """
-    return _read(path, location="", lists=lists)
+    return _read(path, location="")
 
 
 def point_into(path: Path) -> onnx.ModelProto:
@@ -178,7 +178,7 @@ def point_into(path: Path) -> onnx.ModelProto:
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
     """
-    return _read(path, location=path.name, lists=True)
+    return _read(path, location=path.name)
 
 
 # What files of other kinds begin with, at an offset, and how a model is made of each.
@@ -197,11 +197,11 @@ def _tell_kind(path: Path) -> str:
     return next((hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic)), "")
 
 
-def _read(path: Path, location: str, *, lists: bool) -> onnx.ModelProto:
+def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
         # Mapped, so that skipped weights are never read from the disk.
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            kept = _skim(data, "model", (0, len(data)), 0, location, lists=lists)
+            kept = _skim(data, "model", (0, len(data)), 0, location)
             return onnx.ModelProto.FromString(b"".join(kept))
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
@@ -213,13 +213,10 @@ def _read(path: Path, location: str, *, lists: bool) -> onnx.ModelProto:
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error
 
 
-def _skim(
-    data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str, *, lists: bool
-) -> Iterator[bytes]:
+def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str) -> Iterator[bytes]:
     """Yields a serialized message of a kind without the large data in it; `span` is its begin and end in `data`.
 
-    With a `location`, raw data become external data in that file, and data in other fields stay. With `lists`, very
-    long lists of tree ensembles stay.
+    With a `location`, raw data become external data in that file, and what lies in other fields stays.
     """
     at, end = span
     place = b""
@@ -244,13 +241,13 @@ def _skim(
         # Only to save time: trees have millions of numbers in attributes, each a field of its own.
         if inner == "attribute" and data[at - 3 : at] in _WITHOUT_TENSORS:
             inner = None
-            if not lists and size > _LONG_LIST and (named := _read_name(data, body)):
+            if not location and size > _LONG_LIST and (named := _read_name(data, body)):
                 yield write_varint(key) + write_varint(len(named) + 3) + named + data[at - 3 : at]
                 continue
         # A message of up to MAX_DATA_BYTES cannot contain larger data.
         if inner is not None and depth < _MAX_DEPTH and size > MAX_DATA_BYTES:
             # The length changes with what is left out, so the field is written anew.
-            kept = b"".join(_skim(data, inner, (body, at), depth + 1, location, lists=lists))
+            kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
             yield write_varint(key) + write_varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]

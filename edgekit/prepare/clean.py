@@ -386,7 +386,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = skim_weights(model.path)
+    proto = skim_weights(model)
     if proto is None and not keeps_weights_on_disk(model):
         proto = read_proto(model)
     if proto is None or _has_branches(proto):
@@ -408,7 +408,7 @@ def show_model(model: Model, out: Path) -> Model:
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = skim_weights(model.path) or _read_graph(model)
+    proto = skim_weights(model) or _read_graph(model)
     if proto.ir_version < _OVERRIDING:
         drop_initializer_inputs(proto.graph)
         proto.ir_version = _OVERRIDING

@@ -1,18 +1,19 @@
-"""Models without their large weights, for graph optimization.
+"""Models without their large weights and trees, for graph optimization.
 
 Tools copy the whole model, so large weights are replaced by inputs while they run, or not read at all if nothing needs
-their values. Operators without a kernel in ONNX Runtime's CPU provider are replaced by others while it optimizes.
+their values; of large tree ensembles, one leaf is left. Operators without a kernel in ONNX Runtime's CPU provider are
+replaced by others while it optimizes.
 """
 
 import math
-from pathlib import Path
 
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit._ort import Level, SessionSettings, external_config, makes_session
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.model.external import skim_model
-from edgekit.model.model import iterate_nodes, iterate_tensors, refill
+from edgekit.model.external import LISTS_OF_TREES, skim_model
+from edgekit.model.model import Model, iterate_nodes, iterate_tensors, refill
 
 
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
@@ -27,12 +28,52 @@ _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad"})
 
 
-def skim_weights(path: Path) -> onnx.ModelProto | None:
-    """Returns a model without its large weights, or None if a rewrite may need the values of one."""
-    proto = skim_model(path, lists=True)
+def skim_weights(model: Model) -> onnx.ModelProto | None:
+    """Returns a model without its large weights, or None if a rewrite may need the values of one.
+
+    A large tree ensemble has one leaf; None too if ONNX Runtime refuses the model with its trees.
+    """
+    proto = skim_model(model.path)
+    cut = [node for node in iterate_nodes(proto.graph) if any(map(_is_cut, node.attribute))]
+    if cut and not (all(node.op_type in _ENSEMBLES for node in cut) and _loads(model)):
+        return None
+    for index, node in enumerate(cut):
+        _leave_leaf(node, float(index))
     absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
     is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
     return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
+
+
+# Types and shapes of their outputs do not depend on the trees.
+_ENSEMBLES = frozenset({"TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+
+
+def _is_cut(attribute: onnx.AttributeProto) -> bool:
+    has_entries = attribute.ints or attribute.floats or attribute.strings or not is_absent(attribute.t)
+    return attribute.name.startswith(LISTS_OF_TREES) and not has_entries
+
+
+def _leave_leaf(node: onnx.NodeProto, value: float) -> None:
+    """Gives a tree ensemble one leaf of this value, in place. Nodes with different values are not merged."""
+    leaf = {onnx.AttributeProto.INTS: [0], onnx.AttributeProto.FLOATS: [value], onnx.AttributeProto.STRINGS: ["LEAF"]}
+    for at, old in enumerate(node.attribute):
+        if old.name.startswith(LISTS_OF_TREES):
+            one = leaf.get(old.type) or helper.make_tensor(old.t.name, old.t.data_type, [1], [value])
+            node.attribute[at].CopyFrom(helper.make_attribute(old.name, one))
+
+
+# By digest: loading large trees takes seconds, and several sketches are made of a model.
+_loaded: dict[str, bool] = {}
+
+
+def _loads(model: Model) -> bool:
+    """Returns True if ONNX Runtime loads a model; only then does it judge the trees."""
+    if model.sha256 not in _loaded:
+        config = external_config(model.path.parent)
+        settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
+        # Bytes, because `CpuSession` would parse a large file to map its weights.
+        _loaded[model.sha256] = makes_session(model.path.read_bytes(), settings)
+    return _loaded[model.sha256]
 
 
 def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:

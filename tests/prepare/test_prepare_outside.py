@@ -1,13 +1,16 @@
 """Weights that are never in memory, or left out of a sketch: what is made is what a whole model would give."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from prepare_models import ZOO, make_model, op_names, run_model
 
 from edgekit.check.check import check_model
+from edgekit.errors import RuntimeRefusal
 from edgekit.model.external import point_into
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
@@ -128,6 +131,69 @@ def test_a_weight_beside_the_file_is_not_read(tmp_path: Path) -> None:
     sketch = sketch_model(external, tmp_path / "sketch/m.onnx", {})
     assert sketch.external_files == ()
     assert sketch.size_bytes < 2000
+
+
+def _make_trees(path: Path, dtype: str = "float32", *, broken: bool = False) -> Model:
+    """Writes two ensembles of 4,000 trees with two leaves each, of the same input and with other weights."""
+    trees = range(4000)
+    ids = [index for _ in trees for index in (0, 1, 2)]
+    lists: dict[str, Any] = {
+        "nodes_treeids": [tree for tree in trees for _ in range(3)], "nodes_nodeids": ids,
+        "nodes_featureids": [0] * len(ids), "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"] * len(trees),
+        "nodes_truenodeids": [1, 0, 0] * len(trees), "nodes_falsenodeids": [5 if broken else 2, 0, 0] * len(trees),
+        "target_treeids": [tree for tree in trees for _ in range(2)], "target_nodeids": [1, 2] * len(trees),
+        "target_ids": [0, 0] * len(trees), "n_targets": 1,
+    }  # fmt: skip
+    values, tensor = np.zeros(len(ids)), dtype == "float64"
+    nodes: list[onnx.NodeProto] = []
+    for output, weight in (("y", 1.0), ("z", 2.0)):
+        weights = np.full(2 * len(trees), weight)
+        own = {"nodes_values": values, "target_weights": weights}
+        for name, array in own.items():
+            lists[f"{name}_as_tensor" if tensor else name] = numpy_helper.from_array(array) if tensor else list(array)
+        nodes.append(helper.make_node("TreeEnsembleRegressor", ["x"], [output], output, domain="ai.onnx.ml", **lists))
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [1, 2])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "yz"],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
+    return load_model(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_leaf_of_each_ensemble_is_left(tmp_path: Path, dtype: str) -> None:
+    whole, sketch = _judge_both(_make_trees(tmp_path / "m.onnx", dtype), tmp_path)
+    assert sketch.size_bytes < 2000 < whole.size_bytes / 100
+    values = [run_model(sketch.path, {"x": np.zeros((1, 2), dtype)})[name].item() for name in "yz"]
+    assert values == [0, 1]
+
+
+def test_trees_that_onnx_runtime_refuses_are_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
+        sketch_model(_make_trees(tmp_path / "m.onnx", broken=True), tmp_path / "s.onnx", {})
+
+
+def test_trees_of_the_newer_operator_stay(tmp_path: Path) -> None:
+    """Its lists and tensors refer to each other, and `tree_roots` to them. Here one list is so long that it is cut."""
+    places = np.arange(1, 2**16 - 1).reshape(2, -1, order="F")
+    count, is_leaf = 2**15 - 1, places >= 2**15 - 1
+    children = np.where(is_leaf, places - count, places)
+    node = helper.make_node(
+        "TreeEnsemble", ["x"], ["y"], "trees", domain="ai.onnx.ml", n_targets=1, tree_roots=[0],
+        nodes_featureids=[0] * count, nodes_splits=numpy_helper.from_array(np.zeros(count, np.float32)),
+        nodes_modes=numpy_helper.from_array(np.zeros(count, np.uint8)),
+        nodes_truenodeids=children[0].tolist(), nodes_trueleafs=is_leaf[0].astype(int).tolist(),
+        nodes_falsenodeids=children[1].tolist(), nodes_falseleafs=is_leaf[1].astype(int).tolist(),
+        leaf_targetids=[0] * (count + 1),
+        leaf_weights=numpy_helper.from_array(np.zeros(count + 1, np.float32)),
+    )  # fmt: skip
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1]) for name in "xy"]
+    graph = helper.make_graph([node], "g", values[:1], values[1:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 5)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(tmp_path / "m.onnx"))
+    whole, sketch = _judge_both(load_model(tmp_path / "m.onnx"), tmp_path)
+    assert onnx.load(str(sketch.path)) == onnx.load(str(whole.path))
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="needs ../shared/zoo")
