@@ -201,6 +201,9 @@ def _hint(message: str) -> str:
         return (
             "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES"
         )
+    # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
+    if "Op (If)" in message:
+        return "a branch of an If does not fit the sizes; make the input that chooses it a constant: --freeze INPUT=NUMBER"
     if "same node name" in message:
         return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:
