@@ -203,7 +203,7 @@ def _hint(message: str) -> str:
         )
     # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
     if "Op (If)" in message:
-        return "a branch of an If does not fit the sizes; make the input that chooses it a constant: --freeze INPUT=NUMBER"
+        return "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER"
     if "same node name" in message:
         return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:

@@ -25,17 +25,18 @@ def test_a_refusal_is_one_line_with_a_hint(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+BRANCHES = """g (bool c, float[2] x) => (y) {
+    y = If(c) <then_branch = t () => (b) { b = Relu(x) }, else_branch = e () => (b) { b = Concat<axis = 3>(x, x) }>
+}"""
+
+
 @pytest.mark.parametrize(
     ("graph", "hint"),
     [
         ("g (float[2] x) => (float[2] y) { y = com.acme.Magic(x) }", "--custom-ops LIB.so"),
         ("g (float[2] x) => (float[2] y) { [n] a = Relu(x) [n] y = Abs(a) }", "edgekit prepare MODEL --out FILE"),
         ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu(x) }", "or an element type of one, that this"),
-        (
-            "g (bool c, float[2] x) => (float[2] y) { y = If(c) <then_branch = t () => (float[2] a) { a = Relu(x) },"
-            " else_branch = e () => (b) { b = Concat<axis = 3>(x, x) }> }",
-            "--freeze INPUT=NUMBER",
-        ),
+        (BRANCHES, "--freeze INPUT=NUMBER"),
     ],
 )
 def test_a_refusal_says_what_to_do(graph: str, hint: str, tmp_path: Path) -> None:
