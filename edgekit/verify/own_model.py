@@ -67,8 +67,8 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
             rows = [session.run(sample) for sample in inputs]
         except RuntimeRefusal:
             continue
-        names = session.output_names
-        if list(names) != wanted:
+        names = list(rows[0])
+        if names != wanted:
             fault = f"its outputs are {', '.join(names)}, those in the manifest {', '.join(wanted)}"
         else:
             fault = _find_fault(limits, expected, rows)

@@ -68,6 +68,10 @@ def test_the_demo_is_placed_as_predicted_and_a_wrong_prediction_is_listed(demo: 
     (found,) = compare_placement(wrong, placement, device).disagreements
     assert (found.name, found.op, found.observed) == ("block1/add", "Add", name != "xnnpack")
     assert found.predicted is not found.observed
+    # A node that breaks the session may be claimed before.
+    nodes["block1/add"] = msgspec.structs.replace(nodes["block1/add"], fatal=True)
+    broken = msgspec.structs.replace(report, node_list=tuple(nodes.values()))
+    assert compare_placement(broken, placement, device).disagreements == ()
 
 
 def test_the_best_device_is_asked(tmp_path: Path) -> None:

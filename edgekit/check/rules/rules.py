@@ -522,14 +522,17 @@ class Readers(BaseRule, frozen=True, kw_only=True, tag="readers"):
 
 
 class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
-    """Inputs that an earlier node must compute, because the quantization of values is known only inside a partition."""
+    """Inputs that an operator on quantized values computes: a quantization is known only inside a partition."""
 
     at: tuple[int, ...] = ()
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         for what, operand in subject.operands(self.at):
-            maker = subject.graph.producers.get(operand.name)
-            if maker is None or maker.op_type == "QuantizeLinear":
+            name, producers = operand.name, subject.graph.producers
+            while name in producers and "QLinear" not in producers[name].op_type:
+                before = producers[name].input[0]
+                name = before if subject.graph.value(before).dtype == operand.dtype else ""
+            if name not in producers:
                 yield f"{what} is {operand.dtype}, and its quantization is not known inside the partition"
 
 
