@@ -27,7 +27,8 @@ from edgekit.data.samples import Samples, load_samples
 from edgekit.data.split import Sequences
 from edgekit.errors import DataError, ModelError
 from edgekit.machine import map_in_order
-from edgekit.model.model import Model
+from edgekit.model.external import skim_model
+from edgekit.model.model import Model, iterate_nodes
 from edgekit.model.state import State, resolve_state, run_steps
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 
@@ -354,7 +355,7 @@ def _run_all(
     With custom operators one sample runs at a time, because their library may not be thread-safe.
     """
     at_once = 1 if model.custom_ops else at_once
-    settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+    settings = _choose_settings(model)
     if at_once > 1:
         threads = max(1, (os.cpu_count() or 1) // at_once)
         settings = msgspec.structs.replace(settings, threads=threads, config=_NO_SPINNING)
@@ -364,6 +365,16 @@ def _run_all(
         return session.run(sample) if known is None else known.run(session, sample)
 
     return map_in_order(run, samples, at_once)
+
+
+def _choose_settings(model: Model) -> SessionSettings:
+    """Returns the settings of the float reference: without optimization, unless that would run a Dropout in training.
+
+    Its results are random. ONNX Runtime's basic optimizations, which each app has, take it away.
+    """
+    nodes = iterate_nodes(skim_model(model.path).graph)
+    trains = any(node.op_type == "Dropout" and len(node.input) == 3 for node in nodes)
+    return SessionSettings(level=Level.BASIC if trains else Level.DISABLED, libraries=model.custom_ops)
 
 
 def write_labels(folder: Path, labels: Sequence[Label]) -> None:
@@ -402,7 +413,7 @@ def plan_sequences(
         if state.steps == 1:
             return samples
         # Without optimization, like the float reference: the state is bit-equal to its output of the step before.
-        session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+        session = CpuSession(model.path, _choose_settings(model))
 
         def run(steps: Sequence[Tensors]) -> Sequence[Tensors]:
             return [session.run(sample) for sample in steps]

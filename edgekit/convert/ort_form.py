@@ -135,9 +135,10 @@ MAX_SAMPLES = 3
 _OPEN_SIZES = (1, 3)
 
 _NO_TENSORS = "its inputs are no tensors"
-_RANDOM_OPS = frozenset(
+RANDOM_OPS = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
+"""The operators whose results differ from run to run, apart from Dropout in training mode."""
 _QUANTIZED_OPS = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulNBits", "GatherBlockQuantized"}
 )
@@ -181,7 +182,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
         tolerance = QUANTIZED_TOLERANCE
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
-    if drawn := sorted(ops & _RANDOM_OPS):
+    if drawn := sorted(ops & RANDOM_OPS):
         return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
     chosen = choose_samples(source, samples)
     if chosen is None:

@@ -1,6 +1,7 @@
 """The contents of a model, before anything is done to it."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from onnx import helper
 
 from edgekit._ort import Level, SessionSettings, makes_session
 from edgekit.check.macs import assume_sizes, choose_sizes, count_macs, count_unsized, value_bytes
+from edgekit.convert.ort_form import RANDOM_OPS
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
@@ -81,6 +83,18 @@ _DYNAMIC_AXES_ARGUMENTS = {
     "tf2onnx": "a tf.TensorSpec in input_signature with None in these places: {axes}",
     "skl2onnx": "initial_types with None in these places: {axes}",
 }
+
+
+def warn_if_random(model: Model) -> tuple[str, ...]:
+    """Returns a warning if nodes of the main graph draw random numbers: then the outputs differ from run to run."""
+    graph = skim_model(model.path).graph
+    drawn = [node.output[0] for node in graph.node if node.op_type in RANDOM_OPS]
+    names = shlex.quote(",".join([*(value.name for value in graph.input), *drawn]))
+    warning = (
+        f"the model draws random numbers ({', '.join(drawn[:4])}): its outputs differ from run to run, so that no"
+        f" comparison of them is right; make the numbers inputs: edgekit prepare --inputs {names}"
+    )
+    return (warning,) if drawn else ()
 
 
 def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import in_background
 from edgekit.devices.register import DeviceChoice, NamedDevice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
+from edgekit.inspect.inspect import warn_if_random
 from edgekit.jobs.build_inputs import BuildCache, BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.check import find_fixed_axes, list_versions
 from edgekit.jobs.forecast import forecast_goal
@@ -108,7 +109,7 @@ def build(
         )
         inputs, results = _build_all(read_build_inputs(original, data, job), job, verify=verify)
         facts, feeds = inputs.samples.facts, inputs.state.feeds
-        warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
+        warnings = [*warn_if_random(inputs.source), *(warn_if_few(facts) if inputs.calibration else facts.warnings)]
         if feeds and inputs.state.steps == 1:
             pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
             warning = (

@@ -20,6 +20,7 @@ from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.pixels import takes_raw_pixels
+from edgekit.inspect.inspect import warn_if_random
 from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.jobs.forms import warn_of_fp16_loss
 from edgekit.machine import own_peak_bytes, release_memory
@@ -122,7 +123,7 @@ def quantize_for(
         target=search.target.name,
         precision=plan.precision,
         samples=job.samples.count,
-        data_warnings=warn_if_few(job.facts),
+        data_warnings=(*warn_if_random(job.source), *warn_if_few(job.facts)),
         float_warning=warning,
         calibration=describe_calibration(search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixed.fixes},

@@ -55,6 +55,14 @@ def test_labels_and_counts_come_back_and_wrong_or_damaged_ones_are_refused(tmp_p
         read_outputs(msgspec.structs.replace(golden, samples=3))
 
 
+def test_the_reference_drops_nothing_out(tmp_path: Path) -> None:
+    text = "{ r = Relu(x) d = Dropout(r, p, t) y = Neg(d) }"
+    graph = f"(float[99] x) => (float[99] y) <float p = {{0.5}}, bool t = {{1}}> {text}"
+    samples = Samples(source="ones", count=1, read=lambda: iter([{"x": np.ones(99, np.float32)}]))
+    (outputs,) = read_outputs(make_golden(save_text(graph, tmp_path), samples, tmp_path / "g"))
+    assert outputs["y"].tolist() == [-1] * 99
+
+
 def test_strings_scalars_and_empty_outputs_survive(tmp_path: Path) -> None:
     model = save_text("(string[2] s) => (string[2] t) { t = Identity(s) }", tmp_path)
     words = [np.array(["a", "eins"], dtype=object), np.array(["zwei und drei", ""], dtype=object)]

@@ -25,6 +25,7 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
+from edgekit.jobs.quantize import quantize_for
 from edgekit.model.outputs import Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors
@@ -171,6 +172,19 @@ def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
     assert "'new_h' feeds 'h'" in report.data_warnings[0]
     with pytest.raises(DataError, match="lacks the model input 'h'"):
         build(model, save_data(tmp_path / "none.npz"), tmp_path / "p", recipe, verify=False)
+
+
+def test_a_model_that_draws_random_numbers_is_told_with_what_to_do(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+        <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}>
+        { n = RandomNormalLike(x) s = Add(x, n) y = MatMul(s, w) }"""
+    model, recipe = parse_model(text, tmp_path / "m.onnx"), Recipe(targets=("cpu",))
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
+    data = Data(source=str(tmp_path / "d.npz"))
+    built = build(model, data, tmp_path / "o", recipe, verify=False)
+    quantized = quantize_for(model, data, tmp_path / "q.onnx", recipe)
+    for report in (built, quantized):
+        assert report.data_warnings[0].endswith("make the numbers inputs: edgekit prepare --inputs x,n")
 
 
 def test_a_sequence_may_begin_with_a_state_of_the_data(tmp_path: Path) -> None:
