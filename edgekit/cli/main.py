@@ -4,9 +4,11 @@ import ctypes
 import difflib
 import errno
 import importlib
+import os
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -173,11 +175,20 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
+    sys.unraisablehook = _send_again
     sys.exit(run_command(sys.argv[1:]))
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _send_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Interrupts again if Python ignored that, because it came while a generator was closed."""
+    if lost.exc_type is KeyboardInterrupt:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -160,6 +160,8 @@ def deploy_model(made: ModelForTarget, inputs: BuildInputs, job: BuildJob, work:
     target, harmful_notes = disable_harmful(target, read_proto(model, weights=False).graph)
     notes += harmful_notes
     job.watch.begin("convert", target.name)
+    # QNN's compiler may take minutes, and gigabytes.
+    job.progress(f"{target.name}: write as {', '.join(target.conversion.forms)}")
     golden, out = read_inputs(inputs.golden), work / "converted"
     convert = partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
     try:

@@ -111,6 +111,7 @@ def quantize_for(
         search = job.search
         plan, searched = _choose_plan(job, options_given.method)
         quantized, predicted, check = _write_model(search, plan, searched, out)
+        data_warnings = (*warn_if_random(job.source), *warn_if_few(job.facts))
         warning = warn_of_fp16_loss(search.model, [node.name for node in plan.float_nodes], search.target, job.samples)
         layers: tuple[ActivationReport, ...] = ()
         if options_given.layers:
@@ -123,7 +124,7 @@ def quantize_for(
         target=search.target.name,
         precision=plan.precision,
         samples=job.samples.count,
-        data_warnings=(*warn_if_random(job.source), *warn_if_few(job.facts)),
+        data_warnings=data_warnings,
         float_warning=warning,
         calibration=describe_calibration(search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixed.fixes},

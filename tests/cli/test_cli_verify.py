@@ -313,3 +313,27 @@ def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path:
     assert process.returncode == 130
     assert said.endswith("edgekit: interrupted; nothing half-written is left\n")
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_end_that_comes_while_a_generator_is_closed_is_not_lost() -> None:
+    program = """
+import time
+from edgekit.cli import main
+
+def rows():
+    try:
+        yield
+    finally:
+        raise KeyboardInterrupt
+
+def close(_arguments):
+    started = rows()
+    next(started)
+    del started
+    time.sleep(60)
+
+main.run_command = close
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
