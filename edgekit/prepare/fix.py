@@ -211,7 +211,7 @@ TARGET_REWRITES = _by_id(
 REQUIRED_REWRITES = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
     activations.flatten_softplus, activations.put_gate_first, layout.cast_by_int32, recurrent.split_lstm,
-    norms.batch_norm_to_conv, idle.drop_pad_values,
+    norms.batch_norm_to_conv, idle.drop_pad_values, products.plain_power,
 )  # fmt: skip
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model
 (`list_required`), or in a quantized one (`fix_quantized`)."""
@@ -231,14 +231,15 @@ def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ..
 
     For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
     tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
-    quantizer needs in parts; one that is quantized for QNN has no BatchNormalization, and no Pad whose value is zero.
+    quantizer needs in parts; one that is quantized for QNN has no BatchNormalization, no Pad whose value is zero, and
+    no powers that stay float.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
     own = target.float_rewrites if stays_float else (float16.HALF_TO_FLOAT,) if takes_integers else ()
     if target.quantization.scheme == "qnn" and not stays_float:
-        own = (*own, norms.batch_norm_to_conv.id, idle.drop_pad_values.id)
+        own = (*own, norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id)
     return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
 
 

@@ -96,11 +96,11 @@ def test_every_rewrite_has_advice() -> None:
 
 def test_a_target_with_weights_in_blocks_asks_for_products_of_three_dimensions() -> None:
     assert list_required(load_target("qnn", {"blocks": "32"})) == (
-        "gemm-to-matmul", "half-to-float", "batch-norm-to-conv", "plain-pad",
+        "gemm-to-matmul", "half-to-float", "batch-norm-to-conv", "plain-pad", "plain-power",
     )  # fmt: skip
-    assert list_required(load_target("qnn")) == ("half-to-float", "batch-norm-to-conv", "plain-pad")
+    assert list_required(load_target("qnn")) == ("half-to-float", "batch-norm-to-conv", "plain-pad", "plain-power")
     assert list_required(load_target("nnapi")) == ("half-to-float",)
     assert list_required(load_target("qnn"), stays_float=True) == (
-        "flat-softplus", "gate-first", "cast-by-int32", "split-lstm",
+        "flat-softplus", "gate-first", "cast-by-int32", "split-lstm", "plain-power",
     )  # fmt: skip
     assert list_required(load_target("coreml")) == ()

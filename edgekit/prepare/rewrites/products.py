@@ -1,4 +1,4 @@
-"""Products and sums in the form that most providers take: Gemm, MatMul, Neg and Sum.
+"""Products, powers and sums in the form that most providers take: Gemm, MatMul, Neg, Pow and Sum.
 
 int8 weights are stored as uint8 for kernels that compute int8 ones wrongly or not at all; dequantized values stay.
 """
@@ -186,6 +186,27 @@ def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes:
 def neg_to_mul(writer: Writer) -> None:
     """Rewrites Neg(x) of floats to x * -1."""
     writer.add("Mul", [writer.node.input[0], writer.constant("minus_one", -1)])
+
+
+@node_rewrite("plain-power", {"Pow"}, since=7, floats=True)
+def plain_power(writer: Writer) -> None:
+    """Rewrites Pow(x, 2) to x * x, Pow(x, 4) to the square of that, and Pow(x, 0.5) to Sqrt(x), for QNN.
+
+    In float the HTP's powers of -0 with these exponents are -4, 16 and 131,008 (targets/qnn/NOTES.md). A convolution or
+    a difference may give -0, and so does half precision for a small negative number.
+    """
+    node, graph = writer.node, writer.graph
+    exponent, shape = graph.number(node.input[1]), graph.value(node.input[0]).shape
+    # An exponent of more axes would add these to the result.
+    if shape is None or exponent is None or len(graph.constants[node.input[1]].dims) > len(shape):
+        return
+    squared = [node.input[0]] * 2
+    if exponent == 2:
+        writer.add("Mul", squared)
+    elif exponent == 4:
+        writer.add("Mul", [writer.add("Mul", squared, "square")] * 2)
+    elif exponent == 0.5:
+        writer.add("Sqrt", node.input[:1])
 
 
 @node_rewrite("sum-to-add", {"Sum"}, "write {count} of Sum as Add, which is the same", since=7)
