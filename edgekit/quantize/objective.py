@@ -20,7 +20,7 @@ import numpy as np
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import measure_powers
-from edgekit.quantize.accuracy.output_kinds import RAW, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, RAW, read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
@@ -33,8 +33,8 @@ _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Tr
 _DECIDING = {"ArgMax": 0, "LogSoftmax": -1, "Softmax": -1}
 FAITHFUL_DB = 40.0
 """From this ratio on, where the noise power is 1/10,000 of the signal's, no better rounding is searched: a choice."""
-# The number of samples that show the kind of an output, and of values that are compared: choices, to save time.
-_LOOKED_AT, _MOST_VALUES = 2, 1 << 18
+# The number of values that are compared: a choice, to save time.
+_MOST_VALUES = 1 << 18
 
 
 def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTensor, ...]:
@@ -46,7 +46,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     """
     compared = find_compared_tensors(graph)
     held = read_held_out(Path(calibration.statistics)) if calibration.statistics else ()
-    rows = [expected for _, expected in islice(held, _LOOKED_AT)]
+    rows = [expected for _, expected in islice(held, KIND_SAMPLES)]
     shown = [{each.tensor: row[each.tensor] for each in compared if each.tensor in graph.outputs} for row in rows]
     readings = read_output_kinds(graph, shown, calibration.outputs) if shown and shown[0] else {}
     readers = {node.name: node for node in graph.nodes}
@@ -65,7 +65,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
             family, axis = {"": "classes", RAW: "scores"}.get(reading.squash, ""), reading.axis
         found.append(
             msgspec.structs.replace(each, family=family, axis=axis, centred=False)
-            if family and each.part is None
+            if family and (each.part is None or each.part[0] != axis % len(graph.dims(each.tensor)))
             else each
         )
     return tuple(found)
@@ -79,15 +79,14 @@ def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Arr
     """
     if expected.size != found.size:
         return np.array([1.0, np.inf])
-    found = found.reshape(expected.shape)
-    if compared.family and expected.size:
-        one, two = (_list_decisions(value, compared, _MOST_VALUES) for value in (expected, found))
-        signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
-        return np.array([signal, noise.sum()])
-    one, two = expected, found
+    one, two = expected, found.reshape(expected.shape)
     if compared.part is not None:
         axis, start, stop = compared.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
+    if compared.family and one.size:
+        one, two = (_list_decisions(value, compared, _MOST_VALUES) for value in (one, two))
+        signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
+        return np.array([signal, noise.sum()])
     if compared.centred:
         one, two = (value - value.mean(axis=-1, keepdims=True, dtype=np.float64) for value in (one, two))
     return measure_powers(one, two)

@@ -10,6 +10,7 @@ from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
@@ -17,7 +18,7 @@ from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.objective import find_objective
+from edgekit.quantize.objective import find_objective, measure_loss
 from edgekit.quantize.ranges import sigmoid
 from edgekit.target import load_target
 
@@ -175,6 +176,38 @@ def test_sigmoids_of_many_say_yes_or_no(shape: str, reach: float, kind: str, tmp
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
     rows: list[Tensors] = [{"y": sigmoid(reach * (2 * np.abs(RNG.normal(size=sizes)) - 2))} for _ in range(8)]
     assert read_output_kinds(graph, rows, {})["y"].kind == kind
+
+
+LEVELS = "g (float[1,64,1] a, float[1,64,1] b) => (float[1,128,1] y, float[1,128,4] boxes)"
+COLUMNS = "g (float[1,64,1] a, float[1,64,1] b) => (float[1,64,2] y)"
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs", "family"),
+    [
+        (LEVELS + " { y = Concat<axis=1>(a, b) boxes = MatMul(y, w) }", {}, "scores"),
+        (COLUMNS + " { y = Concat<axis=2>(a, b) }", {"y": StatedOutput(kind="map", axis=-1)}, ""),
+    ],
+)
+def test_scores_of_several_levels_are_decisions_and_columns_of_two_layers_are_numbers(
+    text: str, outputs: dict[str, StatedOutput], family: str, tmp_path: Path
+) -> None:
+    model, rng = make_model(text, tmp_path / "m.onnx", {"w": (1, 4)}), np.random.default_rng(0)
+    # Only the later samples have scores that lie far below zero, as those of raw scores do.
+    reaches = [10] * 12 + [40] * 12
+    rows: list[Tensors] = [
+        {name: rng.uniform(-reach, 0.2, (1, 64, 1)).astype(np.float32) for name in "ab"} for reach in reaches
+    ]
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work", outputs=outputs)
+    compared = [each for each in find_objective(read_float_graph(model), calibration) if each.tensor == "y"]
+    assert [each.family for each in compared] == [family] * 2
+    # Each part counts by itself: a decision that one level loses is not hidden by those of the other.
+    if family:
+        wanted, found = np.full((1, 128, 1), -9.0), np.full((1, 128, 1), -9.0)
+        wanted[0, 70], found[0, 70] = 2.0, -9.0
+        lost = [measure_loss(each, wanted, found)[1] for each in compared]
+        assert lost[0] == 0
+        assert lost[1] > 0.5
 
 
 FLOOR = -8.0
