@@ -142,9 +142,15 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         )
         first_reason = first_reason or strategies.failed.message
     if isinstance(strategies.failed, EdgekitError):
-        raise strategies.failed
+        raise _say_where_to_end(strategies.failed, inputs.prepared, target)
     words = f"no model can be made for '{target.name}': {first_reason}"
     raise ModelError(words, hint="take its fallback") from strategies.failed
+
+
+def _say_where_to_end(failed: EdgekitError, model: Model, target: Target) -> EdgekitError:
+    """Returns the error, with the advice of a check to end the model earlier, if there is such advice, as its hint."""
+    ends = [advice.message for advice in check_model(model, target).advice if advice.id == "cut-end"]
+    return ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
 
 
 def _describe_loss(first: Strategy, strategy: Strategy) -> str:

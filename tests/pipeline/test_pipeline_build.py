@@ -371,3 +371,16 @@ def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(
     assert not report.passed
     (run,) = report.runs
     assert any("the emulated CPU has no VNNI" in line for line in (*run.failures, *run.notes))
+
+
+def test_a_build_says_where_a_model_may_end_whose_last_nodes_qnn_does_not_take(tmp_path: Path) -> None:
+    require_device("qnn-htp-sim", "qnn")
+    text = """g (float[1,2,4,4] x) => (float[1,2] y) <float[2,2,1,1] w = {1,2,3,4}> {
+      c = Conv(x, w) r = Relu(c) d = Det(r) y = Relu(d) }"""
+    path = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 1, 2, 4, 4)).astype(np.float32))
+    recipe = Recipe(targets=("qnn",), precision="int8")
+    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
+    assert "(end the model before 2 nodes, which the app then computes: edgekit prepare --outputs r; " in str(
+        bundle.failure
+    )
