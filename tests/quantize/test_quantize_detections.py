@@ -420,6 +420,10 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
             assert np.allclose(detections.record(row, moved)[:, 4], 0, atol=1e-6)
         return part.judge(records), float(part.distances(records).mean())
 
+    if kind != "values":
+        # Nothing is found in this sample.
+        silent = {**rows[0], "y": rows[0]["y"] * np.repeat([[1.0], [0.0]], [4, rows[0]["y"].shape[1] - 4], axis=0)}
+        assert part.record(silent, silent).tolist() == [0, 0]
     nothing, little, much = (lose(by, "objects") for by in (0.0, 0.05, 4.0))
     assert nothing[0].estimate == nothing[1] == 0
     assert nothing[0].estimate <= little[0].estimate < much[0].estimate

@@ -58,7 +58,9 @@ def _draw_masks(extra: ExtraColumns, rows: Array, boxes: Array, outputs: Tensors
 
 def _lose_points(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
     """Returns 1 - OKS of the keypoints of each row, weighted by the visibility that the float model predicts."""
-    one, two = (extra.read(each, rows).reshape(len(rows), -1, extra.numbers) for each in (expected, found))
+    one, two = (extra.read(each, rows) for each in (expected, found))
+    # Not -1: nothing may be found in a sample.
+    one, two = (each.reshape(len(rows), each.shape[1] // extra.numbers, extra.numbers) for each in (one, two))
     squares = ((one[..., :2] - two[..., :2]) ** 2).sum(axis=-1)
     area = np.maximum((boxes[:, 2:] - boxes[:, :2]).prod(axis=1), _TINY)
     lost = 1 - np.exp(-squares / (2 * area[:, None] * _POINT_SPREAD**2))
