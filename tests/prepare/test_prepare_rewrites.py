@@ -231,9 +231,9 @@ WITHOUT = {
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
     # Another exponent, one of more axes, one for each column, integers, and an exponent that is computed.
-    "plain-power": """g (float[2] x, int32[2] i, float e) => (float[2] y, float[1,2] z, float[2] v, int32[2] w, float[2] u)
-        <float three = {3}, float[1,1] deep = {2}, float[2] each = {2, 2}, int32 whole = {2}>
-        { y = Pow(x, three) z = Pow(x, deep) v = Pow(x, each) w = Pow(i, whole) u = Pow(x, e) }""",
+    "plain-power": """g (float[2] x, int32[2] i, float e)
+        => (float[2] y, float[1,2] z, float[2] v, int32[2] w, float[2] u) <float three = {3}, float[1,1] deep = {2},
+        float[2] each = {2, 2}, int32 whole = {2}> { y = Pow(x, three) z = Pow(x, deep) v = Pow(x, each) w = Pow(i, whole) u = Pow(x, e) }""",
     "flat-softplus": """g (float[1,3,4] x, float[1,1,3,4] u) => (float[1,3,4] y, float[1,1,3,4] z, float[1,1,3,4] t)
         <float s = {0.1}, uint8 o = {128}, uint16 w = {32768}> { y = Softplus(x) q = QuantizeLinear(u, s, o)
         d = DequantizeLinear(q, s, o) b = Softplus(d) r = QuantizeLinear(b, s, o) z = DequantizeLinear(r, s, o)
