@@ -16,6 +16,7 @@ from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport, Verdict, count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
+from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.graph import Graph
 from edgekit.model.model import find_integer_ops
 from edgekit.target import INTEGERS, Form, Precision, Target
@@ -207,6 +208,9 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     form = f"qdq-{target.quantization.activation}"
     counts = [(count_macs(graph, node), node) for node in graph.nodes]
     total = sum(macs for macs, _ in counts)
+    # Trees split at exact limits of their inputs, which 8 bits move.
+    if not total and (trees := sorted({node.op_type for node in graph.nodes if node.domain == ML_DOMAIN})):
+        return f"the work of this model is in {', '.join(trees)}, which {target.name} does not quantize"
     supported = 0
     for macs, node in counts:
         entries = [op for op in book.op if node.op_type in op.types]

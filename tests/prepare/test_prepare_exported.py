@@ -91,6 +91,15 @@ def test_xnnpack_gains_from_integers_in_a_conv_net_and_in_no_transformer(exporte
     assert explain(make_model(text, tmp_path / "m.onnx"), "xnnpack", "int8") is None
 
 
+def test_what_comes_before_a_tree_is_not_quantized_unless_it_multiplies_matrices(tmp_path: Path) -> None:
+    text = """g (float[1,3] x, float[3,3] w) => (float[1,3] y) {{
+        a = Add(x, x) b = ai.onnx.ml.Normalizer<norm = "MAX">(a) y = {last} }}"""
+    model = make_model(text.format(last="Mul(a, b)"), tmp_path / "m.onnx")
+    reason = "the work of this model is in Normalizer, which cpu does not quantize"
+    assert (explain(model, "cpu", "int8"), explain(model, "cpu", "fp32")) == (reason, None)
+    assert explain(make_model(text.format(last="MatMul(b, w)"), tmp_path / "n.onnx"), "cpu", "int8") is None
+
+
 def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> None:
     # 26 of 32 nodes in the simulator (onnxruntime-qnn 2.7.0, SoC 69), the same six left.
     ready = ready_model(export_genai(tmp_path / "m.onnx"), tmp_path, {}).model
