@@ -379,6 +379,19 @@ def record_values(expected: Array, found: Array, reading: Reading, weights: Arra
     return np.stack([np.einsum("cn,n->c", one, counts), *squares, np.full(len(one), counts.sum())])
 
 
+def find_places_mean(values: Sequence[Array]) -> Array | float:
+    """Returns the mean of each number over a few samples, from which its values are counted: positions are not pooled.
+
+    An offset that all samples have at a place, such as behind the end of a word, is no information (so does
+    `edgekit.verify.metrics.agreement`). 0 where samples differ in shape, or not at all.
+    """
+    if len({value.shape for value in values}) > 1:
+        return 0.0
+    mean = np.asarray(np.mean(values, axis=0, dtype=np.float64))
+    varying, energy = (sum(float(np.square(value - shift).sum()) for value in values) for shift in (mean, 0.0))
+    return mean if varying > _ROUNDING_SHARE * energy else 0.0
+
+
 def _judge_values(records: Sequence[Array]) -> Loss:
     """Returns the share of the variance that is lost, by which R2 falls where the values predict a number.
 
