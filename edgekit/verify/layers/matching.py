@@ -42,6 +42,10 @@ def list_computing(graph: Graph) -> list[Node]:
 _PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
 
 
+def _list_aligned(graph: Graph) -> list[Node]:
+    return [node for node in list_computing(graph) if node.op_type not in _PASSED_OVER]
+
+
 def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
     """Returns pairs of tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
@@ -65,8 +69,7 @@ class _Sequence:
     """The computing nodes of a graph in order, with the key by which each is compared, and the readers of values."""
 
     def __init__(self, graph: Graph) -> None:
-        computing = list_computing(graph)
-        self.nodes = [node for node in computing if node.op_type not in _PASSED_OVER]
+        self.nodes = _list_aligned(graph)
         self._passed = {name: node.input[0] for node in graph.nodes if node.op_type in _PASSED_OVER and node.input[0]
                         for name in node.output}  # fmt: skip
         shapes = {name: tuple(tensor.dims) for name, tensor in graph.constants.items()}
@@ -131,6 +134,10 @@ def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     made = b.producers
     scaled = {name: name + SUFFIX for name in ordered_tensors(a) if name not in made and name + SUFFIX in made}
     named = _match_pairs(a, b, [(name, scaled.get(name, name)) for name in ordered_tensors(a)])
+    # No order matches more tensors than the second graph computes, and finding it takes cubic time in equal layers.
+    settled = sum(item.op in _find_ops(item.tensor, a) for item in named)
+    if settled >= _NAMES_COUNT * sum(len(node.output) for node in _list_aligned(b)):
+        return named
     aligned = _match_pairs(a, b, align_tensors(a, b))
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
 
@@ -177,6 +184,17 @@ def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:
         for item in matched
         if item.raw_b in b.producers
     )
+
+
+def _find_ops(name: str, graph: Graph) -> set[str]:
+    """Returns the operator that makes a tensor; for a Relu or Clip also that of the layer that a quantizer folds it in.
+
+    None for an input.
+    """
+    nodes = [graph.producers[name]] if name in graph.producers else []
+    if nodes and nodes[0].op_type in {"Relu", "Clip"}:
+        nodes += [graph.producers[each] for each in nodes[0].input[:1] if each in graph.producers]
+    return {_real_node(node, graph).op_type for node in nodes}
 
 
 def ordered_tensors(graph: Graph) -> Iterable[str]:
