@@ -131,6 +131,7 @@ def quantize_for(
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
         float_constants=quantized.float_constants,
+        wide_constants=quantized.wide_constants,
         narrow=plan.narrow,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,

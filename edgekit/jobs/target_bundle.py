@@ -36,7 +36,7 @@ from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
 from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
-from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction
+from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction, list_large
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
@@ -311,6 +311,7 @@ class _Strategies:
                 *(f"left out, since it failed: {step} ({why})" for step, why in self._job.memo.budget.failed.items()),
             ]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
+            notes += list_large("in 16 bits, which 8 bits do not hold", quantized.wide_constants)
             floats = [node.name for node in plan.float_nodes]
             warning = warn_of_fp16_loss(inputs.prepared, floats, target, read_inputs(inputs.golden))
             notes += [warning] if warning else []

@@ -28,7 +28,8 @@ _SCALING = frozenset({"QuantizeLinear", "DequantizeLinear"})
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A QDQ model: how many nodes compute in integers, which in float and why, and the sizes in bytes.
 
-    `float_constants` holds the bytes of each constant that stays float, largest first, without the scales of Q and DQ.
+    `float_constants` holds the bytes of each constant that stays float, largest first, without the scales of Q and DQ,
+    `wide_constants` those of each that is stored in 16 bits.
     """
 
     model: Model
@@ -37,6 +38,7 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     size_before: int
     size_after: int
     float_constants: dict[str, int]
+    wide_constants: dict[str, int] = {}
 
 
 def quantize_model(
@@ -96,6 +98,7 @@ def quantize_model(
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     float_constants = _measure_float_constants(quantized.graph)
+    wide = {name: 2 * graph.weight(name).size for name in plan.wide if graph.is_float_constant(name)}
     written = save_proto(quantized, out)
     planned = {node.name: node for node in plan.float_nodes}
     unplanned = "it is not between quantized neighbours"
@@ -110,6 +113,7 @@ def quantize_model(
         size_before=model.size_bytes,
         size_after=written.size_bytes,
         float_constants=float_constants,
+        wide_constants=dict(sorted(wide.items(), key=lambda item: (-item[1], item[0]))),
     )
 
 

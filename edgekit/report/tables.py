@@ -320,10 +320,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"- {count} in float: {reason}"
     if len(reasons) > _MAX_LINES:
         yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
-    large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in report.float_constants.items() if size >= _LARGE_BYTES]
-    if large:
-        more = f" and {len(large) - _MAX_LINES} more" if len(large) > _MAX_LINES else ""
-        yield f"- large constants in float: {', '.join(large[:_MAX_LINES])}{more}"
+    large = list_large("in float", report.float_constants)
+    large += list_large("in 16 bits, which 8 bits do not hold", report.wide_constants)
+    yield from (f"- {line}" for line in large)
     if report.narrow.bits:
         yield f"- {describe_narrow(report.narrow)}"
     yield f"expected: {describe_prediction(report.predicted)}"
@@ -363,6 +362,13 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
     risks = [report.float_warning] if report.float_warning else []
     yield from (f"warning: {warning}" for warning in (*risks, *report.data_warnings, *report.calibration.notes))
+
+
+def list_large(how: str, sizes: Mapping[str, int]) -> list[str]:
+    """Returns a line that names the large ones of constants that are stored so; no line without any."""
+    large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in sizes.items() if size >= _LARGE_BYTES]
+    more = f" and {len(large) - _MAX_LINES} more" if len(large) > _MAX_LINES else ""
+    return [f"large constants {how}: {', '.join(large[:_MAX_LINES])}{more}"] if large else []
 
 
 def describe_narrow(narrow: NarrowConstants) -> str:

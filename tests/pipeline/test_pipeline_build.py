@@ -384,3 +384,22 @@ def test_a_build_says_where_a_model_may_end_whose_last_nodes_qnn_does_not_take(t
     assert "(end the model before 2 nodes, which the app then computes: edgekit prepare --outputs r; " in str(
         bundle.failure
     )
+
+
+def test_a_build_names_a_large_table_that_leaves_8_bits(tmp_path: Path) -> None:
+    text = """(int64[1,8] x) => (float[1,8,32] y) {
+      rows = Gather(table, x) h = MatMul(rows, v) n = LayerNormalization(h, gain) y = MatMul(n, w) }"""
+    rng = np.random.default_rng(0)
+    # Most rows are far smaller than a few, and a normalization makes them equal.
+    table = rng.normal(size=(400, 32)) * np.where(np.arange(400) % 50, 0.01, 8)[:, None]
+    drawn = {
+        "table": table,
+        "v": rng.normal(size=(32, 32)) / 6,
+        "w": rng.normal(size=(32, 32)) / 6,
+        "gain": np.ones(32),
+    }
+    path = save_net(text, tmp_path / "m.onnx", **{name: each.astype(np.float32) for name, each in drawn.items()}).path
+    np.savez(tmp_path / "d.npz", x=rng.integers(0, 400, (48, 1, 8)))
+    recipe = Recipe(targets=("qnn",), precision="int8", forms=("onnx",))
+    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
+    assert "large constants in 16 bits, which 8 bits do not hold: 'table' 26 kB" in bundle.notes

@@ -83,8 +83,10 @@ def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
     relieved = relieve_tensors(read_float_graph(model), plan, ("table",), calibration, widens=True)
     stored = {}
-    for each in (plan, relieved):
-        made = onnx.load(str(quantize_model(model, each, calibration, tmp_path / "q.onnx").model.path))
+    for each, wide in ((plan, {}), (relieved, {"table": 2 * 50 * 16})):
+        quantized = quantize_model(model, each, calibration, tmp_path / "q.onnx")
+        assert quantized.wide_constants == wide
+        made = onnx.load(str(quantized.model.path))
         (table,) = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer if tensor.dims == [50, 16]]
         stored[table.dtype.name] = len(np.unique(table))
     assert stored["uint16"] > 2 * stored["uint8"]

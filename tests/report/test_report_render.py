@@ -184,5 +184,7 @@ def test_many_reasons_and_constants_are_counted_and_few_are_left_out(report: Qua
     ]  # fmt: skip
     assert "- 9 in float for 7 reasons in all: --json lists them" in lines
     assert "- large constants in float: 'c0' 20 kB, 'c1' 20 kB, 'c2' 20 kB, 'c3' 20 kB, 'c4' 20 kB and 3 more" in lines
+    wide = list(describe_quantization(replace(report, wide_constants={"table": 23_440_896, "small": 9_999})))
+    assert "- large constants in 16 bits, which 8 bits do not hold: 'table' 23441 kB" in wide
     none = replace(report, float_nodes=(), float_constants={"small": 9_999})
     assert not any("in float" in line for line in describe_quantization(none))
