@@ -51,6 +51,10 @@ WITH = {
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
+    "cast-by-floor": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float big = {9}>
+        { a = Mul(x, big) b = Cast<to=6>(a) y = Cast<to=1>(b) c = Cast<to=7>(a) z = Cast<to=1>(c) }""",
+    "bounded-exp": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float big = {90}>
+        { a = Mul(x, big) y = Softplus(a) b = ReduceMax(a) c = Sub(a, b) z = Exp(c) }""",
     "plain-power": """g (float[2,3] x) => (float[2,3] y, float[2,3] z, float[2,3] w)
         <float two = {2}, float[1] four = {4}, float[1,1] half = {0.5}>
         { y = Pow(x, two) z = Pow(x, four) a = Abs(x) w = Pow(a, half) }""",
@@ -230,10 +234,18 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    # Through bytes and bools, to another type, and whole numbers from the start.
+    "cast-by-floor": """g (float[2] x, int64[2] i) => (float[2] y, float[2] z, float16[2] v, float[2] w)
+        { a = Cast<to=2>(x) y = Cast<to=1>(a) b = Cast<to=9>(x) z = Cast<to=1>(b) c = Cast<to=6>(x) v = Cast<to=10>(c)
+        d = Cast<to=6>(i) w = Cast<to=1>(d) }""",
+    # Limited already.
+    "bounded-exp": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float low = {-80}, float high = {80}>
+        { a = Clip(x, low, high) y = Exp(a) b = Clip(x, low) z = Softplus(b) }""",
     # Another exponent, one of more axes, one for each column, integers, and an exponent that is computed.
     "plain-power": """g (float[2] x, int32[2] i, float e)
         => (float[2] y, float[1,2] z, float[2] v, int32[2] w, float[2] u) <float three = {3}, float[1,1] deep = {2},
-        float[2] each = {2, 2}, int32 whole = {2}> { y = Pow(x, three) z = Pow(x, deep) v = Pow(x, each) w = Pow(i, whole) u = Pow(x, e) }""",
+        float[2] each = {2, 2}, int32 whole = {2}>
+        { y = Pow(x, three) z = Pow(x, deep) v = Pow(x, each) w = Pow(i, whole) u = Pow(x, e) }""",
     "flat-softplus": """g (float[1,3,4] x, float[1,1,3,4] u) => (float[1,3,4] y, float[1,1,3,4] z, float[1,1,3,4] t)
         <float s = {0.1}, uint8 o = {128}, uint16 w = {32768}> { y = Softplus(x) q = QuantizeLinear(u, s, o)
         d = DequantizeLinear(q, s, o) b = Softplus(d) r = QuantizeLinear(b, s, o) z = DequantizeLinear(r, s, o)
@@ -364,6 +376,7 @@ TOLERANCE = {
     "join-layer-norm": 1e-5,
     "join-rms-norm": 1e-5,
     "plain-power": 1e-6,
+    "bounded-exp": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
@@ -376,7 +389,8 @@ SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
-    "matmul-to-2d": 3, "plain-power": 3,
+    "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
+    "cast-by-floor": 2,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

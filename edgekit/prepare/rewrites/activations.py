@@ -214,6 +214,26 @@ def put_gate_first(writer: Writer) -> None:
         writer.add("Mul", [gate, x])
 
 
+# The kernels are right up to 88.4, and e to this power is far beyond what half precision holds.
+_MOST_EXPONENT = 80.0
+
+
+@node_rewrite("bounded-exp", {"Exp", "Softplus"}, since=12, floats=True)
+def bound_exponent(writer: Writer) -> None:
+    """Limits the input of a float Exp to -80 and 80, and that of a Softplus to -80, for QNN.
+
+    Beyond 127.5 * ln 2 the HTP's kernels wrap around: Exp(-100) is -131,008 and Exp(90) is 0 (targets/qnn/NOTES.md). So
+    a mask of -10,000 before an Exp would not make its places 0.
+    """
+    node, graph = writer.node, writer.graph
+    bounds = [-_MOST_EXPONENT, _MOST_EXPONENT] if node.op_type == "Exp" else [-_MOST_EXPONENT]
+    made = made_by(graph, node.input[0], "Clip")
+    if made is not None and [graph.number(name) for name in made.input[1:]] == bounds:
+        return
+    limits = [writer.constant(name, bound) for name, bound in zip(("low", "high"), bounds, strict=False)]
+    writer.add(node.op_type, [writer.add("Clip", [node.input[0], *limits], "bounded")])
+
+
 def _requantize(writer: Writer, name: str, like: Node, part: str) -> str:
     """Adds Q and DQ with the scale and zero point of another such node after a value, and returns the result."""
     parameters = list(like.input[1:3])

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.graph.spatial import find_picks, read_modes
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
@@ -207,6 +207,19 @@ def cast_by_int32(writer: Writer) -> None:
     if writer.dtype == "uint8" and node.integer("to", 0) == onnx.TensorProto.FLOAT and ops != {"QuantizeLinear"}:
         whole = writer.add("Cast", node.input, "whole", to=onnx.TensorProto.INT32)
         writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
+
+
+@node_rewrite("cast-by-floor", {"Cast"}, since=9)
+def cast_by_floor(writer: Writer) -> None:
+    """Writes a Cast of floats to whole numbers and back as Sign(x) * Floor(Abs(x)), for QNN, which drops both Casts."""
+    graph, node = writer.graph, writer.node
+    whole = made_by(graph, node.input[0], "Cast")
+    if whole is None or writer.dtype not in {"int32", "int64"}:
+        return
+    kind = graph.value(whole.input[0]).dtype
+    if kind in FLOATS and kind == graph.value(node.output[0]).dtype:
+        floor = writer.add("Floor", [writer.add("Abs", whole.input, "size")], "floor")
+        writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
 
 
 @node_rewrite(
