@@ -164,13 +164,14 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
     constant that stays float, the largest first; `narrow` are those stored in 8 or 16 bits. `wide_constants` holds the
-    bytes of those that are quantized to 16 bits, since 8 do not hold them. `predicted` is the expected loss. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen
-    trial reaches it, None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would
-    lose less, if more than 2 points are lost. `float_warning` names a tensor that stays float although its values
-    overflow half precision, in which the target computes floats. `taken` is the part of the file that the target takes
-    by its rules, `taken_macs` its share of the work; `refused` says that no session is expected to start. `layers` are
-    the quantized activations in graph order, if they were asked for. `left_out` lists the steps for which the time
-    budget was too short; `failed` gives by step why other steps were left out.
+    bytes of those that are quantized to 16 bits, since 8 do not hold them. `predicted` is the expected loss. `trials`
+    are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen trial reaches it,
+    None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would lose less, if
+    more than 2 points are lost. `float_warning` names a tensor that stays float although its values overflow half
+    precision, in which the target computes floats. `taken` is the part of the file that the target takes by its rules,
+    `taken_macs` its share of the work; `refused` says that no session is expected to start. `layers` are the quantized
+    activations in graph order, if they were asked for. `left_out` lists the steps for which the time budget was too
+    short; `failed` gives by step why other steps were left out.
     """
 
     model: str
