@@ -218,7 +218,11 @@ def _float_nodes(
         other = next((text for kind, text in _OTHER_FLOATS.items() if kind in kinds), None)
         if other is not None:
             yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {other}")
-    for node in _float_computing(graph):
+    # A constant that is repeated a computed number of times, which may be zero, is made without floats.
+    computing = {node.name for node in _float_computing(graph)}
+    for node in graph.nodes:
+        if node.name not in computing and unmeasured.isdisjoint(node.output):
+            continue
         if node.name in regions:
             yield FloatNode(name=node.name, op=node.op_type, reason=regions[node.name])
         elif infinite & {*node.input, *node.output}:

@@ -168,6 +168,10 @@ def test_what_makes_or_reads_a_tensor_without_a_range_stays_float(tmp_path: Path
     plan = draft(tmp_path, "qnn", body, unseen="b")
     assert {op for op, reason in reasons(plan).items() if "empty for some samples" in reason} == {"Add", "Neg"}
     assert {node.name for node in plan.float_nodes} == {"n1_Add", "n2_Neg"}
+    # A constant that is repeated is made without floats.
+    body = """(float[1,4] x, int64[1] n) => (float[1,4] y, float[m] z) <float k = {2}>
+        { y = Mul(x, x) e = Expand(k, n) z = Neg(e) }"""
+    assert set(reasons(draft(tmp_path, "qnn", body, unseen="e"))) == {"Expand", "Neg"}
 
 
 @pytest.mark.parametrize(("target", "quantizes"), [("nnapi", False), ("qnn", True)])
