@@ -743,6 +743,9 @@ def test_what_all_samples_have_at_a_place_adds_no_spread_as_in_verify(places: in
     rows: list[Tensors] = [{"x": (far + rng.normal(size=(1, places, 6))).astype(np.float32)} for _ in range(64)]
     outputs = {"y": StatedOutput(kind="values", axis=2)}
     assert predict_drop(one, two, make_samples(rows), outputs).drop_estimate == pytest.approx(told, abs=0.006)
-    sides = [make_samples([CpuSession(each.path, SessionSettings()).run(row) for row in rows]) for each in (one, two)]
-    (of_variance, _) = measure_agreement(*sides, {"y": Reading(kind="values", axis=2)})["y"]
-    assert (of_variance.of, of_variance.share) == ("variance", pytest.approx(0.91, abs=0.006))
+    before, after = (
+        make_samples([CpuSession(each.path, SessionSettings()).run(row) for row in rows]) for each in (one, two)
+    )
+    (of_variance, _) = measure_agreement(before, after, {"y": Reading(kind="values", axis=2)})["y"]
+    assert of_variance.of == "variance"
+    assert of_variance.share == pytest.approx(0.91, abs=0.006)
