@@ -24,7 +24,7 @@ from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, replace_nodes
+from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import (
     LARGE_BYTES,
@@ -66,17 +66,14 @@ def import_contrib(proto: onnx.ModelProto) -> None:
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
 
-def write_scalers(proto: onnx.ModelProto) -> None:
-    """Replaces each Scaler of scikit-learn, (x - offset) * scale in float32, by Sub and Mul, in place.
+@node_rewrite("plain-scaler", {"Scaler"}, since=_BROADCASTING)
+def write_scalers(writer: Writer) -> None:
+    """Replaces a Scaler of scikit-learn, (x - offset) * scale in float32, by Sub and Mul.
 
     ONNX Runtime does not infer the shape of a Scaler, so its optimizer and the providers would skip what follows.
     """
-    replace_nodes(proto.graph, read_opset(proto), {"Scaler"}, _write_scaler)
-
-
-def _write_scaler(writer: Writer) -> None:
     name, attributes = writer.node.input[0], writer.node.attributes
-    if writer.opset < _BROADCASTING or not {"offset", "scale"} <= attributes.keys():
+    if not {"offset", "scale"} <= attributes.keys():
         return
     if writer.dtype != "float32":
         name = writer.add("Cast", [name], "float", to=TensorProto.FLOAT)
@@ -84,16 +81,13 @@ def _write_scaler(writer: Writer) -> None:
     writer.add("Mul", [writer.add("Sub", [name, offset], "centred"), scale])
 
 
-def spread_scalars(proto: onnx.ModelProto) -> None:
-    """Writes a number that scales or shifts the result of a Conv as one number for each channel, in place.
+@node_rewrite("spread-scalar", {"Add", "Mul"}, since=_BROADCASTING)
+def spread_scalars(writer: Writer) -> None:
+    """Writes a number that scales or shifts the result of a Conv as one number for each channel.
 
     ONNX Runtime folds Mul and Add into weights and bias if their constant comes second and has the shape [C, 1, 1], but
     not [1]. PaddleOCR's networks scale and shift after each convolution; quantized, each step would be rounded again.
     """
-    replace_nodes(proto.graph, read_opset(proto), {"Add", "Mul"}, _spread_scalar)
-
-
-def _spread_scalar(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     for name, number in permutations(node.input):
         conv, read = made_by(graph, name, "Conv", "Mul"), [name]
@@ -103,7 +97,7 @@ def _spread_scalar(writer: Writer) -> None:
         is_only = all(len(graph.readers(each)) == 1 and each not in graph.outputs for each in read)
         weight = graph.constants.get(conv.input[1]) if conv is not None and conv.op_type == "Conv" else None
         value = graph.number(number)
-        if weight is not None and is_only and value is not None and writer.opset >= _BROADCASTING:
+        if weight is not None and is_only and value is not None:
             channels, *axes = weight.dims[:-1]
             dtype = helper.tensor_dtype_to_np_dtype(weight.data_type).name
             each = writer.constant("channels", np.full((channels, *(1 for _ in axes)), value), dtype)
@@ -470,8 +464,8 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    write_scalers(proto)
-    spread_scalars(proto)
+    for rewrite in (write_scalers, spread_scalars):
+        rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 
 

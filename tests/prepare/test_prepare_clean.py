@@ -11,7 +11,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.clean import guard_half, prepare_model, show_model, strip_casts, write_scalers
+from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_scalars, strip_casts, write_scalers
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
@@ -114,7 +114,7 @@ def test_a_scaler_stays_where_no_operators_can_replace_it(tmp_path: Path, values
     text = f"g (float[2,3] x) => (float[2,3] y) {{ y = ai.onnx.ml.Scaler<{values}>(x) }}"
     model = make_model(text, tmp_path / "m.onnx", opset=opset, imports=', "ai.onnx.ml" : 1')
     proto = onnx.load(str(model.path))
-    write_scalers(proto)
+    write_scalers(proto.graph, opset)
     assert proto.graph.node[-1].op_type == op
 
 
@@ -139,6 +139,14 @@ def test_numbers_that_scale_and_shift_a_convolution_are_folded(tmp_path: Path, n
     assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=1e-5)
     for tensor in onnx.load(str(prepared.path)).graph.initializer:
         assert len(left) == 1 or list(tensor.dims) != [2, 1, 1]  # what cannot be folded stays a number
+
+
+@pytest.mark.parametrize(("opset", "spread"), [(6, ()), (7, ("Add_y",))])
+def test_a_number_is_spread_where_operators_broadcast(tmp_path: Path, opset: int, spread: tuple[str, ...]) -> None:
+    text = """g (float[1,2,4,4] x) => (float[1,2,4,4] y) <float[2,2,1,1] w = {1,-2,3,0.5}, float t = {-0.25}>
+        { c = Conv(x, w) [Add_y] y = Add(c, t) }"""
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", opset=opset).path))
+    assert spread_scalars(proto.graph, opset) == spread
 
 
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:

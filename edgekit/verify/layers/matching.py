@@ -42,10 +42,6 @@ def list_computing(graph: Graph) -> list[Node]:
 _PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
 
 
-def _list_aligned(graph: Graph) -> list[Node]:
-    return [node for node in list_computing(graph) if node.op_type not in _PASSED_OVER]
-
-
 def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
     """Returns pairs of tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
@@ -69,7 +65,7 @@ class _Sequence:
     """The computing nodes of a graph in order, with the key by which each is compared, and the readers of values."""
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = _list_aligned(graph)
+        self.nodes = [node for node in list_computing(graph) if node.op_type not in _PASSED_OVER]
         self._passed = {name: node.input[0] for node in graph.nodes if node.op_type in _PASSED_OVER and node.input[0]
                         for name in node.output}  # fmt: skip
         shapes = {name: tuple(tensor.dims) for name, tensor in graph.constants.items()}
@@ -136,7 +132,7 @@ def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     named = _match_pairs(a, b, [(name, scaled.get(name, name)) for name in ordered_tensors(a)])
     # No order matches more tensors than the second graph computes, and finding it takes cubic time in equal layers.
     settled = sum(item.op in _find_ops(item.tensor, a) for item in named)
-    if settled >= _NAMES_COUNT * sum(len(node.output) for node in _list_aligned(b)):
+    if settled >= _NAMES_COUNT * sum(len(node.output) for node in _Sequence(b).nodes):
         return named
     aligned = _match_pairs(a, b, align_tensors(a, b))
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
