@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from edgekit.check.macs import choose_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
@@ -190,7 +191,8 @@ def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
 
 def _find_dims(case: Case) -> Iterator[Finding]:
     dynamic = case.refused(because="dynamic")
-    if dynamic:
+    # Sizes that values decide, such as a number of findings, cannot be given.
+    if dynamic and choose_sizes(case.graph.proto):
         # Every unknown dimension gets the size that is used for counting work, else 1.
         values = {
             name: value

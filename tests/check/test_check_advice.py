@@ -82,6 +82,12 @@ def test_dynamic_quantization_is_named_and_a_target_of_integers_is_not_said_to_t
     assert "use-float" not in advice
 
 
+def test_no_size_is_asked_for_where_values_decide_it(tmp_path: Path) -> None:
+    body = "(float[4] x, bool[{size}] c) => (float[M] y) {{ a = Compress(x, c) y = Relu(a) }}"
+    for size, asks in (("4", False), ("N", True)):
+        assert ("fix-dims" in _advice(tmp_path, body.format(size=size), "qnn")) is asks
+
+
 def test_a_node_that_stops_the_session_is_named(tmp_path: Path) -> None:
     body = "(float[2,0,2] x) => (float[2,1,2] y) { y = ReduceMax<axes=[1]>(x) }"
     assert "input 0 has a dimension of 0" in _advice(tmp_path, body, "qnn")["session-fails"].message
