@@ -51,6 +51,9 @@ WITH = {
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
+    "pad-edge": """g (float[1,2,3,4] x) => (float[1,2,6,7] y, float[1,2,3,6] z)
+        <int64[8] p = {0,0,1,2,0,0,2,1}, int64[8] q = {0,0,0,2,0,0,0,0}>
+        { y = Pad<mode="edge">(x, p) z = Pad<mode="edge">(x, q) }""",
     "cast-by-floor": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float big = {9}>
         { a = Mul(x, big) b = Cast<to=6>(a) y = Cast<to=1>(b) c = Cast<to=7>(a) z = Cast<to=1>(c) }""",
     "bounded-exp": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float big = {90}>
@@ -234,6 +237,10 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    # Another mode, a side that is cut off, and whole numbers.
+    "pad-edge": """g (float[2,3] x, int64[2,3] i) => (float[2,5] y, float[2,3] z, int64[2,5] w)
+        <int64[4] p = {0,1,0,1}, int64[4] q = {0,1,0,-1}>
+        { y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) w = Pad<mode="edge">(i, p) }""",
     # Through bytes and bools, to another type, and whole numbers from the start.
     "cast-by-floor": """g (float[2] x, int64[2] i) => (float[2] y, float[2] z, float16[2] v, float[2] w)
         { a = Cast<to=2>(x) y = Cast<to=1>(a) b = Cast<to=9>(x) z = Cast<to=1>(b) c = Cast<to=6>(x) v = Cast<to=10>(c)
@@ -390,7 +397,7 @@ SITES = {
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2,
+    "cast-by-floor": 2, "pad-edge": 2,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

@@ -1,6 +1,6 @@
 """Operators that only move elements, in the form that most providers take: Reshape, Expand, Gather and Pad."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -230,25 +230,56 @@ def pad_reflect(writer: Writer) -> None:
 
     Values are copied only, so the result is the same to the bit.
     """
+
+    def mirror(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
+        # Mode reflect does not repeat the edge element itself.
+        start, end = (count, 0) if is_before else (-2, -2 - count)
+        return _slice(writer, value, part, axis, (start, end, -1))
+
+    # One axis after the other gives the same corners as ONNX's reflect.
+    _pad_by_axis(writer, "reflect", mirror)
+
+
+@node_rewrite("pad-edge", {"Pad"}, since=13, floats=True)
+def pad_edge(writer: Writer) -> None:
+    """Rewrites a float Pad of mode edge with constant pads to Slice, Tile and Concat, axis by axis, for QNN.
+
+    With few channels, or three axes, the HTP copies what lies beyond the data (targets/qnn/NOTES.md).
+    """
+
+    def repeat(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
+        bounds = (0, 1, 1) if is_before else (-1, np.iinfo(np.int64).max, 1)
+        copies = np.ones(len(writer.graph.value(writer.node.input[0]).shape or ()), np.int64)
+        copies[axis] = count
+        edge = _slice(writer, value, f"{part}-edge", axis, bounds)
+        return writer.add("Tile", [edge, writer.constant(f"{part}/copies", copies, "int64")], part)
+
+    if writer.graph.value(writer.node.input[0]).shape is not None:
+        _pad_by_axis(writer, "edge", repeat)
+
+
+def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
+    """Rewrites a Pad of a mode to Concats with what `make` gives for each side of each axis that is padded."""
     node, pads = writer.node, writer.graph.array(writer.node.input[1])
-    if node.attributes.get("mode", "constant") != "reflect" or pads is None or node.has_input(3):
+    if node.attributes.get("mode", "constant") != mode or pads is None or node.has_input(3):
         return
     if pads.size % 2 or (pads < 0).any():
         return
-    # One axis after the other gives the same corners as ONNX's reflect.
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
-        parts = [value]
-        # Mode reflect does not repeat the edge element itself.
-        for side, count, start, end in (("before", before, before, 0), ("after", after, -2, -2 - after)):
-            if count:
-                bounds = (("start", start), ("end", end), ("axis", axis), ("step", -1))
-                part = f"axis_{axis}/{side}"
-                names = [writer.constant(f"{part}/{name}", [number], "int64") for name, number in bounds]
-                parts.insert(0 if side == "before" else len(parts), writer.add("Slice", [value, *names], part))
-        last = axis == wanted[-1][0]
-        value = writer.add("Concat", parts, "" if last else f"axis_{axis}", axis=axis)
+        first = [make(value, f"axis_{axis}/before", axis, before, is_before=True)] if before else []
+        last = [make(value, f"axis_{axis}/after", axis, after, is_before=False)] if after else []
+        name = "" if axis == wanted[-1][0] else f"axis_{axis}"
+        value = writer.add("Concat", [*first, value, *last], name, axis=axis)
+
+
+def _slice(writer: Writer, value: str, part: str, axis: int, bounds: tuple[int, int, int]) -> str:
+    """Adds a Slice of one axis; `bounds` are its start, end and step."""
+    start, end, step = bounds
+    numbers = (("start", start), ("end", end), ("axis", axis), ("step", step))
+    names = [writer.constant(f"{part}/{name}", [number], "int64") for name, number in numbers]
+    return writer.add("Slice", [value, *names], part)
 
 
 # The first are those that most providers have.
