@@ -380,10 +380,8 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = skim_weights(model)
-    if proto is None and not keeps_weights_on_disk(model):
-        proto = read_proto(model)
-    if proto is None or _has_branches(proto):
+    proto = skim_weights(model) or _read_graph(model)
+    if _has_branches(proto):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     _clean_interface(proto, (), {})
     fix_dims(proto.graph, dims, may_stay_open=may_stay_open)

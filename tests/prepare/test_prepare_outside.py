@@ -207,6 +207,17 @@ def test_only_small_constants_beside_the_file_are_read(tmp_path: Path) -> None:
     assert [tensor.name for tensor in skimmed.graph.initializer if is_absent(tensor)] == ["up", "down"]
 
 
+@pytest.mark.parametrize("external", [False, True])
+def test_beside_a_weight_that_must_stay_the_others_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
+) -> None:
+    monkeypatch.setattr(clean, "LARGE_BYTES", 0)
+    weights = {"table": np.ones((1000, 64), np.float32), "up": np.ones((64, 1024), np.float32)}
+    text = "g (int64[4] i) => (float[4,1024] y) { x = Gather(table, i) y = MatMul(x, up) }"
+    whole, sketch = _judge_both(make_model(text, tmp_path / "m.onnx", weights=weights, external=external), tmp_path)
+    assert weights["table"].nbytes < sketch.size_bytes < whole.size_bytes - weights["up"].nbytes
+
+
 def test_a_small_constant_that_is_cut_off_is_told(tmp_path: Path) -> None:
     model = make_layers(tmp_path / "m.onnx", external=True)
     proto = onnx.load(str(model.path), load_external_data=False)
