@@ -10,6 +10,7 @@ divergence grows with the model's confidence (S. Amari and H. Nagaoka, "Methods 
 3.2).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -63,11 +64,12 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
         elif node is None and reading is not None and reading.kind in {"map", "sequence"}:
             # A sigmoid in the graph is handled above, by the tensor before it; here the app computes it.
             family, axis = {"": "classes", RAW: "scores"}.get(reading.squash, ""), reading.axis
-        found.append(
-            msgspec.structs.replace(each, family=family, axis=axis, centred=False)
-            if family and (each.part is None or each.part[0] != axis % len(graph.dims(each.tensor)))
-            else each
-        )
+        shape = graph.static_shape(each.tensor)
+        # [1, 1, 1, 1] and [1, classes, 1, 1] are one decision.
+        is_one = shape is not None and math.prod(shape) == (shape[axis] if family == "classes" else 1)
+        is_apart = each.part is None or each.part[0] != axis % len(graph.dims(each.tensor))
+        decides = family and is_apart and not is_one
+        found.append(msgspec.structs.replace(each, family=family, axis=axis, centred=False) if decides else each)
     return tuple(found)
 
 

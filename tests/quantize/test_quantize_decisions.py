@@ -15,7 +15,7 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.accuracy.loss import ratio_db
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.objective import find_enlarged, measure_classes, measure_loss, measure_scores
+from edgekit.quantize.objective import find_enlarged, find_objective, measure_classes, measure_loss, measure_scores
 from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
 
@@ -162,3 +162,21 @@ def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
     assert (fine.wide, "Resize" in {node.op for node in fine.float_nodes}) == ({}, False)
     assert ("Resize" in {node.op for node in nnapi.float_nodes}) == found
     assert "Conv" not in {node.op for node in nnapi.float_nodes}
+
+
+@pytest.mark.parametrize(
+    ("shape", "tail", "family"),
+    [
+        ("1,1,1,1", "Sigmoid(l)", ""), ("1,5,1,1", "Softmax<axis=1>(l)", ""),
+        ("1,1,1,2", "Sigmoid(l)", "scores"), ("1,5,1,2", "Softmax<axis=1>(l)", "classes"),
+    ],
+)  # fmt: skip
+def test_one_decision_with_four_axes_is_no_map_of_decisions(shape: str, tail: str, family: str, tmp_path: Path) -> None:
+    """Around their mean the decisions of a sample have no power if it makes only one: every plan seemed to collapse."""
+    text = f"g (float[{shape}] x) => (float[{shape}] y) {{ l = Neg(x) y = {tail} }}"
+    model, rng = make_model(text, tmp_path / "m.onnx"), np.random.default_rng(0)
+    sizes = tuple(map(int, shape.split(",")))
+    samples = make_samples([{"x": rng.normal(size=sizes).astype(np.float32)} for _ in range(16)])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    (compared,) = find_objective(read_float_graph(model), calibration)
+    assert (compared.tensor, compared.family) == ("l", family)

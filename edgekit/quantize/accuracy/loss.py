@@ -387,9 +387,9 @@ def find_places_mean(values: Sequence[Array]) -> Array | float:
     """
     if len({value.shape for value in values}) > 1:
         return 0.0
-    mean = np.asarray(np.mean(values, axis=0, dtype=np.float64))
-    varying, energy = (sum(float(np.square(value - shift).sum()) for value in values) for shift in (mean, 0.0))
-    return mean if varying > _ROUNDING_SHARE * energy else 0.0
+    stacked = np.stack(values).astype(np.float64)
+    mean = stacked.mean(axis=0)
+    return mean if ((stacked - mean) ** 2).sum() > _ROUNDING_SHARE * (stacked**2).sum() else 0.0
 
 
 def _judge_values(records: Sequence[Array]) -> Loss:
