@@ -21,8 +21,6 @@ from onnxruntime.quantization.quant_utils import find_by_name, tensor_proto_to_a
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.graph.constants import read_array
-from edgekit.model.tensors import Array
-from edgekit.quantize.gptq import spare_for_bias
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""
@@ -157,28 +155,6 @@ class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no
                 parameters["scale"] = parameters["scale"].reshape(-1)
                 parameters["zero_point"] = parameters["zero_point"].reshape(-1)
         return found
-
-    def _adjust_weight_scale_for_int32_bias(
-        self,
-        input_scale: Array,
-        weight_scale: Array,
-        weight_name: str,
-        bias_tp: Any,
-        is_per_channel: bool,  # noqa: FBT001 - the signature of the overridden method
-    ) -> tuple[bool, Any]:
-        bias: Array = np.abs(_read(bias_tp))
-        if not is_per_channel or weight_scale.ndim != 1 or bias.shape != weight_scale.shape:
-            whole: tuple[bool, Any] = super()._adjust_weight_scale_for_int32_bias(
-                input_scale, weight_scale, weight_name, bias_tp, is_per_channel
-            )
-            return whole
-        channels, layer = weight_scale.astype(np.float64), self.bias_to_quantize[bias_tp.name]
-        given = self.quantization_params[layer.input_name].get_for_consumer(layer.node_name)
-        least = (1.0001 * spare_for_bias(given["quant_type"]) * (2.0 * bias)) / np.float64(2 * np.iinfo(np.int32).max)
-        step = np.float64(input_scale.item()) * channels
-        small = (step < least) & (step > 0.0)
-        ratio = least / np.where(small, step, 1.0)
-        return bool(small.any()), np.where(small, (channels * ratio).astype(weight_scale.dtype), weight_scale)
 
 
 def channel_overrides(scales: Any, axis: int, quant_type: Any) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Co
     plan = _share_scales(graph, plan)
     proto, (options, op_types) = graph.model, _options(graph, plan, subject)
     options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
+    options["QDQDisableWeightAdjustForInt32Bias"] = True  # `round_qdq_weights` makes room for biases
     ranges = {
         name: TensorData(lowest=np.float32(span.low), highest=np.float32(span.high))
         for name, span in plan.ranges.items()

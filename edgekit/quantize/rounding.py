@@ -262,13 +262,19 @@ def _gather(
     return {node: found.astype(np.float64).reshape(-1, *sizes[node]) for node, found in patches.items()}
 
 
-def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
-    """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale of each output."""
-    weight = graph.weight(layer.weight)
+def _read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array]:
+    """Returns a layer's bias [channels], and the smallest scale of each output [groups, outputs, 1]."""
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     floor = np.maximum(np.abs(bias) * _INT32_MARGIN * place.spare / place.step, place.least)
-    return weight, bias, layer.to_matrix(weight), floor.reshape(layer.groups, layer.outputs, 1)
+    floor = floor if place.per_channel else np.full_like(floor, floor.max())
+    return bias, floor.reshape(layer.groups, layer.outputs, 1)
+
+
+def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
+    """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale of each output."""
+    weight, (bias, floor) = graph.weight(layer.weight), _read_bias(graph, layer, place)
+    return weight, bias, layer.to_matrix(weight), floor
 
 
 def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> Array:
@@ -372,8 +378,11 @@ def round_qdq_weights(
     places = _find_places(qdq.graph, initializers, graph, limit, bits or {})
     if rounding == "nearest":
         for layer, place in places.values():
-            if place.has_four_bits or (numpy_helper.to_array(initializers[place.weight_scale]) < place.least).any():
-                weight, bias, matrix, floor = _read_layer(graph, layer, place)
+            bias, floor = _read_bias(graph, layer, place)
+            scale = numpy_helper.to_array(initializers[place.weight_scale])
+            if place.has_four_bits or (scale < floor.reshape(-1)).any():
+                weight = graph.weight(layer.weight)
+                matrix = layer.to_matrix(weight)
                 scale = _find_scale(matrix, place, floor, np.ones((layer.groups, layer.inputs)))
                 integers = layer.from_matrix(round_nearest(matrix, scale, place.limit).integers, weight.shape)
                 write_layer(initializers, place, integers=integers, scale=scale.reshape(-1), bias=bias)

@@ -298,11 +298,18 @@ def test_scaled_channels_have_scaled_moments(tmp_path: Path) -> None:
 
 def test_the_scale_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
     make_moment(tmp_path)
-    for rounding in ("bias", "gptq"):
+    least, whole = 1e7 * 1.001 / (2**31 - 1) / 0.05, (2**31 - 1) / 1.001
+    roundings: tuple[Rounding, ...] = ("nearest", "bias", "gptq")
+    for rounding in roundings:
         found = correct(tmp_path, rounding, offset=np.array([1e7, -0.2]))
-        assert found.scale[0] == pytest.approx(1e7 * 1.001 / (2**31 - 1) / 0.05)
+        assert found.scale[0] == pytest.approx(least)
         assert found.scale[1] == pytest.approx(0.1 / 127)
-        assert found.bias[0] == pytest.approx((2**31 - 1) / 1.001, rel=1e-6)
+        assert found.bias[0] == pytest.approx(whole, rel=1e-6)
+        # One scale for all weights is the largest that a bias needs.
+        found = correct(tmp_path, rounding, offset=np.array([-0.2, 1e7]), per_channel=False)
+        assert found.scale == pytest.approx(least)
+        assert found.bias[1] == pytest.approx(whole, rel=1e-6)
+        assert found.integers[0] * found.scale == pytest.approx(MATRIX[0, 0], abs=1.01 * least)
 
 
 def test_a_scale_that_descent_fits_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
@@ -340,7 +347,7 @@ def fill(name: str, value: Array) -> Callable[[onnx.ModelProto], object]:
 def test_weights_that_are_no_symmetric_int8_stay(tmp_path: Path, spoil: Callable[[onnx.ModelProto], object]) -> None:
     make_moment(tmp_path)
     assert not correct(tmp_path, "bias", spoil=spoil).integers.any()
-    assert not correct(tmp_path, "nearest").integers.any()
+    assert not correct(tmp_path, "nearest", bias=False).integers.any()
 
 
 def test_moments_are_read_by_one_thread_at_a_time(tmp_path: Path) -> None:
