@@ -12,9 +12,8 @@ from onnx import helper, numpy_helper
 
 from edgekit._ort import Level, SessionSettings, external_config, makes_session
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.model.external import LISTS_OF_TREES, MAX_DATA_BYTES, load_external, skim_model
+from edgekit.model.external import LISTS_OF_TREES, skim_model
 from edgekit.model.model import Model, iterate_nodes, iterate_tensors, refill
-from edgekit.model.soundness import find_wrong_size
 
 
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
@@ -40,10 +39,6 @@ def skim_weights(model: Model) -> onnx.ModelProto | None:
         return None
     for index, node in enumerate(cut):
         _leave_leaf(node, float(index))
-    # Exporters put biases and scales beside the file too, which may be folded.
-    load_external(proto.graph, model.path.parent, MAX_DATA_BYTES)
-    if model.external_files and find_wrong_size(proto):
-        return None
     absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
     is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
     return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
