@@ -412,11 +412,11 @@ def show_model(model: Model, out: Path) -> Model:
 
 def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int) -> Model:
     """Writes the optimized graph of a model in this opset, without the values of large weights."""
-    shells = strip_weights(proto)
+    shells, folder = strip_weights(proto), model.path.parent
     with replacing_file(out) as temporary:
         if _needs_two_passes(proto, opset):
-            proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
-        proto = optimize_basic(convert_opset(proto, opset), model, temporary, model.path.parent)
+            proto, folder = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder), temporary.parent
+        proto = optimize_basic(convert_opset(proto, opset), model, temporary, folder)
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
