@@ -316,6 +316,16 @@ def test_kernels_that_are_wrong_in_float_are_avoided(id_: str, tmp_path: Path) -
     assert measure_simulator(fixed.model.path, (1, 4, 20, 8), tmp_path / "right") > 40
 
 
+@pytest.mark.slow
+def test_an_average_that_leaves_padding_out_is_wrong_and_is_avoided(tmp_path: Path) -> None:
+    text, shape = "g (float[1,8,20,20] x) => (float[1,8,20,20] y)", (1, 8, 20, 20)
+    path = parse_model(f"{text} {{ y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x) }}", tmp_path / "m.onnx")
+    fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_required(load_target("qnn"), stays_float=True))
+    # If the first is large with a new version of QNN, its kernel is right, and the rewrite can go.
+    assert measure_simulator(path, shape, tmp_path / "wrong") < 5
+    assert measure_simulator(fixed.model.path, shape, tmp_path / "right") > 50
+
+
 def test_a_softplus_that_ends_a_model_is_flattened_in_16_bits(tmp_path: Path) -> None:
     text = f"g (float[1,4,10,20] x) => (float[1,4,10,20] y) <{_WEIGHTED}> {{ c = Conv(x, w) y = Softplus(c) }}"
     path = parse_model(text, tmp_path / "m.onnx")

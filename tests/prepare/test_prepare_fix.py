@@ -101,7 +101,7 @@ def test_a_target_with_weights_in_blocks_asks_for_products_of_three_dimensions()
     assert list_required(load_target("qnn")) == ("half-to-float", "batch-norm-to-conv", "plain-pad", "plain-power")
     assert list_required(load_target("nnapi")) == ("half-to-float",)
     assert list_required(load_target("qnn"), stays_float=True) == (
-        "bounded-exp", "flat-softplus", "gate-first", "cast-by-int32", "cast-by-floor", "pad-edge", "split-lstm",
-        "plain-power",
+        "bounded-exp", "flat-softplus", "gate-first", "cast-by-int32", "cast-by-floor", "pad-edge", "plain-average",
+        "split-lstm", "plain-power",
     )  # fmt: skip
     assert list_required(load_target("coreml")) == ()

@@ -51,6 +51,10 @@ WITH = {
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
+    "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w)
+        { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)
+        z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
+        w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x) }""",
     "pad-edge": """g (float[1,2,3,4] x) => (float[1,2,6,7] y, float[1,2,3,6] z)
         <int64[8] p = {0,0,1,2,0,0,2,1}, int64[8] q = {0,0,0,2,0,0,0,0}>
         { y = Pad<mode="edge">(x, p) z = Pad<mode="edge">(x, q) }""",
@@ -237,6 +241,11 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    # Padding that counts, none, and windows that reach beyond it.
+    "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,3,3] w)
+        { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1>(x)
+        z = AveragePool<kernel_shape=[3,3], auto_pad="VALID">(x)
+        w = AveragePool<kernel_shape=[2,2], strides=[2,2], pads=[0,1,0,0], ceil_mode=1>(x) }""",
     # Another mode, a side that is cut off, and whole numbers.
     "pad-edge": """g (float[2,3] x, int64[2,3] i) => (float[2,5] y, float[2,3] z, int64[2,5] w)
         <int64[4] p = {0,1,0,1}, int64[4] q = {0,1,0,-1}>
@@ -384,6 +393,7 @@ TOLERANCE = {
     "join-rms-norm": 1e-5,
     "plain-power": 1e-6,
     "bounded-exp": 1e-6,
+    "plain-average": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
@@ -397,7 +407,7 @@ SITES = {
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 3,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

@@ -1,6 +1,7 @@
 """Operators that only move elements, in the form that most providers take: Reshape, Expand, Gather and Pad."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 import onnx
@@ -207,6 +208,38 @@ def cast_by_int32(writer: Writer) -> None:
     if writer.dtype == "uint8" and node.integer("to", 0) == onnx.TensorProto.FLOAT and ops != {"QuantizeLinear"}:
         whole = writer.add("Cast", node.input, "whole", to=onnx.TensorProto.INT32)
         writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
+
+
+@node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
+def average_over_padding(writer: Writer) -> None:
+    """Writes an AveragePool without its padding as one that counts padding, times a constant for each place, for QNN.
+
+    With fewer than 32 channels the HTP's kernel for the first is wrong (targets/qnn/NOTES.md). The constant is the size
+    of the window over how much of it lies inside.
+    """
+    node, given = writer.node, writer.node.attributes
+    sizes, made = (writer.graph.static_shape(name) for name in (node.input[0], node.output[0]))
+    window = node.entries("kernel_shape")
+    counts_more = any(node.integer(name, 0) for name in ("ceil_mode", "count_include_pad")) or "dilations" in given
+    if sizes is None or made is None or window is None or counts_more:
+        return
+    strides, factor, pads = node.entries("strides") or (1,) * len(window), np.ones(made[2:]), list[tuple[int, int]]()
+    auto = given.get("auto_pad", "NOTSET")
+    stated = np.reshape(node.entries("pads") or (0,) * 2 * len(window), (2, -1)).T.tolist()
+    for axis, (count, size, step, wide) in enumerate(zip(made[2:], sizes[2:], strides, window, strict=True)):
+        before, after = stated[axis]
+        if auto in {"SAME_UPPER", "SAME_LOWER"}:
+            total = max((count - 1) * step + wide - size, 0)
+            before = (total + (auto == "SAME_LOWER")) // 2
+            after = total - before
+        pads.append((before, after))
+        first = np.arange(count) * step - before
+        inside = np.minimum(first + wide, size) - np.maximum(first, 0)
+        factor *= np.expand_dims(wide / inside, [each for each in range(len(window)) if each != axis])
+    if any(map(any, pads)):
+        settings = {"kernel_shape": window, "strides": strides, "pads": list(chain(*zip(*pads, strict=True)))}
+        averaged = writer.add("AveragePool", node.input, "padded", count_include_pad=1, **settings)
+        writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
 
 
 @node_rewrite("cast-by-floor", {"Cast"}, since=9)
