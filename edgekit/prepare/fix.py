@@ -150,10 +150,11 @@ def _by_id(*rewrites: Rewrite) -> Mapping[str, Rewrite]:
 
 FIXES = _by_id(
     idle.drop_nan_guard, idle.drop_idle_add, idle.drop_copies, products.sum_to_add, products.einsum_to_matmul,
-    products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs, idle.drop_default_activations,
-    idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax, layout.flatten_to_reshape,
-    layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start, layout.transposed_to_conv,
-    norms.join_layer_norm, norms.join_rms_norm, activations.join_gelu, activations.join_softmax,
+    products.scale_to_conv, products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs,
+    idle.drop_default_activations, idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax,
+    layout.flatten_to_reshape, layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start,
+    layout.transposed_to_conv, norms.join_layer_norm, norms.join_rms_norm, activations.join_gelu,
+    activations.join_softmax,
 )  # fmt: skip
 """Rewrites that help or do no harm on every provider."""
 
@@ -232,15 +233,16 @@ def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ..
 
     For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
     tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
-    quantizer needs in parts; one that is quantized for QNN has no BatchNormalization, no Pad whose value is zero, and
-    no powers that stay float.
+    quantizer needs in parts. One that is quantized for QNN has HardSwish in one node, which is rounded once, no
+    BatchNormalization, no Pad whose value is zero, and no powers that stay float.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
     own = target.float_rewrites if stays_float else (float16.HALF_TO_FLOAT,) if takes_integers else ()
     if target.quantization.scheme == "qnn" and not stays_float:
-        own = (*own, norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id)
+        plain = (norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id)
+        own = (*own, activations.join_hard_swish.id, *plain)
     return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
 
 

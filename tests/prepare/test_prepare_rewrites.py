@@ -82,6 +82,13 @@ WITH = {
     "batch-norm-to-conv": """g (float[2,3,4] x, float[2,3] u) => (float[2,3,4] y, float[2,3] z)
         <float[3] s = {1, -2, 0.5}, float[3] b = {0.25, 1, -3}, float[3] m = {1, 0, -1}, float[3] v = {0.5, 2, 4}>
         { y = BatchNormalization(x, s, b, m, v) z = BatchNormalization<epsilon=0.1>(u, s, b, m, v) }""",
+    # In either order, with and without a bias, in groups, and before padding.
+    "scale-to-conv": """g (float[1,2,3,4] x) => (float[1,2,3,4] y, float[1,2,3,4] z, float[1,2,5,6] t, float[1,2,3,4] u)
+        <float a = {0.5}, float[1] b = {-3}, float[2,2,1,1] w = {1,2,3,4}, float[2] c = {0.25, -5},
+        float[2,1,1,1] v = {-1.5, 2}>
+        { d = Mul(x, a) e = Add(d, b) y = Conv(e, w) f = Mul(b, x) h = Add(a, f) z = Conv(h, w, c)
+        i = Mul(x, a) j = Add(i, b) t = Conv<pads=[1,1,1,1], group=2>(j, v, c)
+        k = Mul(x, a) l = Add(k, b) u = Conv<auto_pad="SAME_UPPER">(l, w) }""",
     "flat-softmax": """g (float[1,2,3,4] x) => (float[1,2,3,4] y)
         <float[2,2,1,1] w = {1,2,3,4}> { a = Conv(x, w) b = Relu(a) y = Softmax<axis=3>(b) }""",
     "index-to-int32": (
@@ -373,6 +380,7 @@ TOLERANCE = {
     "plain-gemm": 1e-6,
     "part-silu": 1e-3,  # a step of the second pair
     "batch-norm-to-conv": 1e-5,
+    "scale-to-conv": 1e-6,
     "matmul-to-2d": 1e-6,
     "transposed-to-conv": 1e-6,
     "einsum-to-matmul": 1e-6,
@@ -407,7 +415,7 @@ SITES = {
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 3,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 3, "scale-to-conv": 4,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
@@ -479,6 +487,44 @@ def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
     text = f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}"
     assert rewrite(tmp_path, text, "join-hard-swish").fixes == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        ("d = Mul(x, a) y = Add(d, b) e = Conv(y, w)", "Conv(y, w)"),
+        ("d = Mul(x, a) e = Add(d, b) f = Neg(e)", "Conv(e, w)"),
+        ("d = Mul(x, a) e = Add(d, b) f = Neg(d)", "Conv(e, w)"),
+        ("d = Mul(x, v) e = Add(d, b)", "Conv(e, w)"),
+        ("d = Mul(x, a) e = Add(d, v)", "Conv(e, w)"),
+        ("d = Mul(x, x) e = Add(d, b)", "Conv(e, w)"),
+        ("d = Mul(x, z) e = Add(d, b)", "Conv(e, w)"),
+        ("d = my.Mul(x, a) e = Add(d, b)", "Conv(e, w)"),
+        ("d = Mul(x, a) e = my.Add(d, b)", "Conv(e, w)"),
+        ("e = Mul(x, a)", "Conv(e, w)"),
+        ("e = Add(x, b)", "Conv(e, w)"),
+        ("d = Mul(x, a) e = Add(d, b)", "Conv(e, q)"),
+        ("d = Mul(x, a) e = Add(d, b)", "Conv(e, w, r)"),
+        ("d = Mul(x, a) e = Add(d, nine)", "Conv<pads=[0,1,0,1]>(e, w)"),
+        ("d = Mul(x, a) e = Add(d, nine)", 'Conv<auto_pad="SAME_LOWER">(e, w)'),
+    ],
+)
+def test_what_a_conv_cannot_take_up_exactly_stays(tmp_path: Path, body: str, last: str) -> None:
+    """Results that others read, numbers of channels or none, computed weights, and shifts that padding would cost."""
+    text = f"""g (float[1,2,3,4] x, float[2,2,1,1] q, float[2] r) => (float[1,2,3,N] y)
+        <float a = {{0.5}}, float b = {{-3}}, float z = {{0}}, float nine = {{9}}, float[2,1,1] v = {{1,2}},
+        float[2,2,1,1] w = {{1,2,3,4}}> {{ {body} {"" if "y = " in body else f"y = {last}"} }}"""
+    assert rewrite(tmp_path, text, "scale-to-conv").fixes == ()
+
+
+@pytest.mark.parametrize(("pads", "shift", "left"), [("0,0,0,0", 100, 0), ("0,1,0,1", 8, 1), ("1,0,1,0", -8, 1)])
+def test_before_padding_a_conv_takes_up_the_scale_alone(tmp_path: Path, pads: str, shift: float, left: int) -> None:
+    text = f"""g (float[1,2,3,4] x) => (float[1,2,M,N] y) <float a = {{0.5}}, float b = {{{shift}}},
+        float[2,2,1,1] w = {{1,2,3,4}}> {{ d = Mul(x, a) e = Add(d, b) y = Conv<pads=[{pads}]>(e, w) }}"""
+    fixed = rewrite(tmp_path, text, "scale-to-conv")
+    assert op_names(fixed.model.path).count("Add") == left
+    assert "Mul" not in op_names(fixed.model.path)
+    assert_same(tmp_path, fixed, 1e-6)
 
 
 @pytest.mark.parametrize(("steps", "direction"), [(3, "reverse"), (3, "forward"), (1, "forward")])

@@ -5,7 +5,7 @@ int8 weights are stored as uint8 for kernels that compute int8 ones wrongly or n
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import chain, permutations
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.tensors import Array
 
@@ -215,6 +216,45 @@ def sum_to_add(writer: Writer) -> None:
     total, *rest = writer.node.input
     for index, name in enumerate(rest, start=1):
         total = writer.add("Add", [total, name], f"add_{index}" if index < len(rest) else "")
+
+
+# More than this many times the scale, a shift before padding would cost digits of what it is added to. A choice.
+_MOST_SHIFT = 16
+
+
+@node_rewrite("scale-to-conv", {"Conv"}, "take x * a + b before {count} of Conv into its weights and bias", since=7)
+def scale_to_conv(writer: Writer) -> None:
+    """Takes the numbers of x * a + b before a Conv into its weights and bias; with padding x + b / a is left.
+
+    PaddleOCR's networks scale and shift after each activation function; quantized, each step would be rounded again.
+    """
+    graph, node = writer.graph, writer.node
+    product, shift = _split_number(graph, node.input[0], "Add")
+    x, scale = _split_number(graph, product, "Mul")
+    names = [name for name in node.input[1:] if name]
+    constants = [graph.constants.get(name) for name in names]
+    # Weights that lie on the disk stay.
+    is_fixed = all(each is not None and each.data_type == onnx.TensorProto.FLOAT for each in constants)
+    if not scale or shift is None or not is_fixed or any(map(graph.is_external, names)):
+        return
+    if any(node.entries("pads") or ()) or node.attributes.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"}:
+        if abs(shift) > _MOST_SHIFT * abs(scale):
+            return
+        x, shift = writer.add("Add", [x, writer.constant("shift", shift / scale, "float32")], "shifted"), 0.0
+    weight, bias = graph.inline(names[0]), graph.inline(names[-1]) if names[1:] else np.zeros(())
+    # A model that is only checked was loaded without its weights.
+    if weight is not None and bias is not None:
+        weight = weight.astype(np.float64)
+        bias = bias + shift * weight.sum(axis=tuple(range(1, weight.ndim)))
+        names = [writer.constant("weight", scale * weight, "float32"), writer.constant("bias", bias, "float32")]
+    writer.add("Conv", [x, *names], **node.attributes)
+
+
+def _split_number(graph: Graph, name: str, op: str) -> tuple[str, float | None]:
+    """Returns the other operand and the number of an Add or Mul whose result is read once, else the name and None."""
+    made, is_only = made_by(graph, name, op), len(graph.readers(name)) == 1 and name not in graph.outputs
+    pairs = [(one, graph.number(two)) for one, two in permutations(made.input)] if made is not None and is_only else []
+    return next((pair for pair in pairs if pair[1] is not None), (name, None))
 
 
 UNSIGNED_WEIGHTS = "unsigned-weights"

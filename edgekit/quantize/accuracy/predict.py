@@ -79,13 +79,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     candidates: int | None = None
 
-    def loss(self) -> float:
+    def loss(self, most_changed: float = MOST_CHANGED) -> float:
         """Returns the estimated drop, or minus the SQNR in dB where it is unknown: the smaller, the better the plan.
 
-        Decisions that change count as lost beyond a tenth of all. For an uncertain model the drop alone would not tell
-        a bad plan from a good one: a new decision is as likely to be right as the old one.
+        Decisions that change count as lost beyond the share `most_changed`. For an uncertain model the drop alone would
+        not tell a bad plan from a good one: a new decision is as likely to be right as the old one.
         """
-        return -self.sqnr_db if self.drop_estimate is None else max(self.drop_estimate, self.changed() - MOST_CHANGED)
+        return -self.sqnr_db if self.drop_estimate is None else max(self.drop_estimate, self.changed() - most_changed)
 
     def changed(self) -> float:
         """Returns the share of decisions that change, 0 where nothing is decided."""

@@ -28,12 +28,15 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
     EQUAL_DB,
+    SWITCHES,
     constants_to_inputs,
     grids_to_inputs,
     has_held_out,
     judge_candidate,
+    list_rounded,
     open_judge,
     strip_weights,
+    switch_weights,
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
@@ -195,6 +198,27 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
         best = learn_roundings(draft, judged, memo)[0]
         method, rounding = best.method, best.rounding
     return choose_ranges(draft.plan, draft.calibration, method, rounding)
+
+
+def choose_rounding(draft: Draft) -> Rounding:
+    """Returns "gptq" or the rounding of a draft: that whose weights alone, beside float activations, add less noise.
+
+    Where most activations have 8 bits, their noise hides that of the weights, and a rounding was chosen almost by
+    chance. Once many have left 8 bits, the weights may cost as much as all activations.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    draft = draft.use_unsigned()
+    placed, reached, best = place_draft(draft), -math.inf, draft.plan.rounding
+    for rounding in dict.fromkeys((best, _SLOW[-1])):
+        plan = msgspec.structs.replace(draft.plan, rounding=rounding)
+        rounded = list_rounded(round_weights(placed, draft.graph, plan, draft.statistics), draft.graph)
+        proto, most = switch_weights(draft.graph, rounded), draft.effort.judging_samples
+        judge = open_judge(proto, draft.compared, draft.statistics, most=most, at_once=draft.effort.at_once)
+        found = judge({SWITCHES: np.ones(len(rounded), bool)}, reached)
+        reached, best = (found, rounding) if found > reached else (reached, best)
+    return best
 
 
 def judge_plan(draft: Draft) -> Candidate:

@@ -10,7 +10,7 @@ from edgekit._files import copy_file
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
-from edgekit.quantize.accuracy.predict import Look
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -23,6 +23,7 @@ from edgekit.quantize.mixed_precision.float_fallback import (
 )
 from edgekit.quantize.mixed_precision.plan_search import (
     DEFAULT_INTEGER_SHARE,
+    FEW_CHANGED,
     LEAST_INTEGER_SHARE,
     MORE_RELIEF,
     SAME_SHARE,
@@ -69,7 +70,9 @@ def find_plan(
         ModelError: no node of the model can be quantized.
     """
     goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
-    plan, searched = search_plan(search, Goal(max_drop=goal, is_given=max_drop is not None), state)
+    most_changed = FEW_CHANGED if search.target.widens(search.precision) else MOST_CHANGED
+    wanted = Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
+    plan, searched = search_plan(search, wanted, state)
     if searched is not None:
         searched = _try_float(search, searched, goal, is_given=max_drop is not None)
         searched = _compare_with_minmax(search, searched, goal)

@@ -44,6 +44,8 @@ DEFAULT_INTEGER_SHARE = 0.75
 _WORTH = 0.002
 # A drop that is worth advice, two points: a choice.
 _MUCH = 0.02
+# The share of decisions that may change where tensors get 16 bits, which leave all work in integers: a choice.
+FEW_CHANGED = 0.05
 # Shares of work that differ by less count as equal.
 SAME_SHARE = 0.005
 LEAST_INTEGER_SHARE = 0.5
@@ -121,16 +123,20 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share): the user's (`is_given`), or that of the default mode."""
+    """A drop of at most `max_drop` (a share): the user's (`is_given`), or that of the default mode.
+
+    In the default mode at most the share `most_changed` of the decisions may change.
+    """
 
     max_drop: float = DEFAULT_MAX_DROP
     is_given: bool = False
+    most_changed: float = MOST_CHANGED
 
     def is_met(self, prediction: Prediction) -> bool:
-        """Returns True if a plan meets the goal; in the default mode it also keeps nine tenths of the decisions."""
+        """Returns True if a plan meets the goal; in the default mode it also keeps most decisions."""
         if self.is_given or prediction.drop_estimate is None:
             return prediction.meets(self.max_drop)
-        return prediction.loss() <= self.max_drop
+        return prediction.loss(self.most_changed) <= self.max_drop
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is removed."""
@@ -147,7 +153,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
             return -(prediction.sqnr_db + rise_db(share))
         count = prediction.samples
         changed = 0.0 if self.is_given else wilson_interval(round(prediction.changed() * count), count)[0]
-        return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - MOST_CHANGED)
+        return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - self.most_changed)
 
 
 def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
@@ -252,8 +258,8 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     """
     meeting, every = [trial for trial in trials if goal.is_met(trial.prediction)], tuple(trials)
     if not goal.is_given:
-        enough = find_tolerated_loss(trials)
-        chosen = next(trial for trial in trials if trial in meeting or trial.prediction.loss() <= enough)
+        enough, allowed = find_tolerated_loss(trials, goal.most_changed), goal.most_changed
+        chosen = next(each for each in trials if each in meeting or each.prediction.loss(allowed) <= enough)
         return Searched(trials=every, chosen=chosen, met=True)
 
     def rank(trial: Trial) -> tuple[float, float]:
@@ -330,7 +336,7 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
     while True:
         chosen = attempts.choose()
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
-        enough = max(goal.max_drop, find_tolerated_loss(attempts.in_order))
+        enough = max(goal.max_drop, find_tolerated_loss(attempts.in_order, goal.most_changed))
         fewer = [count for count in left if below < count < chosen]
         fewer = [count for count in fewer if goal.least_loss(attempts.trials[0].prediction, 1 - left[count]) <= enough]
         if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
@@ -441,16 +447,17 @@ class _Attempts:
         return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
 
 
-def find_tolerated_loss(trials: Sequence[Trial]) -> float:
+def find_tolerated_loss(trials: Sequence[Trial], most_changed: float = MOST_CHANGED) -> float:
     """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
     That is the least drop plus 0.2 points, or times 1.12 if that is more: a decibel is 12 % of the noise amplitude, to
     which changed decisions are proportional. If the drop is unknown, it is one decibel less than the best.
     """
-    best = min((trial.prediction for trial in trials), key=Prediction.loss)
+    best = min((trial.prediction for trial in trials), key=lambda each: each.loss(most_changed))
+    least = best.loss(most_changed)
     if best.drop_estimate is None:
-        return best.loss() + LEAST_GAIN_DB
-    return max(best.loss() + _WORTH, best.loss() * 10 ** (LEAST_GAIN_DB / 20))
+        return least + LEAST_GAIN_DB
+    return max(least + _WORTH, least * 10 ** (LEAST_GAIN_DB / 20))
 
 
 def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:

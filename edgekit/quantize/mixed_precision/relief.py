@@ -25,6 +25,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Memo,
     choose_again,
+    choose_rounding,
     judge_plan,
     place_draft,
     plans_to_inputs,
@@ -41,10 +42,12 @@ COLLAPSED_DB = 20.0
 """Below this ratio, where the amplitude of the error is a tenth of the signal's, a model has collapsed: a choice."""
 # Taking more than this number of tensors out of 8 bits hardly changes which range method is best for the others.
 _FEW_RELIEVED = 8
+# With more than this number the noise of weights counts, which that of activations hid: a choice.
+_MANY_RELIEVED = 80
 # Tensors that cause more than this share of the noise decide which range method is best: a choice.
 _MOST_NOISE = 0.5
 # How many tensors a ranking looks for: first few, which are enough for most models, then as many as later steps take.
-_RANKED = (_FEW_RELIEVED, 80, 160)
+_RANKED = (_FEW_RELIEVED, _MANY_RELIEVED, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
@@ -130,6 +133,9 @@ def relieve_step(
         relieved = msgspec.structs.replace(
             relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
         )
+    if count > _MANY_RELIEVED and not plan.bits:
+        rounding = choose_rounding(msgspec.structs.replace(draft, plan=relieved))
+        return msgspec.structs.replace(relieved, rounding=rounding)
     if count > _FEW_RELIEVED:
         return relieved
     fitted = memo.budget.attempt("ranges of inputs", partial(fit_inputs, msgspec.structs.replace(draft, plan=relieved)))
