@@ -180,6 +180,7 @@ TARGET_REWRITES = _by_id(
     layout.pad_reflect,
     layout.plain_nearest,
     layout.pad_transposed,
+    layout.write_pads,
     products.plain_gemm,
     products.matmul_to_2d,
     activations.plain_slope,

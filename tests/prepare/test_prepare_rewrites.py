@@ -51,6 +51,8 @@ WITH = {
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
+    "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
+        { y = ConvTranspose(x, w) }""",
     "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w)
         { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)
         z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
@@ -248,6 +250,9 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
+        <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
+        { y = ConvTranspose<pads=[0,0,0,0]>(x, w) z = ConvTranspose<auto_pad="SAME_UPPER", strides=[2,2]>(x, w) }""",
     # Padding that counts, none, and windows that reach beyond it.
     "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,3,3] w)
         { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1>(x)

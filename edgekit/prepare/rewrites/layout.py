@@ -210,6 +210,14 @@ def cast_by_int32(writer: Writer) -> None:
         writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
 
 
+@node_rewrite("write-pads", {"ConvTranspose"}, "write the pads of {count} of ConvTranspose, which are zero")
+def write_pads(writer: Writer) -> None:
+    """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
+    shape = writer.graph.value(writer.node.input[1]).shape
+    if shape is not None and not {"pads", "auto_pad", "output_shape"} & writer.node.attributes.keys():
+        writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
+
+
 @node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
 def average_over_padding(writer: Writer) -> None:
     """Writes an AveragePool without its padding as one that counts padding, times a constant for each place, for QNN.
