@@ -213,7 +213,7 @@ TARGET_REWRITES = _by_id(
 REQUIRED_REWRITES = _by_id(
     products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
     activations.bound_exponent, activations.flatten_softplus, activations.put_gate_first, layout.cast_by_int32,
-    layout.cast_by_floor, layout.pad_edge, layout.average_over_padding, recurrent.split_lstm,
+    layout.cast_by_floor, layout.pad_edge, layout.plain_average, recurrent.split_lstm,
     norms.batch_norm_to_conv, idle.drop_pad_values, products.plain_power,
 )  # fmt: skip
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model

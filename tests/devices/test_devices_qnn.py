@@ -317,9 +317,16 @@ def test_kernels_that_are_wrong_in_float_are_avoided(id_: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_average_that_leaves_padding_out_is_wrong_and_is_avoided(tmp_path: Path) -> None:
-    text, shape = "g (float[1,8,20,20] x) => (float[1,8,20,20] y)", (1, 8, 20, 20)
-    path = parse_model(f"{text} {{ y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x) }}", tmp_path / "m.onnx")
+@pytest.mark.parametrize(
+    ("shape", "pool"),
+    [
+        ((1, 8, 20, 20), "kernel_shape=[3,3], pads=[1,1,1,1]"),
+        ((1, 8, 50), "kernel_shape=[3], pads=[1,1], count_include_pad=1"),
+    ],
+)
+def test_averages_with_padding_are_wrong_and_are_avoided(shape: tuple[int, ...], pool: str, tmp_path: Path) -> None:
+    kind = f"float[{','.join(map(str, shape))}]"
+    path = parse_model(f"g ({kind} x) => ({kind} y) {{ y = AveragePool<{pool}>(x) }}", tmp_path / "m.onnx")
     fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_required(load_target("qnn"), stays_float=True))
     # If the first is large with a new version of QNN, its kernel is right, and the rewrite can go.
     assert measure_simulator(path, shape, tmp_path / "wrong") < 5

@@ -53,10 +53,12 @@ WITH = {
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose(x, w) }""",
-    "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w)
+    "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
+        => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w, float[1,2,3] v)
         { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)
         z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
-        w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x) }""",
+        w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x)
+        v = AveragePool<kernel_shape=[3], strides=[2], pads=[2,0], count_include_pad=1>(u) }""",
     "pad-edge": """g (float[1,2,3,4] x) => (float[1,2,6,7] y, float[1,2,3,6] z)
         <int64[8] p = {0,0,1,2,0,0,2,1}, int64[8] q = {0,0,0,2,0,0,0,0}>
         { y = Pad<mode="edge">(x, p) z = Pad<mode="edge">(x, q) }""",
@@ -253,11 +255,13 @@ WITHOUT = {
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
         <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose<pads=[0,0,0,0]>(x, w) z = ConvTranspose<auto_pad="SAME_UPPER", strides=[2,2]>(x, w) }""",
-    # Padding that counts, none, and windows that reach beyond it.
-    "plain-average": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,3,3] w)
+    # Padding that counts, none, windows that reach beyond it, and padding of a line that does not count.
+    "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
+        => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,3,3] w, float[1,2,5] v)
         { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1>(x)
         z = AveragePool<kernel_shape=[3,3], auto_pad="VALID">(x)
-        w = AveragePool<kernel_shape=[2,2], strides=[2,2], pads=[0,1,0,0], ceil_mode=1>(x) }""",
+        w = AveragePool<kernel_shape=[2,2], strides=[2,2], pads=[0,1,0,0], ceil_mode=1>(x)
+        v = AveragePool<kernel_shape=[3], pads=[1,1]>(u) }""",
     # Another mode, a side that is cut off, and whole numbers.
     "pad-edge": """g (float[2,3] x, int64[2,3] i) => (float[2,5] y, float[2,3] z, int64[2,5] w)
         <int64[4] p = {0,1,0,1}, int64[4] q = {0,1,0,-1}>
@@ -420,7 +424,7 @@ SITES = {
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 3, "scale-to-conv": 4,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

@@ -219,17 +219,24 @@ def write_pads(writer: Writer) -> None:
 
 
 @node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
-def average_over_padding(writer: Writer) -> None:
-    """Writes an AveragePool without its padding as one that counts padding, times a constant for each place, for QNN.
+def plain_average(writer: Writer) -> None:
+    """Writes a padded AveragePool with the other `count_include_pad`, times a constant for each place, for QNN.
 
-    With fewer than 32 channels the HTP's kernel for the first is wrong (targets/qnn/NOTES.md). The constant is the size
-    of the window over how much of it lies inside.
+    The HTP's float kernels are wrong for planes where padding does not count and there are fewer than 32 channels, and
+    for lines where it counts (targets/qnn/NOTES.md). The constant is the size of the window over how much of it lies
+    inside, or the inverse.
     """
     node, given = writer.node, writer.node.attributes
     sizes, made = (writer.graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    window = node.entries("kernel_shape")
-    counts_more = any(node.integer(name, 0) for name in ("ceil_mode", "count_include_pad")) or "dilations" in given
-    if sizes is None or made is None or window is None or counts_more:
+    window, counts = node.entries("kernel_shape"), bool(node.integer("count_include_pad", 0))
+    is_other = bool(node.integer("ceil_mode", 0)) or "dilations" in given
+    if (
+        sizes is None
+        or made is None
+        or window is None
+        or is_other
+        or (len(window), counts) not in {(2, False), (1, True)}
+    ):
         return
     strides, factor, pads = node.entries("strides") or (1,) * len(window), np.ones(made[2:]), list[tuple[int, int]]()
     auto = given.get("auto_pad", "NOTSET")
@@ -243,10 +250,11 @@ def average_over_padding(writer: Writer) -> None:
         pads.append((before, after))
         first = np.arange(count) * step - before
         inside = np.minimum(first + wide, size) - np.maximum(first, 0)
-        factor *= np.expand_dims(wide / inside, [each for each in range(len(window)) if each != axis])
+        share = inside / wide if counts else wide / inside
+        factor *= np.expand_dims(share, [each for each in range(len(window)) if each != axis])
     if any(map(any, pads)):
         settings = {"kernel_shape": window, "strides": strides, "pads": list(chain(*zip(*pads, strict=True)))}
-        averaged = writer.add("AveragePool", node.input, "padded", count_include_pad=1, **settings)
+        averaged = writer.add("AveragePool", node.input, "average", count_include_pad=int(not counts), **settings)
         writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
 
 

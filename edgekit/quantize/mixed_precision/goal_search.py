@@ -10,7 +10,7 @@ from edgekit._files import copy_file
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -96,6 +96,12 @@ def find_plan(
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
 
 
+def _loses_nothing(prediction: Prediction) -> bool:
+    """Returns True if no decision changed, so that none can be saved, and hardly anything else is lost."""
+    drop = prediction.drop_estimate
+    return drop is not None and drop <= _NEGLIGIBLE and prediction.top1_agreement in {None, 1.0}
+
+
 def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns the search result after its plan was compared with minmax rounded to nearest, chosen if it loses less.
 
@@ -104,9 +110,7 @@ def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) ->
     sample contributes. The few decisions that changed would tell less, and the ratio to the signal counts errors of
     logits that decide nothing.
     """
-    found = searched.chosen.prediction
-    # No decision changed, so none can be saved.
-    if found.drop_estimate is not None and found.drop_estimate <= _NEGLIGIBLE and found.top1_agreement in {None, 1.0}:
+    if _loses_nothing(searched.chosen.prediction):
         return searched
     minmax = partial(plan_minmax, search.model, search.calibration, search.target, searched.chosen.plan)
     searched, trial = _add_trial(search, searched, "minmax", minmax, look_against(search, searched.chosen))
@@ -168,7 +172,7 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
     With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
     """
     first, plan = searched.chosen, searched.chosen.plan
-    if not search.feeds or first.prediction.meets(_NEGLIGIBLE):
+    if not search.feeds or _loses_nothing(first.prediction):
         return searched
     draft, spans = open_draft(search.model, search.calibration, plan), {**plan.ranges, **plan.wide}
     names = [name for name in find_state(draft.graph, search.feeds) if name in spans]
