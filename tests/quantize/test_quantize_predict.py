@@ -23,7 +23,6 @@ from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predic
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.report.tables import describe_answers, describe_prediction
 from edgekit.target import TaskLimit
-from edgekit.verify.metrics.agreement import measure_agreement
 from edgekit.verify.task_metrics import MOST_SAMPLES, TOP1, measure_drop
 
 CLASSIFIER = "g (float[1,4] x) => (float[1,4] y) <float[4] b = {BIAS}> { y = Add(x, b) }"
@@ -732,20 +731,3 @@ def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
 def test_boxes_are_no_classes_on_any_axis(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
     assert read_kind(tmp_path, [rng.uniform(0, 300, shape).astype(np.float32) for _ in range(4)]).kind == "values"
-
-
-@pytest.mark.parametrize(("places", "told"), [(4, 0.09), (20, 0.09 * 1.09 / 2)])
-def test_what_all_samples_have_at_a_place_adds_no_spread_as_in_verify(places: int, told: float, tmp_path: Path) -> None:
-    """A tenth is lost at each place, and next to nothing of the spread over places. Tables are discounted."""
-    text = f"g (float[1,{places},6] x) => (float[1,{places},6] y) <float off = {{VALUE}}> {{ y = Add(x, off) }}"
-    one, two = (make_model(text.replace("VALUE", off), tmp_path / f"{off}.onnx") for off in ("0.0", "0.3"))
-    rng, far = np.random.default_rng(0), 30 * np.arange(places)[:, None]
-    rows: list[Tensors] = [{"x": (far + rng.normal(size=(1, places, 6))).astype(np.float32)} for _ in range(64)]
-    outputs = {"y": StatedOutput(kind="values", axis=2)}
-    assert predict_drop(one, two, make_samples(rows), outputs).drop_estimate == pytest.approx(told, abs=0.006)
-    before, after = (
-        make_samples([CpuSession(each.path, SessionSettings()).run(row) for row in rows]) for each in (one, two)
-    )
-    (of_variance, _) = measure_agreement(before, after, {"y": Reading(kind="values", axis=2)})["y"]
-    assert of_variance.of == "variance"
-    assert of_variance.share == pytest.approx(0.91, abs=0.006)

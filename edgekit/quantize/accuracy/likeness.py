@@ -14,7 +14,7 @@ from edgekit.quantize.accuracy.detections import detection_distances, estimate_d
 from edgekit.quantize.accuracy.extras import extra_distances, judge_extra, record_extra
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, find_places_mean, measure_powers, ratio_db
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_powers, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
@@ -85,33 +85,22 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
     return tuple(parts)
 
 
-def read_output(name: str, reading: Reading, values: Sequence[Array]) -> tuple[Part, ...]:
-    """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost.
-
-    `values` are those of the float model for a few samples.
-    """
+def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost."""
     readings, note = [reading], ""
     if reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
-    return tuple(_read_as(name, each, values, note) for each in readings)
+    return tuple(_read_as(name, each, shape, note) for each in readings)
 
 
-def _read_as(name: str, reading: Reading, values: Sequence[Array], note: str) -> Part:
+def _read_as(name: str, reading: Reading, shape: tuple[int, ...], note: str) -> Part:
     measure = MEASURES[reading.kind]
-    mean = find_places_mean(values) if reading.kind == "values" else None
-
-    def record(expected: Tensors, found: Tensors) -> Array:
-        one, two = expected[name], found[name]
-        if mean is not None:
-            one, two = one - mean, two - mean
-        return measure.record(one, two, reading)
-
     return Part(
-        shapes={name: values[0].shape},
+        shapes={name: shape},
         measure=measure.name,
         source=measure.source + note,
-        record=record,
+        record=lambda expected, found: measure.record(expected[name], found[name], reading),
         judge=measure.judge,
         distances=measure.distances,
     )

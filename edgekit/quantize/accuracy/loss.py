@@ -379,19 +379,6 @@ def record_values(expected: Array, found: Array, reading: Reading, weights: Arra
     return np.stack([np.einsum("cn,n->c", one, counts), *squares, np.full(len(one), counts.sum())])
 
 
-def find_places_mean(values: Sequence[Array]) -> Array | float:
-    """Returns the mean of each number over a few samples, from which its values are counted: positions are not pooled.
-
-    An offset that all samples have at a place, such as behind the end of a word, is no information (so does
-    `edgekit.verify.metrics.agreement`). 0 where samples differ in shape, or not at all.
-    """
-    if len({value.shape for value in values}) > 1:
-        return 0.0
-    stacked = np.stack(values).astype(np.float64)
-    mean = stacked.mean(axis=0)
-    return mean if ((stacked - mean) ** 2).sum() > _ROUNDING_SHARE * (stacked**2).sum() else 0.0
-
-
 def _judge_values(records: Sequence[Array]) -> Loss:
     """Returns the share of the variance that is lost, by which R2 falls where the values predict a number.
 

@@ -203,14 +203,13 @@ class FloatReference:
         """
         few = self._run_few()
         readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few)
+        shapes = _shapes(few[0])
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         state = find_fed_back(self._state).values()
         others = {name: reading for name, reading in others.items() if name not in state} or others
-        heads = () if head is None else read_head(head, {name: value.shape for name, value in few[0].items()})
+        heads = () if head is None else read_head(head, shapes)
         self._kept.release()
-        parts = [
-            part for name, reading in others.items() for part in read_output(name, reading, [row[name] for row in few])
-        ]
+        parts = [part for name, reading in others.items() for part in read_output(name, reading, shapes[name])]
         silenced = [
             msgspec.structs.replace(part, measure=SILENT) if silent & part.shapes.keys() else part for part in parts
         ]
@@ -407,6 +406,10 @@ class FloatReference:
             return listed, frozenset()
         head = find_head(rows, image)
         return head, frozenset() if head is not None else find_silent(rows, image)
+
+
+def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in outputs.items()}
 
 
 def _predict(likeness: Likeness, samples: int) -> Prediction:
