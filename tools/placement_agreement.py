@@ -20,8 +20,8 @@ stay in DIR, so that a second run is quick.
 Agreement counts the nodes of models for which a session could be created. A DQ is counted apart if the layout change
 gave its name to a DQ at another place: the provider then took a DQ of that name, but not the reader of the model's DQ.
 Sessions that fail are counted apart too, and compared with the nodes that check calls fatal; so are sessions whose
-results check calls wrong. With --known only models
-with an operator of rules.toml are examined: which models these are does not depend on a target's settings.
+results check calls wrong. With --known only models with an operator of rules.toml are examined: which models these are
+does not depend on a target's settings.
 """
 
 import argparse

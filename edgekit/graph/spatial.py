@@ -1,6 +1,7 @@
-"""Which elements a nearest Resize picks, and which a ConvTranspose does not reach."""
+"""Where windows lie, which elements a nearest Resize picks, and which a ConvTranspose does not reach."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,37 @@ def read_modes(node: Node) -> Modes:
     given = node.attributes
     coordinates = given.get("coordinate_transformation_mode", "half_pixel")
     return str(coordinates), str(given.get("nearest_mode", "round_prefer_floor"))
+
+
+class Windows(NamedTuple):
+    """The windows of a convolution or pooling: a number for each spatial axis. `sizes` are those of the output."""
+
+    stride: Array
+    dilation: Array
+    begin: Array
+    end: Array
+    sizes: tuple[int, ...]
+
+
+def place_windows(node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> Windows:
+    """Returns the windows of a node over an input of this size, with the padding that it states (ONNX: Conv).
+
+    The output of a ConvTranspose has the size that ONNX gives it; a `ceil_mode` is not read.
+    """
+    lists, auto = node.attributes, node.attributes.get("auto_pad", "NOTSET")
+    rank = len(kernel)
+    stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)
+    reach, size = (np.array(kernel) - 1) * dilation + 1, np.array(spatial)
+    if auto in {"SAME_UPPER", "SAME_LOWER"}:
+        total = np.maximum(0, (-(-size // stride) - 1) * stride + reach - size)
+        begin = total // 2 if auto == "SAME_UPPER" else total - total // 2
+    else:
+        pads = np.array((lists.get("pads") or [0] * 2 * rank) if auto == "NOTSET" else [0] * 2 * rank)
+        begin, total = pads[:rank], pads[:rank] + pads[rank:]
+    sizes = (size + total - reach) // stride + 1
+    if node.op_type == "ConvTranspose":
+        sizes = (size - 1) * stride + reach - total + np.array(lists.get("output_padding") or [0] * rank)
+    return Windows(stride, dilation, begin, total - begin, tuple(int(value) for value in sizes))
 
 
 def find_picks(graph: Graph, node: Node, modes: Modes) -> list[Array] | None:

@@ -43,10 +43,10 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     Both branches of an If count, and the body of a loop once. `unsized_nodes` counts the multiplying nodes whose
     dimensions are unknown even so, each of which counts as size one. `weight_bytes` is by element type.
     `activation_bytes` is the peak of live values when nodes run in their order and each value is freed after its last
-    use; inputs are live from the start, and a subgraph runs while its node does. An unknown
-    dimension counts as 1, a value of unknown rank as nothing. `quantized` says how the model is quantized,
-    empty for a float one. `custom_ops` are operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`.
-    `runs` says whether ONNX Runtime loads the model with the given custom operator libraries, None if none were given.
+    use; inputs are live from the start, and a subgraph runs while its node does. An unknown dimension counts as 1, a
+    value of unknown rank as nothing. `quantized` says how the model is quantized, empty for a float one. `custom_ops`
+    are operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`. `runs` says whether ONNX Runtime
+    loads the model with the given custom operator libraries, None if none were given.
     `fixed_axes` lists the axes that the exporter fixed and an app may want open, with the way to open them.
     """
 

@@ -1,14 +1,13 @@
-"""Operators that only move elements, in the form that most providers take: Reshape, Expand, Gather and Pad."""
+"""Operators that move elements, and windows over them, as most providers take them: Reshape, Gather, Pad, pooling."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 import onnx
 
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
-from edgekit.graph.spatial import find_picks, read_modes
+from edgekit.graph.spatial import find_picks, place_windows, read_modes
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -226,36 +225,23 @@ def plain_average(writer: Writer) -> None:
     for lines where it counts (targets/qnn/NOTES.md). The constant is the size of the window over how much of it lies
     inside, or the inverse.
     """
-    node, given = writer.node, writer.node.attributes
-    sizes, made = (writer.graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    window, counts = node.entries("kernel_shape"), bool(node.integer("count_include_pad", 0))
-    is_other = bool(node.integer("ceil_mode", 0)) or "dilations" in given
-    if (
-        sizes is None
-        or made is None
-        or window is None
-        or is_other
-        or (len(window), counts) not in {(2, False), (1, True)}
-    ):
+    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
+    kernel, counts = node.entries("kernel_shape") or (), node.integer("count_include_pad", 0)
+    is_wrong = (len(kernel), counts) in {(2, 0), (1, 1)}
+    if shape is None or not is_wrong or node.integer("ceil_mode", 0) or "dilations" in node.attributes:
         return
-    strides, factor, pads = node.entries("strides") or (1,) * len(window), np.ones(made[2:]), list[tuple[int, int]]()
-    auto = given.get("auto_pad", "NOTSET")
-    stated = np.reshape(node.entries("pads") or (0,) * 2 * len(window), (2, -1)).T.tolist()
-    for axis, (count, size, step, wide) in enumerate(zip(made[2:], sizes[2:], strides, window, strict=True)):
-        before, after = stated[axis]
-        if auto in {"SAME_UPPER", "SAME_LOWER"}:
-            total = max((count - 1) * step + wide - size, 0)
-            before = (total + (auto == "SAME_LOWER")) // 2
-            after = total - before
-        pads.append((before, after))
-        first = np.arange(count) * step - before
-        inside = np.minimum(first + wide, size) - np.maximum(first, 0)
-        share = inside / wide if counts else wide / inside
-        factor *= np.expand_dims(share, [each for each in range(len(window)) if each != axis])
-    if any(map(any, pads)):
-        settings = {"kernel_shape": window, "strides": strides, "pads": list(chain(*zip(*pads, strict=True)))}
-        averaged = writer.add("AveragePool", node.input, "average", count_include_pad=int(not counts), **settings)
-        writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
+    stride, _, begin, end, sizes = place_windows(node, shape[2:], kernel)
+    pads = [*begin.tolist(), *end.tolist()]
+    if not any(pads):
+        return
+    factor = np.ones(())
+    for axis, count in enumerate(sizes):
+        first = np.arange(count) * stride[axis] - begin[axis]
+        inside = np.minimum(first + kernel[axis], shape[2 + axis]) - np.maximum(first, 0)
+        factor = np.multiply.outer(factor, inside / kernel[axis] if counts else kernel[axis] / inside)
+    settings = {"kernel_shape": kernel, "strides": stride.tolist(), "pads": pads, "count_include_pad": 1 - counts}
+    averaged = writer.add("AveragePool", node.input, "average", **settings)
+    writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
 
 
 @node_rewrite("cast-by-floor", {"Cast"}, since=9)
@@ -295,16 +281,17 @@ def pad_edge(writer: Writer) -> None:
 
     With few channels, or three axes, the HTP copies what lies beyond the data (targets/qnn/NOTES.md).
     """
+    shape = writer.graph.value(writer.node.input[0]).shape
+    if shape is None:
+        return
 
     def repeat(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
         bounds = (0, 1, 1) if is_before else (-1, np.iinfo(np.int64).max, 1)
-        copies = np.ones(len(writer.graph.value(writer.node.input[0]).shape or ()), np.int64)
-        copies[axis] = count
         edge = _slice(writer, value, f"{part}-edge", axis, bounds)
+        copies = [count if each == axis else 1 for each in range(len(shape))]
         return writer.add("Tile", [edge, writer.constant(f"{part}/copies", copies, "int64")], part)
 
-    if writer.graph.value(writer.node.input[0]).shape is not None:
-        _pad_by_axis(writer, "edge", repeat)
+    _pad_by_axis(writer, "edge", repeat)
 
 
 def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.spatial import place_windows
 from edgekit.model.tensors import Array
 
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
@@ -166,7 +167,7 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
 def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
     kernel = tuple(graph.constants[layer.weight].dims[2:])
     node, wanted = graph.readers(layer.weight)[0], count
-    stride, dilation, begin, sizes = _conv_geometry(node, spatial, kernel)
+    stride, dilation, begin, _, sizes = place_windows(node, spatial, kernel)
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
     for axis, size in enumerate(sizes):
@@ -184,23 +185,3 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
         gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
     counts = tuple(map(len, inside))
     return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))
-
-
-def _conv_geometry(
-    node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]
-) -> tuple[Array, Array, Array, tuple[int, ...]]:
-    """Returns stride, dilation, leading padding and output size of each spatial axis (ONNX: Conv, ConvTranspose)."""
-    lists, auto = node.attributes, node.attributes.get("auto_pad", "NOTSET")
-    rank = len(kernel)
-    stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)
-    reach, size = (np.array(kernel) - 1) * dilation + 1, np.array(spatial)
-    if auto in {"SAME_UPPER", "SAME_LOWER"}:
-        total = np.maximum(0, (-(-size // stride) - 1) * stride + reach - size)
-        begin = total // 2 if auto == "SAME_UPPER" else total - total // 2
-    else:
-        pads = np.array((lists.get("pads") or [0] * 2 * rank) if auto == "NOTSET" else [0] * 2 * rank)
-        begin, total = pads[:rank], pads[:rank] + pads[rank:]
-    sizes = (size + total - reach) // stride + 1
-    if node.op_type == "ConvTranspose":
-        sizes = (size - 1) * stride + reach - total + np.array(lists.get("output_padding") or [0] * rank)
-    return stride, dilation, begin, tuple(int(value) for value in sizes)
