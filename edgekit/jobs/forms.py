@@ -51,12 +51,26 @@ def convert_to_half(
         ModelError: the model cannot be converted.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
-    cpu_nodes = [node.name for node in check.node_list if not node.taken]
+    kept = [node.name for node in check.node_list if not node.taken]
+    # Where a provider computes all floats in half precision, float32 in the file would save nothing.
+    if target.float_bits > 16:
+        kept += _find_unfit(prepared, check, target, golden, notes)
+    converted = convert_to_fp16(prepared, kept, out)
+    if converted.clamped:
+        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
+    return converted.model
+
+
+def _find_unfit(
+    prepared: Model, check: CheckReport, target: Target, golden: Golden, notes: list[str]
+) -> tuple[str, ...]:
+    """Returns the nodes of a target that must stay in float32, and adds to `notes` why."""
+    taken = [node.name for node in check.node_list if node.taken]
     overflowing: dict[str, float] = {}
     # If the run is refused, the comparison of layers fails too, and the bundle says so.
     with contextlib.suppress(RuntimeRefusal):
         largest_values = find_overflows(prepared, choose_layer_samples(golden))
-        overflowing = {name: reach for name, reach in largest_values.items() if name not in cpu_nodes}
+        overflowing = {name: reach for name, reach in largest_values.items() if name in taken}
     if overflowing:
         worst = max(overflowing, key=overflowing.__getitem__)
         notes.append(
@@ -64,7 +78,7 @@ def convert_to_half(
             f" precision, or exceed it: {', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at"
             f" '{worst}'; --precision fp32 keeps all of them"
         )
-    half_nodes = [node.name for node in check.node_list if node.taken and node.name not in overflowing]
+    half_nodes = [name for name in taken if name not in overflowing]
     lossy, least_db = None, target.thresholds.min_sqnr_db
     with contextlib.suppress(RuntimeRefusal):
         lossy = find_lossy(prepared, half_nodes, choose_layer_samples(golden, _SAMPLES), least_db)
@@ -74,16 +88,13 @@ def convert_to_half(
             f" precision the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so"
             f" {lossy.kept_db:.1f} dB are expected; --precision fp32 keeps all of them"
         )
-    converted = convert_to_fp16(prepared, [*cpu_nodes, *overflowing, *(lossy.nodes if lossy else ())], out)
-    if converted.clamped:
-        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
-    return converted.model
+    return (*overflowing, *(lossy.nodes if lossy is not None else ()))
 
 
 def warn_of_fp16_loss(prepared: Model, floats: Collection[str], target: Target, samples: Samples) -> str:
     """Returns a warning if a target computes floats in half precision, and values of float nodes do not fit into it.
 
-    `floats` are the nodes that stay float in a quantized model. The warning is "" if nothing is lost.
+    `floats` are the nodes that the provider computes in float. The warning is "" if nothing is lost.
     """
     if target.float_bits != 16 or not floats:
         return ""

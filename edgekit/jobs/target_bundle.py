@@ -312,10 +312,12 @@ class _Strategies:
             ]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
             notes += list_large("in 16 bits, which 8 bits do not hold", quantized.wide_constants)
-            floats = [node.name for node in plan.float_nodes]
-            warning = warn_of_fp16_loss(inputs.prepared, floats, target, read_inputs(inputs.golden))
-            notes += [warning] if warning else []
         check = check_model(model, target)
+        if not inputs.is_quantized:
+            floats = plan.float_nodes if plan is not None else [node for node in check.node_list if node.taken]
+            names = [node.name for node in floats]
+            warning = warn_of_fp16_loss(inputs.prepared, names, target, read_inputs(inputs.golden))
+            notes += [warning] if warning else []
         if plan is not None and check.verdict != "yes":
             before = check_model(inputs.prepared, target, advises=False)
             notes += [f"as {plan.precision} it is {describe_loss(check, target)}"] if before.verdict == "yes" else []

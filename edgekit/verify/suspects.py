@@ -37,8 +37,8 @@ _FIT_DB = 20.0
 _SAMPLES = 4
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
-    " edgekit compare SOURCE MODEL --layers names the layer; build it again with samples that reach as far,"
-    " which leaves such layers in float32, or with --precision fp32"
+    " edgekit compare SOURCE MODEL --layers names the layer; scale its values, or leave it in float32 where the target"
+    " computes that: build again with samples that reach as far, or with --precision fp32"
 )
 
 _Pairs = Sequence[tuple[Floats, Floats]]

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -84,6 +85,26 @@ def test_nodes_that_lose_the_values_of_the_outputs_stay_in_float32(tmp_path: Pat
     assert summary.path is not None
     types = {tensor.name: tensor.data_type for tensor in onnx.load(summary.path / "model.onnx").graph.initializer}
     assert onnx.TensorProto.FLOAT16 in types.values()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_no_node_is_said_to_stay_in_float32_where_the_provider_computes_halves(
+    tmp_path: Path, precision: Literal["fp16", "fp32"]
+) -> None:
+    """Qualcomm's HTP computes float32 nodes in half precision too."""
+    np.savez(tmp_path / "data.npz", x=images())
+    path, data = write_net(tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
+    recipe = Recipe(targets=("qnn",), precision=precision)
+    (summary,) = build(path, data, tmp_path / "out", recipe, verify=False).bundles
+    assert summary.path is not None
+    assert summary.precision == precision
+    assert not any("stay in float32" in note for note in summary.notes)
+    (warning,) = (note for note in summary.notes if "which qnn computes in fp16" in note)
+    assert warning.startswith(
+        "'s' stays float, which qnn computes in fp16 (from 6e-8 to 65504): 100.0% of its values, up"
+    )
+    nodes = onnx.load(summary.path / "model.onnx").graph.node
+    assert sum(node.op_type == "Cast" for node in nodes) == (2 if precision == "fp16" else 0)
 
 
 def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -> None:

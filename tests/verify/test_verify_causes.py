@@ -43,7 +43,7 @@ def spoil(value: Array, place: Any) -> Array:
         (lambda x: x * 2, "times a factor of 2:"),
         (lambda x: x + 0.7, "plus a constant of 0.7:"),
         (lambda x: x * 0.3 + 2, "times a factor of 0.3 plus 2:"),
-        (lambda x: x.clip(-0.5, 0.8), "limited to -0.5 and 0.8:"),
+        (lambda x: x.clip(-0.5, 0.8), "limited to -0.5 and 0.8: look for a scale"),
         (lambda x: (x * 2).clip(-0.5, 0.8), "times a factor of 2:"),
         (lambda x: x + EACH, "plus a constant in each channel"),
         (lambda x: x * EACH, "times a factor in each channel"),
@@ -77,6 +77,13 @@ def test_a_constant_added_to_probabilities_is_no_factor() -> None:
     sure = np.exp(12 * PICTURES[:, :, 0, 0])
     sure /= sure.sum(axis=1, keepdims=True)
     assert "plus a constant of 0.5:" in describe_change(sure, sure + 0.5)
+
+
+def test_values_that_end_where_half_precision_does_are_no_matter_of_a_scale() -> None:
+    large = PICTURES * 5e4
+    assert "half precision ends at 65504" in describe_change(large, large.clip(-131008, 65504))
+    assert "half precision ends at 65504" in describe_change(large, large.clip(-65504, 4e4))
+    assert "a scale that is too small" in describe_change(large, large.clip(-65503, 4e4))
 
 
 def test_an_activation_that_is_missing_is_named_behind_one_that_clips() -> None:

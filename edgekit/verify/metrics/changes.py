@@ -27,6 +27,7 @@ _LEAST_INSIDE, _LEAST_USED = 0.1, 0.9
 _BINS = 256
 _TINY = 1e-300
 
+_HALF_MAX = float(np.finfo(np.float16).max)
 _Change = tuple[str, Floats, Floats]
 """A kind of change in words, the values that it gives, and those of the values that came back which it explains."""
 
@@ -73,6 +74,8 @@ def _list_changes(wanted: Floats, found: Floats) -> Iterator[_Change]:
         known = inside = np.ones_like(inside)
     if ((wanted > low) & (wanted < high)).mean() > _LEAST_INSIDE:
         clip = "look for a scale that is too small, or a Clip"
+        if max(-low, high) >= _HALF_MAX:
+            clip = "half precision ends at 65504, so scale what comes before"
         yield f"is the reference limited to {low:.3g} and {high:.3g}: {clip}", wanted.clip(low, high), found
     ours, theirs = wanted[inside], found[inside]
     if len(ours) >= _LEAST_VALUES:
