@@ -9,8 +9,7 @@ after every step, edgekit once at the end. Operations for which coremltools infe
 tests/devices/test_devices_mil.py compares those with ONNX's operators.
 
 Distances are in units in the last place (ULP) of the largest value of the output, because a sum whose terms cancel has
-no more digits than its terms. Two cases are not compared, `concat` with `interleave` and `cumsum` with `exclusive`:
-coremltools 9.0 contradicts its own documentation there, or fails. ONNX Runtime's builder writes neither.
+no more digits than its terms. The table holds what ONNX Runtime's Core ML provider writes, from version 1.24 on.
 """
 
 import logging
@@ -43,12 +42,8 @@ NO = np.array([[True, False], [True, False]])
 
 Given = dict[str, Any]
 
-_UNARY = ("abs", "ceil", "cos", "erf", "exp", "floor", "identity", "relu", "relu6", "round", "sigmoid", "sign", "sin",
-          "softplus", "softsign", "square", "tan", "tanh")  # fmt: skip
-_BINARY = ("add", "equal", "floor_div", "greater", "greater_equal", "less", "less_equal", "maximum", "minimum", "mod",
-           "mul", "not_equal", "real_div", "sub")  # fmt: skip
-_REDUCED = ("reduce_l1_norm", "reduce_l2_norm", "reduce_log_sum_exp", "reduce_max", "reduce_mean", "reduce_min",
-            "reduce_prod", "reduce_sum", "reduce_sum_square")  # fmt: skip
+_UNARY = ("ceil", "cos", "erf", "exp", "identity", "relu", "relu6", "round", "sigmoid", "sin", "softplus", "tanh")
+_BINARY = ("add", "equal", "floor_div", "maximum", "mod", "mul", "real_div", "sub")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,27 +64,20 @@ def list_cases() -> Iterator[tuple[str, Given]]:
         yield kind, {"x": ROWS, "y": OTHER[1]}
     for kind in ("floor_div", "mod", "real_div"):
         yield kind, {"x": WHOLE, "y": BY}
-    for kind in _REDUCED:
-        yield from _list_reductions(kind, ROWS)
-    yield from _list_reductions("reduce_log_sum", ABOVE)
-    for kind in ("reduce_argmax", "reduce_argmin"):
+    for kind in ("reduce_max", "reduce_mean", "reduce_min", "reduce_prod", "reduce_sum"):
         yield kind, {"x": ROWS}
-        yield kind, {"x": ROWS, "axis": 0, "keep_dims": True}
+        yield kind, {"x": ROWS, "axes": [1]}
+        yield kind, {"x": ROWS, "axes": [-1, 0], "keep_dims": True}
+    yield "reduce_argmax", {"x": ROWS}
+    yield "reduce_argmax", {"x": ROWS, "axis": 0, "keep_dims": True}
     yield from _list_activations()
     yield from _list_products()
     yield from _list_moves()
 
 
-def _list_reductions(kind: str, x: Array) -> Iterator[tuple[str, Given]]:
-    yield kind, {"x": x}
-    yield kind, {"x": x, "axes": [1]}
-    yield kind, {"x": x, "axes": [-1, 0], "keep_dims": True}
-
-
 def _list_activations() -> Iterator[tuple[str, Given]]:
-    for kind in ("inverse", "log", "rsqrt"):
-        yield kind, {"x": ABOVE}
-        yield kind, {"x": ABOVE, "epsilon": 0.25}
+    yield "inverse", {"x": ABOVE}
+    yield "inverse", {"x": ABOVE, "epsilon": 0.25}
     yield "sqrt", {"x": ABOVE}
     yield "pow", {"x": ABOVE, "y": OTHER}
     for kind in ("elu", "leaky_relu"):
@@ -101,8 +89,7 @@ def _list_activations() -> Iterator[tuple[str, Given]]:
     for mode in ("EXACT", "TANH_APPROXIMATION", "SIGMOID_APPROXIMATION"):
         yield "gelu", {"x": ROWS, "mode": mode}
     yield "select", {"cond": ROWS > 0, "a": ROWS, "b": OTHER}
-    for kind in ("logical_and", "logical_or"):
-        yield kind, {"x": YES, "y": NO}
+    yield "logical_and", {"x": YES, "y": NO}
     yield "logical_not", {"x": YES}
 
 
@@ -117,10 +104,6 @@ def _list_products() -> Iterator[tuple[str, Given]]:
     yield "layer_norm", {"x": ROWS, "axes": [-1]}
     yield "layer_norm", {"x": ROWS, "axes": [-1], "gamma": ROWS[0], "beta": OTHER[0], "epsilon": 0.01}
     yield "layer_norm", {"x": IMAGE, "axes": [2, 3], "gamma": IMAGE[0, 0], "beta": IMAGE[1, 1]}
-    yield "l2_norm", {"x": IMAGE}
-    yield "l2_norm", {"x": IMAGE, "epsilon": 0.5}
-    yield "cumsum", {"x": ROWS}
-    yield "cumsum", {"x": ROWS, "axis": 1, "reverse": True}
 
 
 def _list_moves() -> Iterator[tuple[str, Given]]:
@@ -133,7 +116,6 @@ def _list_moves() -> Iterator[tuple[str, Given]]:
     yield "squeeze", {"x": ROWS[:1, None]}
     yield "transpose", {"x": IMAGE, "perm": [0, -1, 1, 2]}
     yield "concat", {"values": [ROWS, OTHER], "axis": -1}
-    yield "stack", {"values": [ROWS, OTHER], "axis": 1}
     yield "split", {"x": ROWS, "num_splits": 4, "axis": 1}
     yield "split", {"x": ROWS, "split_sizes": [5, 3], "axis": -1}
     yield "slice_by_index", {"x": ROWS, "begin": [0, 1], "end": [2, -1]}
@@ -146,11 +128,7 @@ def _list_moves() -> Iterator[tuple[str, Given]]:
     yield "pad", {"x": IMAGE, "pad": [1, 2, 0, 3], "constant_val": 0.5}
     yield "gather", {"x": ROWS, "indices": np.array([2, 0], np.int32)}
     yield "gather", {"x": ROWS, "indices": np.array([[7, 0], [1, 1]], np.int32), "axis": 1}
-    yield "gather_along_axis", {"x": ROWS, "indices": np.array([[7, 0], [1, 1], [2, 3]], np.int32), "axis": 1}
-    yield "reverse", {"x": ROWS}
-    yield "reverse", {"x": ROWS, "axes": [1]}
     yield "shape", {"x": IMAGE}
-    yield "fill", {"shape": [2, 3], "value": 1.5}
     yield "tile", {"x": ROWS, "reps": [2, 3]}
 
 

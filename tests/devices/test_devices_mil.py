@@ -181,15 +181,10 @@ CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
      "BatchNormalization", [IMAGE, FOUR, FOUR, FOUR, FOUR], {"epsilon": 1e-3}),
     ("instance_norm", {"x": IMAGE, "gamma": FOUR, "beta": FOUR, "epsilon": 1e-3},
      "InstanceNormalization", [IMAGE, FOUR, FOUR], {"epsilon": 1e-3}),
-    ("local_response_norm", {"x": IMAGE, "size": 3, "alpha": 0.1, "beta": 0.6, "k": 2.0},
-     "LRN", [IMAGE], {"size": 3, "alpha": 0.1, "beta": 0.6, "bias": 2.0}),
     ("gather", {"x": ROWS, "indices": np.array([2, -1]), "axis": 1}, "Gather", [ROWS, np.array([2, -1])], {"axis": 1}),
     ("gather_nd", {"x": ROWS, "indices": np.array([[2, 1], [0, 3]])},
      "GatherND", [ROWS, np.array([[2, 1], [0, 3]])], {}),
     ("depth_to_space", {"x": IMAGE, "block_size": 2}, "DepthToSpace", [IMAGE], {"blocksize": 2}),
-    ("pixel_shuffle", {"x": IMAGE, "upscale_factor": 2}, "DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}),
-    ("space_to_depth", {"x": IMAGE[:, :, :6, :8], "block_size": 2},
-     "SpaceToDepth", [np.ascontiguousarray(IMAGE[:, :, :6, :8])], {"blocksize": 2}),
     ("upsample_nearest_neighbor", {"x": IMAGE, "scale_factor_height": 2, "scale_factor_width": 3},
      "Resize", [IMAGE, NONE, np.array([1, 1, 2, 3], np.float32)],
      {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}),
@@ -249,12 +244,7 @@ def test_an_operation_computes_what_its_onnx_operator_computes(case: int, tmp_pa
 
 def test_every_operation_is_compared_with_coremltools_or_onnx() -> None:
     held = {kind for kind, _ in list_cases()} | {case[0] for case in CASES}
-    assert OPERATIONS.keys() - held == {"silu"}
-
-
-def test_silu_is_x_times_its_sigmoid() -> None:
-    (found,) = compute("silu", {"x": coreml_values.ROWS}, (coreml_values.ROWS,))
-    assert np.allclose(found, coreml_values.ROWS / (1 + np.exp(-coreml_values.ROWS)), rtol=1e-6)
+    assert OPERATIONS.keys() == held
 
 
 @pytest.mark.long
@@ -266,7 +256,7 @@ def test_the_operations_of_an_opset_compute_what_coremltools_computes() -> None:
         [sys.executable, coreml_values.__file__, "iOS17"], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stdout
-    assert "82 operations, 296 comparisons in iOS17; 0 too far apart" in finished.stdout
+    assert "55 operations, 198 comparisons in iOS17; 0 too far apart" in finished.stdout
     assert "coremltools infers nothing of: avg_pool, batch_norm, conv, " in finished.stdout
 
 
@@ -292,3 +282,5 @@ def test_parameters_that_are_missing_or_do_not_fit_are_told() -> None:
             compute(kind, {"x": coreml_values.ROWS}, (coreml_values.ROWS,))
     with pytest.raises(ValueError, match=r"its shape \[0, 2, 4\] leaves sizes to an input of rank 2"):
         compute("reshape", {"x": coreml_values.ROWS, "shape": [0, 2, 4]}, (coreml_values.ROWS,))
+    with pytest.raises(ValueError, match="concat 'concat': it interleaves its parts"):
+        compute("concat", {"values": [coreml_values.ROWS], "interleave": True}, (coreml_values.ROWS,))

@@ -113,22 +113,14 @@ def _with_alpha(formula: Callable[[Array, np.float32], Array]) -> Compute:
     return lambda given: formula(given.tensor("x"), np.float32(given.number("alpha")))
 
 
-def _with_epsilon(formula: Callable[[Array], Array], default: float) -> Compute:
-    return lambda given: formula(given.tensor("x") + np.float32(given.number("epsilon", default)))
-
-
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
-    "abs": np.abs, "ceil": np.ceil, "cos": np.cos, "erf": erf, "exp": np.exp, "floor": np.floor, "identity": np.array,
-    "logical_not": np.logical_not, "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6),
-    "round": np.rint, "sigmoid": sigmoid, "sign": np.sign, "silu": lambda x: x * sigmoid(x), "sin": np.sin,
-    "softplus": lambda x: np.logaddexp(x, 0), "softsign": lambda x: x / (1 + np.abs(x)), "sqrt": np.sqrt,
-    "square": np.square, "tan": np.tan, "tanh": np.tanh,
+    "ceil": np.ceil, "cos": np.cos, "erf": erf, "exp": np.exp, "identity": np.array, "logical_not": np.logical_not,
+    "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6), "round": np.rint, "sigmoid": sigmoid,
+    "sin": np.sin, "softplus": lambda x: np.logaddexp(x, 0), "sqrt": np.sqrt, "tanh": np.tanh,
 }  # fmt: skip
 _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
-    "add": np.add, "equal": np.equal, "floor_div": np.floor_divide, "greater": np.greater,
-    "greater_equal": np.greater_equal, "less": np.less, "less_equal": np.less_equal, "logical_and": np.logical_and,
-    "logical_or": np.logical_or, "maximum": np.maximum, "minimum": np.minimum, "mod": np.mod, "mul": np.multiply,
-    "not_equal": np.not_equal, "pow": np.power, "real_div": _divide, "sub": np.subtract,
+    "add": np.add, "equal": np.equal, "floor_div": np.floor_divide, "logical_and": np.logical_and,
+    "maximum": np.maximum, "mod": np.mod, "mul": np.multiply, "pow": np.power, "real_div": _divide, "sub": np.subtract,
 }  # fmt: skip
 ELEMENTWISE: Mapping[str, Compute] = {
     **{name: _apply(formula, "x") for name, formula in _UNARY.items()},
@@ -138,11 +130,9 @@ ELEMENTWISE: Mapping[str, Compute] = {
     ).astype(given.tensor("x").dtype),
     "elu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, alpha * np.expm1(np.minimum(x, 0)))),
     "gelu": _gelu,
-    "inverse": _with_epsilon(np.reciprocal, 1e-4),
+    "inverse": lambda given: 1 / (given.tensor("x") + np.float32(given.number("epsilon", 1e-4))),
     "leaky_relu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, x * alpha)),
-    "log": _with_epsilon(np.log, 1e-45),
     "prelu": _prelu,
-    "rsqrt": _with_epsilon(lambda x: 1 / np.sqrt(x), 1e-12),
     "select": lambda given: np.where(given.tensor("cond").astype(np.bool_), given.tensor("a"), given.tensor("b")),
     "sigmoid_hard": lambda given: np.clip(
         np.float32(given.number("alpha")) * given.tensor("x") + np.float32(given.number("beta")), 0, 1
@@ -165,13 +155,9 @@ def _reshape(given: Arguments) -> Array:
 
 
 def _concatenate(given: Arguments) -> Array:
-    parts, axis = given.tensors("values"), given.whole("axis", 0)
-    if not given.flag("interleave"):
-        return np.concatenate(parts, axis)
-    stacked = np.stack(parts, axis=axis % parts[0].ndim + 1)
-    shape = list(parts[0].shape)
-    shape[axis] *= len(parts)
-    return stacked.reshape(shape)
+    if given.flag("interleave"):
+        raise ValueError("it interleaves its parts")
+    return np.concatenate(given.tensors("values"), given.whole("axis", 0))
 
 
 def _split(given: Arguments) -> tuple[Array, ...]:
@@ -237,90 +223,37 @@ def _cast(given: Arguments) -> Array:
     return given.tensor("x").astype(_NAMES[name])
 
 
-def _to_space(name: str, order: tuple[int, ...], place: int) -> Compute:
-    """Returns an operation that rearranges channels into spatial blocks.
-
-    `place` says where the block's axes are among the channels: first for `depth_to_space` (ONNX: DCR), last for
-    `pixel_shuffle` (CRD). `name` is the parameter with the block size, `order` the transposition.
-    """
-
-    def compute(given: Arguments) -> Array:
-        x, block = given.tensor("x"), given.whole(name, 1)
-        batch, channels, height, width = x.shape
-        parts = [channels // block**2]
-        parts[place:place] = [block, block]
-        split = x.reshape(batch, *parts, height, width)
-        return split.transpose(order).reshape(batch, channels // block**2, height * block, width * block)
-
-    return compute
-
-
-def _space_to_depth(given: Arguments) -> Array:
+def _depth_to_space(given: Arguments) -> Array:
     x, block = given.tensor("x"), given.whole("block_size", 1)
     batch, channels, height, width = x.shape
-    split = x.reshape(batch, channels, height // block, block, width // block, block)
-    return split.transpose(0, 3, 5, 1, 2, 4).reshape(batch, channels * block**2, height // block, width // block)
-
-
-def _fill(given: Arguments) -> Array:
-    value = given.tensor("value").reshape(-1)
-    return np.full(given.wholes("shape") or (), value[0], value.dtype)
+    split = x.reshape(batch, block, block, channels // block**2, height, width)
+    return split.transpose(0, 3, 4, 1, 5, 2).reshape(batch, channels // block**2, height * block, width * block)
 
 
 LAYOUT: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
     "cast": _cast,
     "concat": _concatenate,
-    "depth_to_space": _to_space("block_size", (0, 3, 4, 1, 5, 2), place=0),
+    "depth_to_space": _depth_to_space,
     "expand_dims": lambda given: np.expand_dims(given.tensor("x"), given.wholes("axes") or ()),
-    "fill": _fill,
     "gather": _gather,
-    "gather_along_axis": lambda given: np.take_along_axis(
-        given.tensor("x"), given.tensor("indices").astype(np.int64), given.whole("axis", 0)
-    ),
     "gather_nd": _gather_points,
     "pad": _pad,
-    "pixel_shuffle": _to_space("upscale_factor", (0, 1, 4, 2, 5, 3), place=1),
     "reshape": _reshape,
-    "reverse": lambda given: np.flip(given.tensor("x"), given.wholes("axes")),
     "shape": lambda given: np.array(given.tensor("x").shape, np.int32),
     "slice_by_index": _slice_by_index,
     "slice_by_size": _slice_by_size,
-    "space_to_depth": _space_to_depth,
     "split": _split,
     "squeeze": lambda given: np.squeeze(given.tensor("x"), given.wholes("axes")),
-    "stack": lambda given: np.stack(given.tensors("values"), given.whole("axis", 0)),
     "tile": lambda given: np.tile(given.tensor("x"), given.wholes("reps") or ()),
     "transpose": lambda given: np.transpose(given.tensor("x"), given.wholes("perm")),
 }
 """Operations by their names in MIL."""
 
 
-def _reduce(
-    formula: Callable[..., Array],
-    *,
-    before: Callable[[Array], Array] = np.asarray,
-    after: Callable[[Array], Array] = np.asarray,
-) -> Callable[[Arguments], Array]:
-    """Returns a reduction by `formula`; `before` is applied to each element, `after` to the result."""
-
-    def compute(given: Arguments) -> Array:
-        x, axes = before(given.tensor("x")), given.wholes("axes")
-        return np.asarray(after(formula(x, axis=axes, keepdims=given.flag("keep_dims"))))
-
-    return compute
-
-
-def _log_sum_exp(x: Array, *, axis: tuple[int, ...] | None, keepdims: bool) -> Array:
-    most = np.max(x, axis=axis, keepdims=True)
-    summed = np.log(np.sum(np.exp(x - most), axis=axis, keepdims=True)) + most
-    return np.asarray(summed if keepdims else np.squeeze(summed, axis))
-
-
-def _find_extreme(formula: Callable[..., Array]) -> Callable[[Arguments], Array]:
-    def compute(given: Arguments) -> Array:
-        return formula(given.tensor("x"), axis=given.whole("axis", -1), keepdims=given.flag("keep_dims"))
-
-    return compute
+def _reduce(formula: Callable[..., Array]) -> Compute:
+    return lambda given: np.asarray(
+        formula(given.tensor("x"), axis=given.wholes("axes"), keepdims=given.flag("keep_dims"))
+    )
 
 
 def _multiply(given: Arguments) -> Array:
@@ -375,27 +308,12 @@ def _normalize_layer(given: Arguments) -> Array:
     return _scale_and_shift(_center(given, axes), given, lambda value, _: value.reshape(shape))
 
 
-def _normalize_l2(given: Arguments) -> Array:
-    x = given.tensor("x")
-    axes = tuple(range(max(x.ndim - 3, 0), x.ndim))
-    return np.asarray(x / np.sqrt(np.sum(x * x, axis=axes, keepdims=True) + given.number("epsilon", 1e-6)))
-
-
-def _cumulate(given: Arguments) -> Array:
-    x, axis = given.tensor("x"), given.whole("axis", 0)
-    x = np.flip(x, axis) if given.flag("reverse") else x
-    out = np.cumsum(x, axis)
-    out = out - x if given.flag("exclusive") else out
-    return np.flip(out, axis) if given.flag("reverse") else out
-
-
-REDUCTIONS: Mapping[str, Callable[[Arguments], Array]] = {
-    "batch_norm": _normalize_batch, "cumsum": _cumulate, "instance_norm": _normalize_instance, "l2_norm": _normalize_l2,
-    "layer_norm": _normalize_layer, "linear": _linear, "matmul": _multiply, "reduce_argmax": _find_extreme(np.argmax),
-    "reduce_argmin": _find_extreme(np.argmin), "reduce_l1_norm": _reduce(np.sum, before=np.abs),
-    "reduce_l2_norm": _reduce(np.sum, before=np.square, after=np.sqrt), "reduce_log_sum": _reduce(np.sum, after=np.log),
-    "reduce_log_sum_exp": _reduce(_log_sum_exp), "reduce_max": _reduce(np.max), "reduce_mean": _reduce(np.mean),
-    "reduce_min": _reduce(np.min), "reduce_prod": _reduce(np.prod), "reduce_sum": _reduce(np.sum),
-    "reduce_sum_square": _reduce(np.sum, before=np.square), "softmax": _softmax,
+REDUCTIONS: Mapping[str, Compute] = {
+    "batch_norm": _normalize_batch, "instance_norm": _normalize_instance, "layer_norm": _normalize_layer,
+    "linear": _linear, "matmul": _multiply, "reduce_max": _reduce(np.max), "reduce_mean": _reduce(np.mean),
+    "reduce_min": _reduce(np.min), "reduce_prod": _reduce(np.prod), "reduce_sum": _reduce(np.sum), "softmax": _softmax,
+    "reduce_argmax": lambda given: np.argmax(
+        given.tensor("x"), axis=given.whole("axis", -1), keepdims=given.flag("keep_dims")
+    ),
 }  # fmt: skip
 """Operations by their names in MIL."""

@@ -198,24 +198,12 @@ def _pool(given: Arguments, op: str, **attributes: int) -> Array:
     return _run_operator(op, (x,), kernel_shape=sizes, ceil_mode=int(given.flag("ceil_mode")), **window, **attributes)
 
 
-def _normalize_locally(given: Arguments) -> Array:
-    return _run_operator(
-        "LRN",
-        (given.tensor("x"),),
-        size=given.whole("size", 1),
-        alpha=given.number("alpha", 1e-4),
-        beta=given.number("beta", 0.75),
-        bias=given.number("k", 1.0),
-    )
-
-
 WINDOWS: Mapping[str, Callable[[Arguments], Array]] = {
     "avg_pool": lambda given: _pool(
         given, "AveragePool", count_include_pad=int(not given.flag("exclude_padding_from_average"))
     ),
     "conv": convolve,
     "conv_transpose": convolve_transposed,
-    "local_response_norm": _normalize_locally,
     "max_pool": lambda given: _pool(given, "MaxPool"),
 }
 """Operations by their names in MIL."""
