@@ -325,32 +325,25 @@ class _Kernel(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-_ACTIVATION, _KEEP = {"fusedActivationFunction": 2}, {"keepDims": 2}
+_ACTIVATION = {"fusedActivationFunction": 2}
 _KERNELS = {
     "ADD": _Kernel("AddOptions", 2, _ACTIVATION), "DEQUANTIZE": _Kernel("DequantizeOptions"), "FLOOR": _Kernel(),
     "FULLY_CONNECTED": _Kernel("FullyConnectedOptions", 3, {"fusedActivationFunction": 3}),
-    "L2_NORMALIZATION": _Kernel("L2NormOptions"), "LOGISTIC": _Kernel(), "MUL": _Kernel("MulOptions", 2, _ACTIVATION),
-    "RELU": _Kernel(), "RELU1": _Kernel(name="RELU_N1_TO_1"), "RELU6": _Kernel(),
-    "RESHAPE": _Kernel("ReshapeOptions", 2), "TANH": _Kernel(), "DIV": _Kernel("DivOptions", 2, _ACTIVATION),
-    "MEAN": _Kernel("ReducerOptions", 2, _KEEP), "PAD": _Kernel("PadOptions", 2),
+    "LOGISTIC": _Kernel(), "MUL": _Kernel("MulOptions", 2, _ACTIVATION), "RELU": _Kernel(),
+    "RELU1": _Kernel(name="RELU_N1_TO_1"), "RELU6": _Kernel(), "RESHAPE": _Kernel("ReshapeOptions", 2),
+    "TANH": _Kernel(), "DIV": _Kernel("DivOptions", 2, _ACTIVATION),
+    "MEAN": _Kernel("ReducerOptions", 2, {"keepDims": 2}), "PAD": _Kernel("PadOptions", 2),
     "STRIDED_SLICE": _Kernel("StridedSliceOptions", 4, {"beginMask": 4, "endMask": 5, "shrinkAxisMask": 6}),
     "SUB": _Kernel("SubOptions", 2, _ACTIVATION), "TRANSPOSE": _Kernel("TransposeOptions", 2),
-    "ABS": _Kernel("AbsOptions"), "CAST": _Kernel("CastOptions"), "EQUAL": _Kernel("EqualOptions", 2),
-    "EXP": _Kernel("ExpOptions"), "GATHER": _Kernel("GatherOptions", (0, 2), {"axis": 1}),
-    "GREATER": _Kernel("GreaterOptions", 2), "GREATER_EQUAL": _Kernel("GreaterEqualOptions", 2),
-    "LESS": _Kernel("LessOptions", 2), "LESS_EQUAL": _Kernel("LessEqualOptions", 2), "LOG": _Kernel(),
-    "LOGICAL_AND": _Kernel("LogicalAndOptions", 2), "LOGICAL_NOT": _Kernel("LogicalNotOptions"),
-    "LOGICAL_OR": _Kernel("LogicalOrOptions", 2), "MAXIMUM": _Kernel("MaximumMinimumOptions", 2),
-    "MINIMUM": _Kernel("MaximumMinimumOptions", 2), "NEG": _Kernel("NegOptions"),
-    "NOT_EQUAL": _Kernel("NotEqualOptions", 2), "PAD_V2": _Kernel("PadV2Options", 3, name="PADV2"),
+    "ABS": _Kernel("AbsOptions"), "CAST": _Kernel("CastOptions"), "EXP": _Kernel("ExpOptions"),
+    "GATHER": _Kernel("GatherOptions", (0, 2), {"axis": 1}), "LESS": _Kernel("LessOptions", 2), "LOG": _Kernel(),
+    "MAXIMUM": _Kernel("MaximumMinimumOptions", 2), "MINIMUM": _Kernel("MaximumMinimumOptions", 2),
+    "NEG": _Kernel("NegOptions"), "PAD_V2": _Kernel("PadV2Options", 3, name="PADV2"),
     "POW": _Kernel("PowOptions", 2), "PRELU": _Kernel(inputs=2), "QUANTIZE": _Kernel("QuantizeOptions"),
-    "REDUCE_MAX": _Kernel("ReducerOptions", 2, _KEEP), "REDUCE_MIN": _Kernel("ReducerOptions", 2, _KEEP),
-    "REDUCE_PROD": _Kernel("ReducerOptions", 2, _KEEP), "REDUCE_SUM": _Kernel("ReducerOptions", 2, _KEEP, "SUM"),
-    "RSQRT": _Kernel(), "SELECT": _Kernel("SelectOptions", 3), "SIN": _Kernel(), "SLICE": _Kernel("SliceOptions", 3),
-    "SQRT": _Kernel(), "TILE": _Kernel("TileOptions", 2), "ELU": _Kernel(), "HARD_SWISH": _Kernel("HardSwishOptions"),
-    "BATCH_MATMUL": _Kernel("BatchMatMulOptions", 2, {"adjX": 2, "adjY": 3}),
+    "SELECT": _Kernel("SelectOptions", 3), "SIN": _Kernel(), "SLICE": _Kernel("SliceOptions", 3), "SQRT": _Kernel(),
+    "ELU": _Kernel(),
 }  # fmt: skip
-"""The equivalent TFLite operators, by the names of NNAPI's operations."""
+"""The equivalent TFLite operators, by the names of the operations that ONNX Runtime's NNAPI provider writes."""
 
 
 def write_model(network: Network, constants: Mapping[int, Array]) -> bytes:
@@ -369,7 +362,7 @@ def write_model(network: Network, constants: Mapping[int, Array]) -> bytes:
             builder.add(kernel.name or name, [inputs[place] for place in places], outputs, kernel.options, **fields)
         elif name in {"CONV_2D", "DEPTHWISE_CONV_2D", "GROUPED_CONV_2D"}:
             write_conv(builder, name, inputs, outputs)
-        elif name in {"AVERAGE_POOL_2D", "L2_POOL_2D", "MAX_POOL_2D"}:
+        elif name in {"AVERAGE_POOL_2D", "MAX_POOL_2D"}:
             write_pool(builder, name, inputs, outputs)
         else:
             _write_other(builder, name, inputs, outputs)
@@ -421,10 +414,6 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
             given = (builder.constants.get(place) for place in inputs[1:])
             axes = [axis for value in given if value is not None for axis in value.tolist()]
             builder.add(name, (source,), outputs, "SqueezeOptions", squeezeDims=axes)
-        case "ARGMAX" | "ARGMIN":
-            axis, word = builder.constant(np.array([whole(inputs[1])], np.int32)), name.removeprefix("ARG")
-            kind = f"Arg{word.capitalize()}Options"
-            builder.add(f"ARG_{word}", (source, axis), outputs, kind, outputType=builder.schema.TensorType.INT32)
         case _:
             raise DeviceError(f"NNAPI's operation {name} is not computed here", hint="use another device")
 
