@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from edgekit.check.macs import choose_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
+from edgekit.graph.contrib import NCHWC_DOMAIN
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs
@@ -247,28 +248,21 @@ def _find_opset(case: Case) -> Iterator[Finding]:
 
 
 _ELSEWHERE = "the CPU computes it. Export it as operators that the provider takes, or see who has it: edgekit check"
-_INSTEAD: Mapping[str, str] = (
-    dict.fromkeys(
-        ("GRU", "LSTM", "RNN"),
-        "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
-        " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
-    )
-    | dict.fromkeys(
-        ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
-        "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as"
-        " edgekit prepare --dequantize makes it",
-    )
-    | dict.fromkeys(
-        ("ReorderInput", "ReorderOutput"),
-        "ONNX Runtime wrote it as it optimized the model for the CPU of one PC. Give the model as it was before",
-    )
+_INSTEAD: Mapping[str, str] = dict.fromkeys(
+    ("GRU", "LSTM", "RNN"),
+    "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
+    " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
+) | dict.fromkeys(
+    ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
+    "dynamic quantization wrote it, which is for the CPU. Give edgekit build samples and the float model, as"
+    " edgekit prepare --dequantize makes it",
 )
 
 
 def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
     # The nodes that quantize have advice of their own, `use-float`.
-    nodes = [node for node in case.nodes if node.name in missing and not node.is_quantizer]
+    nodes = [node for node in case.nodes if node.name in missing and not (node.is_quantizer or node.fatal)]
     counts = Counter(node.op for node in nodes if case.splits or node.macs)
     for op in sorted(counts):
         names = tuple(node.name for node in nodes if node.op == op and (case.splits or node.macs))
@@ -301,8 +295,13 @@ def _find_end(case: Case) -> Iterator[Finding]:
 
 def _find_fatal(case: Case) -> Iterator[Finding]:
     for node in case.nodes:
-        if node.fatal:
+        if node.domain == NCHWC_DOMAIN:
+            yield Finding(nodes=(node.name,), word=f"{node.op}: {_BLOCKED}")
+        elif node.fatal:
             yield Finding(nodes=(node.name,), word=node.reasons[0] if node.reasons else node.op)
+
+
+_BLOCKED = "ONNX Runtime wrote it as it optimized the model for the CPU of one PC. Give the model as it was before"
 
 
 ADVISERS: tuple[Adviser, ...] = (

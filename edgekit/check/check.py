@@ -1,5 +1,6 @@
 """Check: which nodes a target takes, which it does not and why, predicted from rules before anything runs."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,13 +15,14 @@ from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, lo
 from edgekit.check.rules.rules import Forms, Subject
 from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units
 from edgekit.evidence import Evidence
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, formats_of
 from edgekit.prepare.constants import widen_constants
 from edgekit.prepare.interface import name_nodes
-from edgekit.target import Target
+from edgekit.target import Target, load_target
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +199,9 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         at = owners[node.name]
         unit, partition = units[at], placement.partitions[at]
         taken, alone = partition is not None, unit.node.name == node.name
-        reasons = [refusal.reason for refusal in refusals[at]]
+        is_lost = not (taken or book.provider.alone) and _lacks_kernel(node)
+        reasons = ["the CPU provider, to which it is left, has no kernel for it on each processor"] if is_lost else []
+        reasons += [refusal.reason for refusal in refusals[at]]
         reasons += [placement.reasons[at]] if at in placement.reasons else []
         about = "" if alone else f"the {unit.node.op_type} of its unit is not taken: "
         remarks = judge.find_remarks(shown, unit) if taken and alone else ()
@@ -217,7 +221,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
             unit=None if alone else unit.node.name,
             risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
             remarks=remarks,
-            fatal=at in placement.broken or is_fatal,
+            fatal=at in placement.broken or is_fatal or is_lost,
             reads=tuple(dict.fromkeys(graph.producers[name].name for name in node.input if name in graph.producers)),
         )
         integers = taken and alone and not remarks and is_quantized and not checked.is_quantizer
@@ -226,6 +230,21 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         for body in node.bodies:
             listed += _check_body(body, parent, judge, blocked)
     return listed
+
+
+def _lacks_kernel(node: Node) -> bool:
+    """Returns True for an operator of ONNX Runtime's own that its CPU provider does not have on each processor.
+
+    Those of custom operators come with a library, and the list of ONNX's is that of one version.
+    """
+    return node.domain.startswith(ORT_DOMAIN) and (node.domain, node.op_type) not in _list_kernels()
+
+
+@functools.cache
+def _list_kernels() -> frozenset[tuple[str, str]]:
+    """Returns the domains and names of the operators that ONNX Runtime's own CPU provider has."""
+    book = load_rules(load_target("cpu"))
+    return frozenset((domain, name) for op in book.op for domain in op.domains for name in op.types)
 
 
 def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:

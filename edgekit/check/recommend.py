@@ -60,6 +60,8 @@ def recommend_target(
         ]
         helps = any(2 * (report.taken + advice.gain_nodes) >= report.nodes for report, advice in gains)
         what = "follow the automatic advice, and check again" if helps else "use the CPU"
+        if any(reports[name].is_refused for name in cpus & reports.keys()):
+            what = "the CPU refuses it too, so follow the advice, and check again"
         why = f"each refuses the model or takes less than half of its work; {what}"
         return Recommendation(target=None, reasons=(why,), rest=tuple(reports))
     name = max(usable, key=lambda at: rank_report(reports[at]))

@@ -13,6 +13,8 @@ from onnx import helper
 from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 ORT_DOMAIN = "com.microsoft"
+NCHWC_DOMAIN = "com.microsoft.nchwc"
+"""The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
 """The domain of ONNX Runtime's contrib operators."""
 ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime defines in ONNX's own domain, and for which onnx has no schema."""

@@ -15,7 +15,7 @@ from edgekit.check.macs import assume_sizes, choose_sizes, count_macs, count_uns
 from edgekit.convert.ort_form import RANDOM_OPS
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.contrib import NCHWC_DOMAIN, ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
@@ -32,7 +32,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.interface import freeze_inputs
 from edgekit.prepare.shapes import fix_dims
 
-_KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, "com.microsoft.nchwc"})
+_KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, NCHWC_DOMAIN})
 
 
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
+from edgekit.prepare.rewrites.products import FUSED, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
 
@@ -462,9 +463,21 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
+    _split_fused(proto)
     for rewrite in (write_scalers, spread_scalars):
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
+
+
+def _split_fused(proto: onnx.ModelProto) -> None:
+    """Splits what ONNX Runtime's optimizers fused, in place; element types and ranks decide into what."""
+    if any(node.op_type in FUSED for node in iterate_nodes(proto.graph)):
+        typed = infer_model(proto)
+        for part, view in zip(iterate_graphs(proto.graph), iterate_graphs(typed.graph), strict=True):
+            known = list(part.value_info)
+            refill(part.value_info, view.value_info)
+            split_fused(part, read_opset(proto))
+            refill(part.value_info, known)
 
 
 def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

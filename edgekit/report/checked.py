@@ -172,9 +172,13 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
                 f"the work of {what} not known even so: each unknown size counts as 1, so that shares of the work are"
                 " rough"
             )
+    fatal: dict[str, list[str]] = {}
     for node in report.node_list:
         if node.fatal:
-            yield f"fatal: {node.op} '{node.name}' makes the session fail or its results wrong"
+            fatal.setdefault(node.op, []).append(node.name)
+    for op, names in fatal.items():
+        some = f"'{names[0]}' makes" if len(names) == 1 else f"'{names[0]}' and {len(names) - 1} more make"
+        yield f"fatal: {op} {some} the session fail or its results wrong"
     yield from (f"risk: {risk}" for risk in report.risks)
     yield from list_remarks(report)
     if seen is not None:

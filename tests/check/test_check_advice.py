@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import onnx
 import pytest
 from check_models import check_file, quantized_net, save_text
+from onnx import parser
 from onnxruntime.quantization import QuantType
 
 from edgekit.check.report import Advice
@@ -122,3 +124,22 @@ def test_a_model_is_not_cut_where_that_gives_no_more(tmp_path: Path, body: str, 
 
 def test_where_all_is_taken_there_is_nothing_to_say(tmp_path: Path) -> None:
     assert _advice(tmp_path, "(float[4] x) => (float[4] y) { y = Relu(x) }", "nnapi") == {}
+
+
+@pytest.mark.parametrize("target", ["cpu", "nnapi", "qnn"])
+def test_a_model_in_the_layout_of_one_pc_is_refused_on_all_targets(tmp_path: Path, target: str) -> None:
+    """A session saves such a model at its default level; no processor of a phone has the kernels."""
+    body = """(float[1,8,4,4] x) => (float[1,8,4,4] y) <float[8,8,1,1] w = {WEIGHTS}>
+        { c = Conv(x, w) r = com.microsoft.nchwc.ReorderInput(c) p = com.microsoft.nchwc.MaxPool<kernel_shape=[1,1]>(r)
+        y = com.microsoft.nchwc.ReorderOutput<channels=8>(p) }"""
+    text = body.replace("WEIGHTS", ",".join(["0.5"] * 64))
+    path = tmp_path / "m.onnx"
+    imports = '"" : 17, "com.microsoft.nchwc" : 1'
+    onnx.save(parser.parse_model(f"<ir_version: 8, opset_import: [{imports}]> g {text}"), path)
+    report = check_file(path, target)
+    assert (report.verdict, report.is_refused) == ("no", True)
+    assert [node.fatal for node in report.node_list] == [False, True, True, True]
+    told = [advice for advice in report.advice if advice.id == "session-fails"]
+    assert all(each.message.endswith("for the CPU of one PC. Give the model as it was before") for each in told)
+    assert {name for each in told for name in each.nodes} == {node.name for node in report.node_list[1:]}
+    assert not any(each.id == "no-builder" for each in report.advice)

@@ -122,6 +122,14 @@ def test_where_each_target_says_no_none_is_recommended() -> None:
     assert line.endswith("; use the CPU")
 
 
+def test_the_cpu_is_not_recommended_where_it_refuses_the_model() -> None:
+    reports = {"cpu": _report("cpu", _node(fatal=True)), "other": _report("other", LEFT)}
+    (reason,) = recommend_target(reports, {"cpu": load_target("cpu"), "other": load_target("qnn")}).reasons
+    assert reason.endswith("; the CPU refuses it too, so follow the advice, and check again")
+    (reason,) = recommend_target(reports, {"cpu": load_target("xnnpack")}).reasons
+    assert reason.endswith("; use the CPU")
+
+
 @pytest.mark.parametrize(("fix", "gain", "then"), [
     ("automatic", 1, "follow the automatic advice, and check again"), ("automatic", 0, "use the CPU"),
     ("manual", 1, "use the CPU"),
@@ -165,6 +173,13 @@ def test_what_was_observed_to_fail_is_not_recommended() -> None:
 
 def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
     report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
+    many = _report(
+        "t", *(_node(name, op=op, fatal=True) for name, op in zip("abc", ("Conv", "Gemm", "Conv"), strict=True))
+    )
+    assert list(list_check_remarks(many)) == [
+        "fatal: Conv 'a' and 1 more make the session fail or its results wrong",
+        "fatal: Gemm 'b' makes the session fail or its results wrong",
+    ]
     assert list(list_check_remarks(report)) == [
         "fatal: Conv 'bad' makes the session fail or its results wrong",
         "risk: it may fail",

@@ -8,11 +8,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 
-from edgekit._ort import Level
+from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
+from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_scalars, strip_casts, write_scalers
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
+from edgekit.prepare.rewrites.products import split_fused
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
     <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>
@@ -139,6 +141,84 @@ def test_numbers_that_scale_and_shift_a_convolution_are_folded(tmp_path: Path, n
     assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=1e-5)
     for tensor in onnx.load(str(prepared.path)).graph.initializer:
         assert len(left) == 1 or list(tensor.dims) != [2, 1, 1]  # what cannot be folded stays a number
+
+
+FUSED = """g (float[1,2,4,4] x, float[1,3,4,4] s) => (float[1,3,4,4] z, float[1,3,4,4] c, float[1,3,4,4] n,
+    float[8,2] e, float[8,2] q, float[8,2] p, float[1,2,4,4] a, float[1,2,4,4] b)
+    <float[3,2,1,1] w = {1,-2,3,4,-5,6}, float[3] v = {1,-2,3}, float[2,4] m = {1,-2,3,4,-5,6,7,-8},
+    float[2] u = {1,-1}, int64[2] t = {8,4}>
+    { z = com.microsoft.FusedConv<activation="HardSigmoid", activation_params=[0.1, 0.4]>(x, w, v, s)
+    c = com.microsoft.FusedConv<activation="Clip", activation_params=[-1.0, 2.0]>(x, w)
+    n = com.microsoft.FusedConv(x, w, v, s) r = Reshape(x, t)
+    e = com.microsoft.FusedGemm<transB=1, alpha=0.5, activation="Elu", activation_alpha=0.3>(r, m, u)
+    q = com.microsoft.FusedGemm<transB=1, activation="Selu", activation_alpha=0.3, activation_gamma=2.0>(r, m)
+    p = com.microsoft.FusedGemm<transB=1, activation="Relu">(r, m, u)
+    a = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) b = com.microsoft.FusedMatMul<transA=1>(x, x) }"""
+
+
+@pytest.mark.parametrize("opset", [10, 13])
+def test_what_a_session_fused_is_split(tmp_path: Path, opset: int) -> None:
+    # Before opset 11 each Gemm has a bias.
+    text = FUSED if opset > 10 else FUSED.replace("(r, m)", "(r, m, u)")
+    model = make_model(text, tmp_path / "m.onnx", opset=opset)
+    prepared = prepare_model(model, tmp_path / "out.onnx", opset=opset)
+    assert {node.domain for node in onnx.load(str(prepared.path)).graph.node} == {""}
+    plain = "Conv Gemm MatMul Add Transpose Mul HardSigmoid Clip Elu Selu Relu Reshape"
+    assert set(op_names(prepared.path)) == set(plain.split())
+    for seed in range(3):
+        inputs = make_inputs(model, seed)
+        expected, got = run_model(model.path, inputs), run_model(prepared.path, inputs)
+        assert all(np.allclose(expected[name], got[name], rtol=1e-5, atol=1e-5) for name in expected)
+
+
+def test_a_vector_is_not_transposed_and_a_fused_clip_may_have_one_bound(tmp_path: Path) -> None:
+    text = """g (float[3] x, float[2,3] w, float[1,2,4] k) => (float[2] y, float[1,1,4] z) <float[1,2,1] c = {1,-2}>
+        { y = com.microsoft.FusedMatMul<transA=1, transB=1>(x, w)
+        z = com.microsoft.FusedConv<activation="Clip", activation_params=[0.5]>(k, c) }"""
+    proto = infer_model(onnx.load(str(make_model(text, tmp_path / "m.onnx").path)))
+    assert len(split_fused(proto.graph, 13)) == 2
+    assert [(node.op_type, len(node.input)) for node in proto.graph.node] == [
+        ("Transpose", 1), ("MatMul", 2), ("Conv", 2), ("Clip", 3)
+    ]  # fmt: skip
+    assert proto.graph.node[1].input[0] == "x"
+    assert proto.graph.node[-1].input[2] == ""
+
+
+def test_what_a_session_saved_is_prepared_as_its_source(tmp_path: Path) -> None:
+    """Its weights too, also those that shape inference leaves out because they are large."""
+    text = """g (float[1,2,6,6] x) => (float[1,2000] y)
+        <float[3,2,3,3] w = {W}, float[3] b = {1,-2,3}, float[3,2000] v = {V}>
+        { c = Conv(x, w, b) r = LeakyRelu<alpha=0.3>(c) p = GlobalAveragePool(r) f = Flatten(p)
+        g = Gemm(f, v) y = Tanh(g) }"""
+    for name, count in {"W": 54, "V": 6000}.items():
+        text = text.replace(f"{{{name}}}", f"{{{','.join(f'{(7 * i) % 11 - 5}.5' for i in range(count))}}}")
+    model = make_model(text, tmp_path / "m.onnx")
+    optimize_graph(model.path, tmp_path / "saved.onnx", SessionSettings(level=Level.EXTENDED))
+    saved = load_model(tmp_path / "saved.onnx")
+    assert {"FusedConv", "FusedGemm"} <= set(op_names(saved.path))
+    paths = [prepare_model(each, tmp_path / f"{each.name}-out.onnx").path for each in (model, saved)]
+    assert op_names(paths[0]) == op_names(paths[1])
+    one, two = (run_model(path, make_inputs(model))["y"] for path in paths)
+    assert np.allclose(one, two, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = com.microsoft.FusedMatMul<transBatchA=1>(x, x)",
+        'y = com.microsoft.FusedConv<activation="Gelu">(x, w)',
+        "y = my.FusedMatMul(x, x)",
+        "f = com.microsoft.Opaque(x) y = com.microsoft.FusedMatMul(f, f)",
+        "f = com.microsoft.Opaque(x) y = com.microsoft.FusedMatMul<transA=1>(x, f)",
+        "y = com.microsoft.FusedMatMul(x)",
+        "y = com.microsoft.FusedMatMul(x, x, x)",
+        'y = com.microsoft.FusedConv<activation="Clip", activation_params="ab">(x, w)',
+    ],
+)
+def test_what_cannot_be_split_stays(tmp_path: Path, nodes: str) -> None:
+    text = f"g (float[2,3,3] x) => (float[2,3,3] y) <float[3,3,1] w = {{1,2,3,4,5,6,7,8,9}}> {{ {nodes} }}"
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
+    assert split_fused(infer_model(proto).graph, 13) == ()
 
 
 @pytest.mark.parametrize(("opset", "spread"), [(6, ()), (7, ("Add_y",))])
