@@ -18,16 +18,8 @@ from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants
 from edgekit.graph.contrib import NCHWC_DOMAIN, ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
+from edgekit.model import model as models
 from edgekit.model.external import skim_model
-from edgekit.model.model import (
-    Model,
-    QuantizedForm,
-    find_quantized_form,
-    iterate_graphs,
-    load_model,
-    read_proto,
-    tensor_dtype,
-)
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.interface import freeze_inputs
 from edgekit.prepare.shapes import fix_dims
@@ -68,7 +60,7 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int
     is_static: bool
     is_quantized: bool
-    quantized: QuantizedForm
+    quantized: models.QuantizedForm
     custom_ops: tuple[str, ...]
     runs: bool | None
     has_control_flow: bool
@@ -85,7 +77,7 @@ _DYNAMIC_AXES_ARGUMENTS = {
 }
 
 
-def warn_if_random(model: Model) -> tuple[str, ...]:
+def warn_if_random(model: models.Model) -> tuple[str, ...]:
     """Returns a warning if nodes of the main graph draw random numbers: then the outputs differ from run to run."""
     graph = skim_model(model.path).graph
     drawn = [node.output[0] for node in graph.node if node.op_type in RANDOM_OPS]
@@ -141,9 +133,9 @@ def inspect_model(
     """
     if path.suffix == ".ort":
         return inspect_ort(path)
-    model = load_model(path, custom_ops=custom_ops)
-    proto = read_proto(model, weights=False)
-    graphs = list(iterate_graphs(proto.graph))
+    model = models.load_model(path, custom_ops=custom_ops)
+    proto = models.read_proto(model, weights=False)
+    graphs = list(models.iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
@@ -169,7 +161,7 @@ def inspect_model(
         unsized_nodes=count_unsized(graph),
         activation_bytes=_peak_activation_bytes(graph),
         is_static=model.is_static,
-        is_quantized=bool(form := find_quantized_form(proto)),
+        is_quantized=bool(form := models.find_quantized_form(proto)),
         quantized=form,
         custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
         runs=makes_session(model.path, unoptimized) if custom_ops else None,
@@ -180,7 +172,7 @@ def inspect_model(
     )
 
 
-def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, float]) -> Graph:
+def _read_sized(model: models.Model, dims: Mapping[str, int], freeze: Mapping[str, float]) -> Graph:
     """Returns the graph with its dynamic dimensions fixed and inputs turned into constants, where these are given."""
     if not dims and not freeze:
         return read_graph(model)
@@ -216,7 +208,7 @@ def _peak_activation_bytes(graph: Graph) -> int:
 def _weight_bytes(weights: list[onnx.TensorProto]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for tensor in weights:
-        kind = tensor_dtype(tensor.data_type)
+        kind = models.tensor_dtype(tensor.data_type)
         itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         sizes[kind] += math.prod(tensor.dims) * itemsize
     return dict(sorted(sizes.items()))

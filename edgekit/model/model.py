@@ -14,15 +14,8 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
+from edgekit.model import soundness
 from edgekit.model.external import LISTS_OF_TREES, list_files, load_external, point_into, skim_model
-from edgekit.model.soundness import (
-    find_flaws,
-    find_invalid_text,
-    find_wrong_size,
-    iterate_reads,
-    list_bodies,
-    read_opsets,
-)
 from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
@@ -125,10 +118,10 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
     # Before the other rules, which expect names to be text: protobuf returns those that are no UTF-8 as bytes.
-    strange = find_invalid_text(proto)
+    strange = soundness.find_invalid_text(proto)
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
-    if flaw := next(find_flaws(proto), None):
+    if flaw := next(soundness.find_flaws(proto), None):
         raise ModelError(f"'{path}' is no valid ONNX model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
@@ -195,7 +188,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
             hint="copy the file to a place of its own",
         ) from error
-    if damage := find_wrong_size(proto):
+    if damage := soundness.find_wrong_size(proto):
         raise ModelError(f"'{model.path}' is damaged: {damage}", hint="export it again")
     return proto
 
@@ -269,7 +262,7 @@ def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inp
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields a graph and, depth first, the subgraphs of its control-flow nodes."""
     yield graph
-    for body in (body for node in graph.node for body in list_bodies(node)):
+    for body in (body for node in graph.node for body in soundness.list_bodies(node)):
         yield from iterate_graphs(body)
 
 
@@ -281,7 +274,7 @@ def keep_used_opsets(proto: onnx.ModelProto) -> None:
     """
     used = {"", *(node.domain for node in iterate_nodes(proto.graph))}
     # ONNX's own domain must be imported; where the model does not, none of its nodes use it, and any version will do.
-    opsets = {"": 17, **read_opsets(proto.opset_import)}
+    opsets = {"": 17, **soundness.read_opsets(proto.opset_import)}
     refill(proto.opset_import, (onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))))
 
 
@@ -366,7 +359,7 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
     order.
     """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    needs = [[makers[name] for name in iterate_reads(node) if name in makers] for node in graph.node]
+    needs = [[makers[name] for name in soundness.iterate_reads(node) if name in makers] for node in graph.node]
     opened: set[int] = set()
     ordered: dict[int, onnx.NodeProto] = {}
     for start in range(len(graph.node)):
@@ -385,7 +378,9 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
 
 def find_reads(graph: onnx.GraphProto) -> set[str]:
     """Returns the names of all tensors that the nodes of a graph and their subgraphs read, and of its outputs."""
-    return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
+    return {name for node in graph.node for name in soundness.iterate_reads(node)} | {
+        value.name for value in graph.output
+    }
 
 
 def drop_unread(graph: onnx.GraphProto, ops: Collection[str] = ()) -> None:

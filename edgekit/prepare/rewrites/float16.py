@@ -8,15 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, read_dequantized
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.rewrite import rewrite
-from edgekit.model.model import (
-    iterate_graphs,
-    iterate_nodes,
-    iterate_tensors,
-    list_element_types,
-    list_names,
-    refill,
-    rename_tensors,
-)
+from edgekit.model import model as models
 from edgekit.prepare.stripped import is_absent
 
 HALF_TO_FLOAT = "half-to-float"
@@ -29,7 +21,7 @@ _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN})
 
 def computes_in_half(graph: onnx.GraphProto) -> bool:
     """Returns True if a tensor of a graph is float16."""
-    return _HALF in list_element_types(graph)
+    return _HALF in models.list_element_types(graph)
 
 
 @rewrite(HALF_TO_FLOAT, "compute {count} in float32 in place of float16")
@@ -43,7 +35,9 @@ def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     if not computes_in_half(graph):
         return ()
     types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
-    changed = [node for node in iterate_nodes(graph) if any(types.get(name) == _HALF for name in _list_ends(node))]
+    changed = [
+        node for node in models.iterate_nodes(graph) if any(types.get(name) == _HALF for name in _list_ends(node))
+    ]
     # This rewrite was applied before if all are Casts right after an input or before an output.
     is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
     if is_done or any(node.domain not in _KNOWN_DOMAINS for node in changed):
@@ -51,24 +45,24 @@ def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     names = tuple(node.name for node in changed)
     _drop_casts(graph, types)
     before, after = _keep_interface(graph)
-    for tensor in iterate_tensors(graph):
+    for tensor in models.iterate_tensors(graph):
         if tensor.data_type == _HALF:
             _widen(tensor)
-    for node in iterate_nodes(graph):
+    for node in models.iterate_nodes(graph):
         for attribute in node.attribute:
             if attribute.name in _TYPE_NAMES and attribute.i == _HALF:
                 attribute.i = _FLOAT
-    for part in iterate_graphs(graph):
+    for part in models.iterate_graphs(graph):
         # Inputs and outputs of a subgraph change too.
         for value in (*part.value_info, *(() if part is graph else (*part.input, *part.output))):
             if value.type.tensor_type.elem_type == _HALF:
                 value.type.tensor_type.elem_type = _FLOAT
-    refill(graph.node, [*before, *graph.node, *after])
+    models.refill(graph.node, [*before, *graph.node, *after])
     return names
 
 
 def _list_types(graph: onnx.GraphProto) -> Iterator[tuple[str, int]]:
-    for part in iterate_graphs(graph):
+    for part in models.iterate_graphs(graph):
         yield from ((tensor.name, tensor.data_type) for tensor in part.initializer)
         yield from (
             (value.name, value.type.tensor_type.elem_type) for value in (*part.value_info, *part.input, *part.output)
@@ -81,9 +75,9 @@ def _list_ends(node: onnx.NodeProto) -> tuple[str, ...]:
 
 def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
     """Removes Casts between float16 and float32 whose result is no output, in place: both will be float32."""
-    shown = {value.name for part in iterate_graphs(graph) for value in part.output}
+    shown = {value.name for part in models.iterate_graphs(graph) for value in part.output}
     sources: dict[str, str] = {}
-    for part in iterate_graphs(graph):
+    for part in models.iterate_graphs(graph):
         kept: list[onnx.NodeProto] = []
         for node in part.node:
             to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), 0)
@@ -92,9 +86,9 @@ def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
                 sources[node.output[0]] = sources.get(node.input[0], node.input[0])
             else:
                 kept.append(node)
-        refill(part.node, kept)
-        refill(part.value_info, [value for value in part.value_info if value.name not in sources])
-    rename_tensors(graph, sources)
+        models.refill(part.node, kept)
+        models.refill(part.value_info, [value for value in part.value_info if value.name not in sources])
+    models.rename_tensors(graph, sources)
 
 
 def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
@@ -102,13 +96,13 @@ def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[
 
     An output that is an input keeps its name.
     """
-    taken = list_names(graph)
+    taken = models.list_names(graph)
     fed = {value.name for value in graph.input}
     shown = [value.name for value in graph.output]
 
     def rename(name: str) -> str:
         inner = next(free for count in range(len(taken) + 1) if (free := f"{name}.float32{count or ''}") not in taken)
-        rename_tensors(graph, {name: inner}, skip_inputs=name in fed)
+        models.rename_tensors(graph, {name: inner}, skip_inputs=name in fed)
         return inner
 
     before, after = list[onnx.NodeProto](), list[onnx.NodeProto]()
@@ -158,5 +152,5 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
             dims = stored[node.input[0]].dims
             graph.initializer.append(TensorProto(name=node.output[0], data_type=TensorProto.FLOAT, dims=dims))
     names = {node.output[0]: node.name for node in found}
-    refill(graph.node, [node for node in graph.node if node.output[0] not in names])
+    models.refill(graph.node, [node for node in graph.node if node.output[0] not in names])
     return tuple(names.values())
