@@ -293,7 +293,7 @@ def _channel_axis(graph: Graph, node: Node) -> int | None:
     Runtime's quantizer fails on a Gemm whose bias does not have one value per column.
     """
     weight = graph.constants.get(node.input[1])
-    if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
+    if weight is None or weight.data_type != onnx.TensorProto.FLOAT or 0 in weight.dims:
         return None
     attributes = node.attributes
     if node.op_type == "Conv":

@@ -128,6 +128,14 @@ def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:
     assert weight.dtype == np.int8
 
 
+def test_products_that_wait_for_lora_weights_stay_float(tmp_path: Path) -> None:
+    text = """g (float[1,4] x) => (float[1,4] y) <float[4,0] a = {}, float[0,4] b = {}> {
+      p = MatMul(x, w) q = MatMul(x, a) r = MatMul(q, b) y = Add(p, r) }"""
+    quantized = quantize_net(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}), tmp_path, "nnapi")
+    assert [node.op for node in quantized.float_nodes] == ["MatMul", "MatMul"]
+    assert dequantized_constants(quantized.model, "p")
+
+
 def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: Path) -> None:
     text = """g (float[1,4] x) => (float[1,3] y)
       <int8[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[3] s = {0.1,0.2,0.3}> {

@@ -70,10 +70,11 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
         "y = Gemm<transA=1>(x, w)",
         "a = MatMul(x, w) y = MatMul(a, w)",
         "y = MatMul(x, x)",
+        "y = MatMul(x, e)",
     ],
 )
 def test_layers_that_cannot_be_corrected_are_left_out(body: str, tmp_path: Path) -> None:
-    text = f"g (float[4,4] x) => (float y) {{ {body} }}"
+    text = f"g (float[4,4] x) => (float y) <float[4,0] e = {{}}> {{ {body} }}"
     assert read_layers(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))) == ()
 
 

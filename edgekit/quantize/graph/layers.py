@@ -137,12 +137,14 @@ def sample_offsets(count: int) -> Array:
 
 
 def read_layer(graph: Graph, node: Node) -> Layer | None:
-    """Returns a node as a layer; None if its weight is not constant, or other nodes read it."""
+    """Returns a node as a layer; None if its weight is not constant, has no values, or other nodes read it."""
     if node.op_type not in LAYER_OPS or node.domain not in {"", "ai.onnx"}:
         return None
     weight = graph.constants.get(node.input[1])
     alone = graph.readers(node.input[1]) == (node,) and node.input[1] not in graph.captured | graph.outputs
     if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.constants:
+        return None
+    if 0 in weight.dims:
         return None
     numbers = node.attributes
     bias = node.input[2] if node.op_type != "MatMul" and node.has_input(2) else None
