@@ -11,7 +11,8 @@ import numpy as np
 
 from edgekit.graph.graph import Graph, Node
 
-# Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it.
+# Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it. In float16 a
+# quarter of the largest number is the limit.
 _HUGE = 1e30
 # Operators that return elements of their first input, perhaps with another sign.
 _MOVING = frozenset({
@@ -63,7 +64,7 @@ def _count(graph: Graph, name: str, known: dict[str, int | None]) -> int | None:
         array = graph.inline(name)
         if array is None or array.dtype.kind != "f" or not np.isfinite(array).all():
             return None
-        return int(bool(np.any(np.abs(array) > _HUGE)))
+        return int(bool(np.any(np.abs(array) > min(_HUGE, float(np.finfo(array.dtype).max) / 4))))
     if _reads_integers(graph, node) or node.op_type in _FINITE:
         return 0
     counts = [known[each] for each in _list_sources(graph, name)]

@@ -10,6 +10,8 @@ import pytest
 from exported_models import STYLES, draw_inputs
 from prepare_models import assert_same, make_inputs, make_model, op_names, rewrite, run_model
 
+from edgekit.graph.graph import read_graph
+from edgekit.graph.match import count_huge_terms
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model
 from edgekit.prepare.fix import fix_model
@@ -142,6 +144,13 @@ def test_a_guard_goes_where_no_row_can_be_hidden_whole(tmp_path: Path, cases: di
         inputs = make_inputs(model, 2)
         expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
         assert np.array_equal(expected, got), case
+
+
+def test_two_lowest_numbers_of_float16_are_infinite_together(tmp_path: Path) -> None:
+    text = """g (float16[2] x, bool[2] m) => (float16[2] y) <float16[1] c = {-65504}, float16[1] z = {0}> {
+      a = Where(m, c, z) b = Add(a, a) y = Add(b, x) }"""
+    graph = read_graph(make_model(text, tmp_path / "m.onnx"))
+    assert [count_huge_terms(graph, name) for name in "acb"] == [1, 1, 2]
 
 
 def test_a_guard_with_another_value_or_condition_stays(tmp_path: Path) -> None:
