@@ -14,6 +14,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
 from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import Accuracy, measure_accuracy
@@ -96,7 +97,8 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
     if not steps:
         return ()
     last = steps[-1].sqnr_db
-    final = None if last is None else 10.0 ** (-last / 10.0)
+    # Bit for bit equal outputs have no error to share out.
+    final = None if last is None or last >= DB_LIMIT else 10.0 ** (-last / 10.0)
     noise, agreement, shared = 0.0, 1.0, list[AttributionStep]()
     for step in steps:
         changes: dict[str, float | None] = {"noise_share": None, "top1_loss": None, "accuracy_loss": None}

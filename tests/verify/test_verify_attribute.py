@@ -121,6 +121,11 @@ def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     assert sum(item.accuracy_loss or 0.0 for item in shared) == pytest.approx(0.04)
 
 
+def test_equal_outputs_have_no_error_that_a_step_could_make() -> None:
+    shared = share_loss([step("prepare", 200.0), step("quantize", 30.0), step("device", 200.0)])
+    assert [item.noise_share for item in shared] == [None, None, None]
+
+
 def test_without_a_finite_run_there_is_nothing_to_attribute(steps: dict[Step, Model], honest: Bundle) -> None:
     report = verify_bundle(honest, [])
     assert attribute_loss(honest, report, steps) == report

@@ -12,7 +12,7 @@ from bundle_models import make_contents, make_samples
 from fixture_types import present
 from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
-from tiny_models import save_net
+from tiny_models import parse_model, save_net
 from verify_devices import InProcess, from_list
 from verify_models import LAYERS, break_layer, make_images, save_network
 
@@ -21,7 +21,7 @@ from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model, save_proto
+from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array
 from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
@@ -53,6 +53,16 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
     # Errors pile up, but a layer's own error does not.
     (deep,) = (layer for layer in layers if layer.tensor == "r4")
     assert present(deep.sqnr_db) < present(deep.own_sqnr_db) - 3
+
+
+def test_what_a_qlinear_operator_clips_was_right_before(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+      <float s = {0.01}, int8 z = {0}, int8[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {
+      r = Relu(x) q = QuantizeLinear(r, s, z) p = QLinearMatMul(q, s, z, w, s, z, s, z) y = DequantizeLinear(p, s, z) }"""
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    layers = compare_layers(model, model, from_list([{"x": np.full((1, 4), 5.0, np.float32)}]))
+    assert [layer.tensor for layer in layers] == ["r", "y"]
+    assert explain_layers(layers) == ()
 
 
 def test_layers_are_compared_on_four_samples_from_all_over_the_data(

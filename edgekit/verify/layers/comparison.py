@@ -160,8 +160,8 @@ class _Comparison:
         protos = read_proto(a, weights=False), read_proto(b, weights=False)
         self._models = a, b
         self._graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
-        self._grids, self._scaling = grids.find_grids(b), read_scaling(protos[1])
-        self._moved_grids = grids.follow_moves(self._grids, self._graphs[1])
+        before, self._grids = grids.find_grids(b)
+        self._scaling, self._moved_grids = read_scaling(protos[1]), grids.follow_moves(before, self._graphs[1])
         matched = matching.match_tensors(*self._graphs)
         self._matched = tuple(item for item in matched if kept is None or item.tensor in kept)
         self._traced_a = matching.open_part(a, [tensor.in_a for tensor in self._matched])
@@ -177,7 +177,7 @@ class _Comparison:
         for item in self._matched:
             reads = [sizes[name] for name in self._regions[item.tensor].reads]
             errors = measure_layer(
-                self._grids.get(item.raw_b),
+                self._grids.get(item.in_b),
                 (wanted[item.in_a], found[item.in_b]),
                 ((reference[item.in_a], own[name]) for name in sorted(item.copies_in_b)),
                 reach=max(largest for largest, _ in (sizes[item.tensor], *reads)),
@@ -199,7 +199,7 @@ class _Comparison:
         region = self._regions[layer.tensor]
         part = _Comparison(*self._models, {layer.tensor, *region.reads})
         item = next(item for item in self._matched if item.tensor == layer.tensor)
-        grid, pairs = self._grids.get(item.raw_b), list[_Pair]()
+        grid, pairs = self._grids.get(item.in_b), list[_Pair]()
         for sample in limit_samples(samples, _SAMPLES):
             *_, reference, own = part._run(sample)
             wanted = reference[item.in_a]
@@ -269,9 +269,9 @@ class _Comparison:
 
     def _report(self, item: matching.MatchedTensor) -> LayerReport:
         region, errors = self._regions[item.tensor], self._errors[item.tensor]
-        grid, moved = self._grids.get(item.raw_b), grids.add_steps(each.steps for each in errors)
+        grid, moved = self._grids.get(item.in_b), grids.add_steps(each.steps for each in errors)
         reach, size = max(each.reach for each in errors), max(each.size for each in errors)
-        is_unknown = grid is None and item.raw_b in self._grids
+        is_unknown = grid is None and item.in_b in self._grids
         allowed = grids.allow_rounding(region.arithmetic, reach)
         step = 0.0 if moved is None or is_unknown else moved.find_step(grid, allowed)
         layer = report_layer(item.layer, item.op, item.tensor, errors, step)

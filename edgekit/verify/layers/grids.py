@@ -125,16 +125,20 @@ def add_steps(found: Iterable[StepErrors | None]) -> StepErrors | None:
     )
 
 
-def find_grids(model: Model) -> dict[str, Grid | None]:
-    """Returns the grid of each rounded tensor, by the names before its Q node and after its DQ node.
+def find_grids(model: Model) -> tuple[dict[str, Grid | None], dict[str, Grid | None]]:
+    """Returns the grids of all tensors that are rounded later, by the name before the Q node, and of those after a DQ.
 
-    None stands for an unknown grid, such as one with several scales.
+    A QLinear operator reads integers: then there is no DQ. None stands for an unknown grid, such as one with several
+    scales.
     """
     graph = view_model(read_proto(model, weights=False))
     rounded = {node.output[0]: read_grid(node, graph) for node in graph.nodes if node.op_type == QUANTIZE}
-    grids = {node.output[0]: rounded[node.input[0]] for node in graph.nodes if node.op_type == DEQUANTIZE
-             and node.input[0] in rounded}  # fmt: skip
-    return grids | {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
+    before = {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
+    return before, {
+        node.output[0]: rounded[node.input[0]]
+        for node in graph.nodes
+        if node.op_type == DEQUANTIZE and node.input[0] in rounded
+    }
 
 
 def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Grid | None]:
