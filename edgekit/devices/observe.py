@@ -209,9 +209,14 @@ def describe_job(model: Model, target: Target, *, samples: int) -> Job:
 
 def open_job(model: Model, target: Target, samples: Samples) -> Job:
     """Returns the job that opens a model as on a target, and runs it on samples."""
-    check, precision = check_model(model, target), target.precision
     return Job(
-        model=model.path, target=target, precision=precision, outputs=model.outputs, check=check, samples=samples
+        model=model.path,
+        target=target,
+        precision=target.precision,
+        outputs=model.outputs,
+        check=check_model(model, target),
+        samples=samples,
+        custom_ops=model.custom_ops,
     )
 
 

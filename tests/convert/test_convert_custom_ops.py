@@ -11,13 +11,12 @@ from demo_paths import MODEL
 from onnx import parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
-from edgekit.check.check import check_model
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import write_level
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Job
 from edgekit.devices.local.host import Host
+from edgekit.devices.observe import open_job
 from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.inspect.inspect import OnnxReport, inspect_model
 from edgekit.model.model import Model, load_model
@@ -76,16 +75,8 @@ def test_inspect_names_custom_operators_and_says_whether_they_load(tmp_path: Pat
 
 def test_the_host_device_loads_the_library(tmp_path: Path) -> None:
     prepared = prepare_model(make_inverse(tmp_path / "m.onnx"), tmp_path / "p.onnx", {"n": 3})
-    target = load_target("xnnpack")
-    job = Job(
-        model=prepared.path,
-        target=target,
-        precision="fp32",
-        outputs=prepared.outputs,
-        check=check_model(prepared, target),
-        samples=Samples(source="one", count=1, read=lambda: iter([SAMPLE])),
-        custom_ops=prepared.custom_ops,
-    )
+    samples = Samples(source="one", count=1, read=lambda: iter([SAMPLE]))
+    job = open_job(prepared, load_target("xnnpack"), samples)
     for name, custom_ops in (("with", job.custom_ops), ("without", ())):
         (tmp_path / name).mkdir()
         run = Host().run_job(msgspec.structs.replace(job, custom_ops=custom_ops), tmp_path / name)
