@@ -351,26 +351,25 @@ def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | 
 def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path, *, stays_float: bool) -> BuildInputs:
     """Returns the inputs with the rewrites with which a target takes more, if there are any; `gain` describes them.
 
-    Unless it `stays_float`, the rewritten model is calibrated again. It is written into `folder`.
+    Unless it `stays_float` or is quantized already, the rewritten model is calibrated again. It is written into
+    `folder`.
 
     Raises:
         EdgekitError: the rewritten model cannot be calibrated.
     """
-    if inputs.is_quantized or not job.recipe.fix:
+    if not job.recipe.fix:
         return inputs
     known = {fix.id for fix in inputs.fixes}
     rewritten = gain_on_target(inputs.prepared, folder, target, stays_float=stays_float, known=known)
     if rewritten is None:
         return inputs
     fixed, gain = rewritten
-    samples, outputs = inputs.samples.calibration, inputs.outputs
-    inputs = msgspec.structs.replace(
-        inputs,
-        prepared=fixed.model,
-        fixes=(*inputs.fixes, *fixed.fixes),
-        reference=FloatReference(fixed.model, samples, outputs, state=inputs.state, work=folder),
-        gain=gain,
-    )
+    fixes, samples, outputs = (*inputs.fixes, *fixed.fixes), inputs.samples.calibration, inputs.outputs
+    inputs = msgspec.structs.replace(inputs, prepared=fixed.model, fixes=fixes, gain=gain)
+    if inputs.is_quantized:
+        return inputs
+    reference = FloatReference(fixed.model, samples, outputs, state=inputs.state, work=folder)
+    inputs = msgspec.structs.replace(inputs, reference=reference)
     if stays_float:
         return inputs
     return msgspec.structs.replace(inputs, calibration=_calibrate(inputs, job, folder / "calibration"))

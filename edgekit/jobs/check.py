@@ -23,7 +23,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, find_reader, load_model
+from edgekit.model.model import Model, find_integer_ops, find_reader, load_model
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
@@ -244,7 +244,7 @@ def fix_for_target(
     """
     after = before = before or check_model(prepared, target)
     fixes: list[Fix] = []
-    required = list_required(target, stays_float=stays_float)
+    required = _list_required(prepared, target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
         # Patterns are fused only in the first round: a rewrite for this target may split them again.
         general = FIXES.keys() - FUSIONS if turn else FIXES
@@ -254,6 +254,12 @@ def fix_for_target(
         if not fixed.fixes:
             break
     return TargetModel(model=prepared, fixes=tuple(fixes), before=before, after=after)
+
+
+def _list_required(prepared: Model, target: Target, *, stays_float: bool) -> tuple[str, ...]:
+    """Returns what `list_required` does; a model that is quantized already needs no change before quantization."""
+    is_quantized = find_integer_ops(skim_model(prepared.path))
+    return () if is_quantized else list_required(target, stays_float=stays_float)
 
 
 def gain_on_target(
@@ -268,7 +274,7 @@ def gain_on_target(
         TargetError: the target's rules are missing or malformed.
     """
     # First without weights: most models have nothing to gain.
-    required = list_required(target, stays_float=stays_float)
+    required = _list_required(prepared, target, stays_float=stays_float)
     matches = required and apply_rewrites(skim_model(prepared.path), required)
     before = check_model(prepared, target)
     if not matches and not _gains_by_rewrites(before):

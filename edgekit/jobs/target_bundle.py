@@ -28,7 +28,7 @@ from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import find_fed_back
 from edgekit.prepare.fix import fix_quantized
-from edgekit.prepare.rewrites import activations, layout, products, recurrent
+from edgekit.prepare.rewrites import activations, layout, recurrent
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -47,7 +47,6 @@ from edgekit.verify.report import Step
 _MAX_ATTEMPTS = 12
 # The notes about rewrites of a model that was quantized before.
 _FIX_NOTES = {
-    products.UNSIGNED_WEIGHTS: "int8 weights of Gemm and MatMul are stored as uint8, the same values",
     activations.flatten_softplus.id: "Softplus of 16 bits has three axes, because QNN's kernel for four is wrong",
     recurrent.split_lstm.id: "an LSTM is written step by step, because Sigmoid and Tanh in QNN's own are coarse",
     layout.cast_by_int32.id: "uint8 becomes float by way of int32, because QNN's kernel makes each number but 0 a 1",

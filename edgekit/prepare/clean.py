@@ -45,7 +45,7 @@ from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
-from edgekit.prepare.rewrites.products import FUSED, split_fused
+from edgekit.prepare.rewrites.fused import FUSED, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
 
@@ -335,7 +335,7 @@ def prepare_model(
             folder = temporary.parent
         if folds_first:
             fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
-        proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
+        proto = optimize_basic(_split_fused(convert_opset(proto, chosen)), model, temporary, folder)
         keep_inputs(proto, inputs)
         # A session that optimizes the graph again computes constants of the same names, on which ONNX Runtime 1.31
         # fails ("Attempt to replace the existing tensor").
@@ -388,7 +388,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
     fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
-    return _write_sketch(proto, model, out, origin, chosen)
+    return _write_sketch(proto, model, out, origin, chosen, splits=True)
 
 
 def show_model(model: Model, out: Path) -> Model:
@@ -411,13 +411,16 @@ def show_model(model: Model, out: Path) -> Model:
     return _write_sketch(proto, model, out, _copy_texts(proto), read_opset(proto))
 
 
-def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int) -> Model:
+def _write_sketch(
+    proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int, *, splits: bool = False
+) -> Model:
     """Writes the optimized graph of a model in this opset, without the values of large weights."""
     shells, folder = strip_weights(proto), model.path.parent
     with replacing_file(out) as temporary:
         if _needs_two_passes(proto, opset):
             proto, folder = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder), temporary.parent
-        proto = optimize_basic(convert_opset(proto, opset), model, temporary, folder)
+        proto = convert_opset(proto, opset)
+        proto = optimize_basic(_split_fused(proto) if splits else proto, model, temporary, folder)
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
@@ -463,21 +466,22 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    _split_fused(proto)
     for rewrite in (write_scalers, spread_scalars):
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 
 
-def _split_fused(proto: onnx.ModelProto) -> None:
-    """Splits what ONNX Runtime's optimizers fused, in place; element types and ranks decide into what."""
+def _split_fused(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Splits what ONNX Runtime's optimizers fused, in place, and returns the model."""
     if any(node.op_type in FUSED for node in iterate_nodes(proto.graph)):
+        # Element types and ranks decide into what.
         typed = infer_model(proto)
         for part, view in zip(iterate_graphs(proto.graph), iterate_graphs(typed.graph), strict=True):
             known = list(part.value_info)
             refill(part.value_info, view.value_info)
             split_fused(part, read_opset(proto))
             refill(part.value_info, known)
+    return proto
 
 
 def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

@@ -29,6 +29,7 @@ from edgekit.prepare.opset import lower_ir_version, read_opset
 from edgekit.prepare.rewrites import (
     activations,
     float16,
+    fused,
     idle,
     join_attention,
     layout,
@@ -174,6 +175,7 @@ TARGET_REWRITES = _by_id(
     # First, so that the other rewrites see float32.
     float16.compute_in_float,
     float16.store_float_weights,
+    fused.split_qlinear,
     layout.narrow_indices,
     layout.plain_gather,
     layout.unsqueeze_arg,
@@ -299,17 +301,14 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
 
 
 def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
-    """Writes a quantized model to `out` with the rewrites that a target needs there, or returns it if there are none.
+    """Writes a quantized model to `out` with the workarounds that a target needs, or returns it if there are none.
 
     Raises:
         OutputError: `out` cannot be written.
     """
-    rules = target.quantization
-    ids = [
-        *([products.UNSIGNED_WEIGHTS] if rules.unsigned_ops else ()),
-        *(_QNN_WORKAROUNDS if rules.scheme == "qnn" else ()),
-    ]
-    return fix_model(model, out, ids) if ids else FixedModel(model=model, fixes=())
+    if target.quantization.scheme != "qnn":
+        return FixedModel(model=model, fixes=())
+    return fix_model(model, out, _QNN_WORKAROUNDS)
 
 
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:

@@ -24,7 +24,7 @@ from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
-from edgekit.target import Form, TaskLimit, Verification
+from edgekit.target import INTEGERS, Form, TaskLimit, Verification
 from edgekit.verify import own_model, placement, sizes, suspects
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
 from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
@@ -306,12 +306,16 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     """
     got, reference = trial.run.outputs, trial.reference
     reports = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got, trial.rows), trial))
-    unfaithful = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
+    manifest, unfaithful = trial.bundle.manifest, dict[str, str]()
+    if trial.own is not None:
+        # The source model was quantized already.
+        is_given = manifest.precision in INTEGERS and manifest.ancestry.quantized is None
+        unfaithful = find_unfaithful(trial.own, reference, got, may_be_equal=is_given)
     outputs = [
         msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in reports
     ]
     failing = _name_wrong(outputs, trial)
-    is_half = trial.bundle.manifest.precision == "fp16"
+    is_half = manifest.precision == "fp16"
     found = suspects.find_suspects(reference, got, failing, is_half=is_half) if failing else {}
     return tuple(msgspec.structs.replace(output, suspect=found.get(output.name)) for output in outputs)
 

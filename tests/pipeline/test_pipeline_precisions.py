@@ -15,6 +15,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import open_bundle
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
+from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.prepare.constants import DISABLED, OPTIMIZER
@@ -105,6 +106,30 @@ def test_no_node_is_said_to_stay_in_float32_where_the_provider_computes_halves(
     )
     nodes = onnx.load(summary.path / "model.onnx").graph.node
     assert sum(node.op_type == "Cast" for node in nodes) == (2 if precision == "fp16" else 0)
+
+
+LINEAR = """net (float[1,4,8,8] x) => (float[1,4,8,8] y)
+    <float s = {0.01}, int8 z = {-128}, int8 o = {0}, int8[4,4,1,1] w = {WEIGHTS}, float t = {0.02}>
+    { q = QuantizeLinear(x, s, z) [conv] c = QLinearConv(q, s, z, w, s, o, t, z) y = DequantizeLinear(c, t, z) }"""
+
+
+@pytest.mark.parametrize(("target", "op"), [("xnnpack", "Conv"), ("cpu", "QLinearConv")])
+def test_a_model_of_qlinear_operators_is_written_as_its_target_takes_it(tmp_path: Path, target: str, op: str) -> None:
+    np.savez(tmp_path / "data.npz", x=images())
+    text = LINEAR.replace("WEIGHTS", ",".join(str(7 * at % 19 - 9) for at in range(16)))
+    path, data = parse_model(text, tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
+    (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
+    assert summary.path is not None
+    assert op in {node.op_type for node in onnx.load(summary.path / "model.onnx").graph.node}
+    told = [note for note in summary.notes if note.startswith("rewritten for it: split-qlinear (1 node)")]
+    assert bool(told) == (target == "xnnpack")
+    assert bool(told) == (built_share(path, target) is not None)
+
+
+def built_share(path: Path, target: str) -> int | None:
+    """Returns how many nodes a target takes of what a build makes, by a check; None if that is the file as it is."""
+    built = check_targets(path, Recipe(targets=(target,))).built
+    return built[target].taken if built else None
 
 
 def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -> None:
@@ -201,8 +226,8 @@ def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
     data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("nnapi",))
     (bundle,) = build(model, data, tmp_path / "out", recipe, verify=False).bundles
     assert bundle.path is not None, bundle.failure
-    told = "int8 weights of Gemm and MatMul are stored as uint8, the same values: 1 nodes"
-    assert (told in bundle.notes) == (stored == "uint8")
+    told = any(note.startswith("rewritten for it: unsigned-weights (1 node); 2 of 6 nodes") for note in bundle.notes)
+    assert told == (stored == "uint8")
     tensors = onnx.load(str(bundle.path / "model.onnx")).graph.initializer
     assert {numpy_helper.to_array(tensor).dtype.name for tensor in tensors if list(tensor.dims) == [4, 3]} == {stored}
 

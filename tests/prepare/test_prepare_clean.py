@@ -14,7 +14,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_scalars, strip_casts, write_scalers
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
-from edgekit.prepare.rewrites.products import split_fused
+from edgekit.prepare.rewrites.fused import split_fused
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
     <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>

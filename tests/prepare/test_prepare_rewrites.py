@@ -136,6 +136,25 @@ WITH = {
     "gemm-to-matmul": """
         g (float[1,4,3] x) => (float[1,4,2] y) <int64[2] f = {4,3}, int64[3] s = {1,4,2}, float[2] b = {1,-2},
         float[3,2] w = {1,2,3,4,5,6}> { r = Reshape(x, f) p = Gemm(r, w, b) y = Reshape(p, s) }""",
+    "split-qlinear": """g (float[1,2,4,4] x, bool[1,2,4,4] k) => (float[1,3,1,1] y, float[4,4] t, float[4,3] v,
+        float[1,2,4,4] r, float[1,6,4,4] n, float[1,2,4,2] d, float[4,3] a2)
+        <float s = {0.0625}, uint8 z = {128}, float o = {0.125}, uint8 h = {7}, float[1] o1 = {0.125},
+        uint8[1] h1 = {7}, int8[3,2,1,1] w = {1,-2,3,4,-5,6}, float[3] q = {0.5, 0.25, 1},
+        int8[3] e = {0,0,0}, int32[3] b = {1,-2,3}, int64[2] i = {8,4},
+        uint8[4,4] m = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float[4] u = {1,2,0.5,0.25}, uint8[4] a = {3,3,3,3},
+        int64[1] f2 = {2}, int64[1] f3 = {6}, int32[1,3] b2 = {1,-2,3}, int8[3,4] g = {1,-2,3,4,-5,6,7,8,9,-10,11,12}>
+        { p = QuantizeLinear(x, s, z) c = QLinearConv(p, s, z, w, q, e, o1, h1, b)
+        l = com.microsoft.QLinearLeakyRelu<alpha=0.5>(c, o, h, s, z)
+        j = com.microsoft.QLinearGlobalAveragePool(l, s, z, o, h) y = DequantizeLinear(j, o, h)
+        f = Reshape(p, i) f1 = Slice(f, f2, f3) f4 = QLinearMatMul(f1, s, z, m, u, a, o, h)
+        t = DequantizeLinear(f4, o, h) v = com.microsoft.QGemm<transB=1, alpha=0.5>(f1, s, z, g, q, e, b2)
+        a1 = com.microsoft.QGemm<transB=1>(f1, s, z, g, q, e, b, o, h) a2 = DequantizeLinear(a1, o, h)
+        r1 = com.microsoft.QLinearAdd(p, s, z, p, s, z, o, h) r2 = com.microsoft.QLinearMul(r1, o, h, p, s, z, s, z)
+        r3 = com.microsoft.QLinearWhere(k, r2, s, z, p, s, z, o, h) r = DequantizeLinear(r3, o, h)
+        n1 = com.microsoft.QLinearSigmoid(p, s, z, s, z)
+        n2 = com.microsoft.QLinearSoftmax<axis=3, opset=11>(p, s, z, s, z)
+        n3 = com.microsoft.QLinearConcat<axis=1>(o, h, p, s, z, n1, s, z, n2, s, z) n = DequantizeLinear(n3, o, h)
+        d1 = com.microsoft.QLinearAveragePool<kernel_shape=[1,3]>(p, s, z, s, h) d = DequantizeLinear(d1, s, h) }""",
     "matmul-to-2d": """g (float[2,4,3] x, float[4,3] r) => (float[2,4,2] y, float[2,2,3] z, float[2,3] t)
         <float[3,2] w = {1, -2, 3, -4, 5, 6}, float[2,4] v = {1, 2, -3, 4, 5, -6, 7, 8}>
         { y = MatMul(x, w) z = MatMul(v, x) t = MatMul(v, r) }""",
@@ -336,6 +355,15 @@ WITHOUT = {
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "exact-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.QuickGelu(x) }",
+    "split-qlinear": """g (uint8[1,4,4,2] p, float c, uint8[2,2,4] k) => (uint8[1,4,2,2] a, uint8[1,4,4,2] b,
+        uint8[1,4,4,2] d, uint8[2,2,4] e, uint8[1,4,4,2] f, float[1,4,4,2] i, uint8[1,4,4,2] g)
+        <float s = {0.0625}, uint8 z = {128}, uint8[2,4,4] w = {W}, float[2,1,4] q = {1,2,3,4,5,6,7,8},
+        uint8[2,1,4] v = {1,2,3,4,5,6,7,8}>
+        { a = com.microsoft.QLinearAveragePool<kernel_shape=[1,3], channels_last=1>(p, s, z, s, z)
+        b = com.microsoft.QLinearSoftmax<axis=1, opset=11>(p, s, z, s, z)
+        d = com.microsoft.QLinearSigmoid(p, c, z, s, z)
+        e = QLinearMatMul(k, s, z, w, q, v, s, z) f = com.microsoft.QLinearSigmoid(p, s, z, s)
+        g = com.microsoft.QLinearAdd(p, s, z) i = DequantizeLinear(p, s, z) }""".replace("{W}", f"{{{'1,' * 31}2}}"),
     "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-embed-norm": """
         g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
@@ -417,6 +445,8 @@ GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
     "transposed-to-conv": "ConvTranspose",
+    "split-qlinear": "QGemm QLinearConv QLinearMatMul QLinearLeakyRelu QLinearGlobalAveragePool QLinearAdd QLinearMul "
+    "QLinearWhere QLinearSigmoid QLinearSoftmax QLinearConcat QLinearAveragePool",
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 SITES = {
@@ -424,7 +454,7 @@ SITES = {
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 15,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

@@ -175,6 +175,20 @@ def test_outputs_that_are_too_large_to_keep_are_held_by_their_sketches() -> None
     assert find_unfaithful(own, own, late) == {"y": "follows the sample before, not its own"}
 
 
+def test_a_device_may_give_the_outputs_of_a_source_that_computes_in_integers() -> None:
+    """Its kernels round as the source's do, the bundle's own model does not; another sample's is still told."""
+    rng = np.random.default_rng(3)
+    own = [rng.normal(size=(1, 8)) for _ in range(12)]
+    source = [row + rng.normal(scale=0.05, size=row.shape) for row in own]
+    sides = [rows_of(rows) for rows in (own, source, source)]
+    assert "to the bit" in find_unfaithful(*sides)["y"]
+    assert find_unfaithful(*sides, may_be_equal=True) == {}
+    late = rows_of([source[0], *source[:-1]])
+    assert find_unfaithful(sides[0], sides[1], late, may_be_equal=True) == {
+        "y": "follows the sample before, not its own"
+    }
+
+
 @pytest.mark.parametrize("broken", [None, np.full((1, 8), np.nan), np.zeros((1, 4)), np.full((1, 8), "0")])
 def test_an_output_that_did_not_come_back_whole_has_no_origin(broken: Array | None) -> None:
     rows = [np.random.default_rng(seed).normal(size=(1, 8)) for seed in range(12)]

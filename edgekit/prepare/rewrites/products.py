@@ -16,7 +16,6 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.tensors import Array
-from edgekit.prepare.rewrites.split_attention import read_float
 
 _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
@@ -82,70 +81,6 @@ def plain_gemm(writer: Writer) -> None:
         writer.add("Add", [writer.add("Gemm", [left, node.input[1]], "product", **kept), *bias])
     else:
         writer.add("Gemm", [left, node.input[1], *bias], **kept)
-
-
-# The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
-_PLAIN_INPUTS = 3
-FUSED = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
-"""The products that ONNX Runtime's optimizers make."""
-# The attributes of activation functions, in the order of FusedConv's `activation_params`.
-_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
-    "Relu": (), "Sigmoid": (), "Tanh": (), "Softplus": (), "Softsign": (), "Clip": ("min", "max"),
-    "LeakyRelu": ("alpha",), "Elu": ("alpha",), "ThresholdedRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"),
-    "Selu": ("alpha", "gamma"),
-}  # fmt: skip
-
-
-@node_rewrite("split-fused", FUSED, floats=True)
-def split_fused(writer: Writer) -> None:
-    """Rewrites FusedConv and FusedGemm to Conv and Gemm, an Add and an activation; FusedMatMul with Transposes and Mul.
-
-    Models that a session saved (`optimized_model_filepath`) have such nodes, which few providers take and no quantizer
-    knows. ONNX Runtime's CPU provider fuses them again (conv_activation_fusion.cc, conv_add_act_fusion.cc,
-    gemm_activation_fusion.cc, matmul_scale_fusion.cc, matmul_transpose_fusion.cc).
-    """
-    node = writer.node
-    if node.op_type == "FusedMatMul":
-        _split_matmul(writer)
-        return
-    kind, given = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
-    if kind and (kind not in _ACTIVATIONS or not isinstance(given, tuple)):
-        return
-    product = {name: value for name, value in node.attributes.items() if not name.startswith("activation")}
-    op, has_sum = node.op_type.removeprefix("Fused"), node.has_input(_PLAIN_INPUTS)
-    made = writer.add(op, node.input[:_PLAIN_INPUTS], "product" if kind or has_sum else "", **product)
-    if has_sum:
-        made = writer.add("Add", [made, node.input[_PLAIN_INPUTS]], "sum" if kind else "")
-    if kind:
-        # FusedConv lists the numbers, FusedGemm names each.
-        params = dict(zip(_ACTIVATIONS[kind], given, strict=False))
-        named = {name: read_float(node, f"activation_{name}", math.nan) for name in _ACTIVATIONS[kind]}
-        params |= {name: value for name, value in named.items() if not math.isnan(value)}
-        if kind == "Clip" and writer.opset >= _CLIP_INPUTS_SINCE:
-            bounds = [writer.constant(name, params[name]) if name in params else "" for name in ("min", "max")]
-            writer.add(kind, [made, *bounds])
-        else:
-            writer.add(kind, [made], **params)
-
-
-_CLIP_INPUTS_SINCE = 11
-
-
-def _split_matmul(writer: Writer) -> None:
-    node = writer.node
-    ranks = [len(shape) for name in node.input if (shape := writer.graph.value(name).shape) is not None]
-    if len(ranks) != len("AB") or any(node.integer(f"transBatch{side}", 0) for side in "AB"):
-        return
-    sides = list(node.input)
-    for place, (side, rank) in enumerate(zip("AB", ranks, strict=True)):
-        # As the operator is defined, a vector is not transposed.
-        if node.integer(f"trans{side}", 0) and rank > 1:
-            turned = [*range(rank - 2), rank - 1, rank - 2]
-            sides[place] = writer.add("Transpose", [sides[place]], f"turned_{side}", perm=turned)
-    alpha = read_float(node, "alpha", 1.0)
-    product = writer.add("MatMul", sides, "product" if alpha != 1 else "")
-    if alpha != 1:
-        writer.add("Mul", [product, writer.constant("alpha", alpha)])
 
 
 @node_rewrite("flat-bias", {"Gemm"}, "give the bias of {count} of Gemm one axis, which is the same", since=7)

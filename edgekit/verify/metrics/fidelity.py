@@ -67,21 +67,25 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool
 
 
-def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str, str]:
+def find_unfaithful(own: Samples, reference: Samples, got: Samples, *, may_be_equal: bool = False) -> dict[str, str]:
     """Returns, for each output that does not come from the bundle's own model, in words what came back instead.
+
+    `may_be_equal` says that the source model computes in integers, as the device's kernels do: then a device gives its
+    outputs to the bit, while the bundle's own model, which computes in float between Q and DQ nodes, rounds otherwise.
 
     All three arguments hold the same samples: the outputs of the bundle's own model, of the float model, and of the
     device. An output that is missing, not finite or of another shape is left out: its figures fail it.
     """
     every = _read_sides(own, reference, got).items()
-    found = {name: describe_origin(sides) or find_distance(sides) for name, sides in every}
+    found = {name: describe_origin(sides, may_be_equal=may_be_equal) or find_distance(sides) for name, sides in every}
     return {name: words for name, words in found.items() if words}
 
 
-def describe_origin(sides: Sides) -> str | None:
+def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
     """Returns, in words, where an output came from if not from the bundle's own model, else None."""
     own, got = sides.own, sides.got
-    if (replay := find_replay(sides)) is not None or len(own) < 2:
+    replay = None if may_be_equal else find_replay(sides)
+    if replay is not None or len(own) < 2:
         return replay
     signal, error = _energy(own), _energy(got - own)
     if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():

@@ -1,0 +1,192 @@
+"""What ONNX Runtime's optimizers and its quantizer wrote for its CPU provider, as the operators that others take.
+
+A session that saves its model (`optimized_model_filepath`) writes FusedConv and its like at the level "extended", and
+QLinear operators in place of Q and DQ nodes. The quantizer's format QOperator has QLinear operators too. The CPU
+provider makes the same of the plain operators whenever a session starts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import onnx
+
+from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.prepare.rewrites.split_attention import read_float
+
+# The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
+_PLAIN_INPUTS = 3
+FUSED = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
+"""The products that ONNX Runtime's optimizers make."""
+# The attributes of activation functions, in the order of FusedConv's `activation_params`.
+_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "Relu": (), "Sigmoid": (), "Tanh": (), "Softplus": (), "Softsign": (), "Clip": ("min", "max"),
+    "LeakyRelu": ("alpha",), "Elu": ("alpha",), "ThresholdedRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"),
+    "Selu": ("alpha", "gamma"),
+}  # fmt: skip
+
+
+@node_rewrite("split-fused", FUSED, floats=True)
+def split_fused(writer: Writer) -> None:
+    """Rewrites FusedConv and FusedGemm to Conv and Gemm, an Add and an activation; FusedMatMul with Transposes and Mul.
+
+    Sources: conv_activation_fusion.cc, conv_add_act_fusion.cc, gemm_activation_fusion.cc, matmul_scale_fusion.cc and
+    matmul_transpose_fusion.cc of ONNX Runtime.
+    """
+    node = writer.node
+    if node.op_type == "FusedMatMul":
+        _split_matmul(writer)
+        return
+    kind, given = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
+    if kind and (kind not in _ACTIVATIONS or not isinstance(given, tuple)):
+        return
+    product = {name: value for name, value in node.attributes.items() if not name.startswith("activation")}
+    op, has_sum = node.op_type.removeprefix("Fused"), node.has_input(_PLAIN_INPUTS)
+    made = writer.add(op, node.input[:_PLAIN_INPUTS], "product" if kind or has_sum else "", **product)
+    if has_sum:
+        made = writer.add("Add", [made, node.input[_PLAIN_INPUTS]], "sum" if kind else "")
+    if kind:
+        # FusedConv lists the numbers, FusedGemm names each.
+        params = dict(zip(_ACTIVATIONS[kind], given, strict=False))
+        named = {name: read_float(node, f"activation_{name}", math.nan) for name in _ACTIVATIONS[kind]}
+        params |= {name: value for name, value in named.items() if not math.isnan(value)}
+        if kind == "Clip" and writer.opset >= _CLIP_INPUTS_SINCE:
+            bounds = [writer.constant(name, params[name]) if name in params else "" for name in ("min", "max")]
+            writer.add(kind, [made, *bounds])
+        else:
+            writer.add(kind, [made], **params)
+
+
+_CLIP_INPUTS_SINCE = 11
+
+
+def _split_matmul(writer: Writer) -> None:
+    node = writer.node
+    ranks = [len(shape) for name in node.input if (shape := writer.graph.value(name).shape) is not None]
+    if len(ranks) != len("AB") or any(node.integer(f"transBatch{side}", 0) for side in "AB"):
+        return
+    sides = list(node.input)
+    for place, (side, rank) in enumerate(zip("AB", ranks, strict=True)):
+        # As the operator is defined, a vector is not transposed.
+        if node.integer(f"trans{side}", 0) and rank > 1:
+            turned = [*range(rank - 2), rank - 1, rank - 2]
+            sides[place] = writer.add("Transpose", [sides[place]], f"turned_{side}", perm=turned)
+    alpha = read_float(node, "alpha", 1.0)
+    product = writer.add("MatMul", sides, "product" if alpha != 1 else "")
+    if alpha != 1:
+        writer.add("Mul", [product, writer.constant("alpha", alpha)])
+
+
+# The operator; for each of its inputs the position of the integers, which scale and zero point follow, or of a tensor
+# that is not quantized; the position of the result's scale; that of an int32 bias.
+_LINEAR: Mapping[str, tuple[str, Sequence[tuple[int, bool]], int, int]] = {
+    "QLinearConv": ("Conv", ((0, True), (3, True)), 6, 8),
+    "QLinearMatMul": ("MatMul", ((0, True), (3, True)), 6, 0),
+    "QGemm": ("Gemm", ((0, True), (3, True)), 7, 6),
+    "QLinearAdd": ("Add", ((0, True), (3, True)), 6, 0),
+    "QLinearMul": ("Mul", ((0, True), (3, True)), 6, 0),
+    "QLinearWhere": ("Where", ((0, False), (1, True), (4, True)), 7, 0),
+    **{
+        f"QLinear{op}": (op, ((0, True),), 3, 0)
+        for op in ("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax")
+    },
+}
+LINEAR = frozenset({*_LINEAR, "QLinearConcat"})
+"""The operators of the format QOperator that are written as a float operator between DQ and Q nodes."""
+# Attributes that only the QLinear operators have.
+_OWN = frozenset({"channels_last", "opset"})
+# The first opset with a scale for each channel in DequantizeLinear.
+_DQ_AXIS_SINCE = 13
+
+
+@rewrite(
+    "split-qlinear",
+    "write {count} of the format QOperator, such as QLinearConv, as the operators they were, between DQ and Q nodes",
+)
+def split_qlinear(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Rewrites QLinearConv and its like to DequantizeLinear, Conv and QuantizeLinear, with the same numbers.
+
+    The scale of an int32 bias is that of the input times that of the weights, as QLinearConv is defined. Operators that
+    move integers from one of these nodes to another get Q and DQ nodes too. Only rounding may differ: where the result
+    lies in the middle of two integers, sums in float may fall to the other side.
+    """
+    split = replace_nodes(graph, opset, LINEAR, _split_linear) if opset >= _DQ_AXIS_SINCE else ()
+    return (*split, *replace_nodes(graph, opset, _MOVING, _spread_quantizers)) if split else ()
+
+
+def _split_linear(writer: Writer) -> None:
+    node, graph = writer.node, writer.graph
+    op, places, result, bias = _LINEAR.get(node.op_type, ("Concat", (), 0, 0))
+    if node.op_type == "QLinearConcat":
+        places = [(at, True) for at in range(2, len(node.input), 3)]
+    quantized = [at for at, is_quantized in places if is_quantized]
+    if not all(map(node.has_input, (*(at for at, _ in places), *(at + 1 for at in quantized)))):
+        return
+    # A QGemm without a scale for its result gives floats.
+    gives_float = node.op_type == "QGemm" and not node.has_input(result)
+    scales = [scale.reshape(-1) for at in quantized if (scale := graph.inline(node.input[at + 1])) is not None]
+    if len(scales) < len(quantized) or not (gives_float or node.has_input(result + 1)):
+        return
+    if not _is_plain(writer, op, [scale.size for scale in scales]):
+        return
+    # The outputs of weights are the first axis of a convolution, and the last of a product.
+    axis = 0 if op == "Conv" or node.integer("transB", 0) else 1
+    inputs = [node.input[at] for at, _ in places]
+    for place, (at, is_quantized) in enumerate(places):
+        if is_quantized:
+            given = [node.input[at], *_flatten(writer, f"input_{at}", node.input[at + 1 : at + 3])]
+            inputs[place] = writer.add("DequantizeLinear", given, f"input_{at}", axis=axis)
+    if bias and node.has_input(bias):
+        scale = read_float(node, "alpha", 1.0) * scales[0] * scales[1]
+        last = len(graph.value(node.input[bias]).shape or (0,)) - 1
+        given = [node.input[bias], writer.constant("bias_scale", scale if scale.size > 1 else scale[0], "float32")]
+        inputs.append(writer.add("DequantizeLinear", given, "bias", axis=last))
+    own = {name: value for name, value in node.attributes.items() if name not in _OWN}
+    made = writer.add(op, inputs, "" if gives_float else "float", **own)
+    if not gives_float:
+        writer.add("QuantizeLinear", [made, *_flatten(writer, "result", node.input[result : result + 2])])
+
+
+def _is_plain(writer: Writer, op: str, scales: Sequence[int]) -> bool:
+    """Returns True if the plain operator computes the same; `scales` are the numbers of the inputs' scales."""
+    node, graph = writer.node, writer.graph
+    if node.integer("channels_last", 0):
+        return False
+    if op == "Softmax" and node.integer("opset", _DQ_AXIS_SINCE) < _DQ_AXIS_SINCE:
+        # Before opset 13 Softmax ran over all axes from this one on.
+        rank = len(graph.value(node.input[0]).shape or ())
+        return node.integer("axis", 1) in {-1, rank - 1}
+    if op in {"Conv", "MatMul", "Gemm"} and scales[0] == 1:
+        # A stack of weights has its scales along another axis.
+        return op == "Conv" or scales[1] == 1 or len(graph.value(node.input[3]).shape or ()) == len("KN")
+    return all(count == 1 for count in scales)
+
+
+def _flatten(writer: Writer, part: str, names: Sequence[str]) -> list[str]:
+    """Returns the names of a scale and a zero point: as scalars if they hold one number, else as lists."""
+    found: list[str] = []
+    for name, what in zip(filter(None, names), ("scale", "zero"), strict=False):
+        shape = tuple(writer.graph.constants[name].dims) if name in writer.graph.constants else ()
+        plain = () if math.prod(shape) == 1 else (math.prod(shape),)
+        found.append(name if shape == plain else writer.reshaped(f"{part}_{what}", name, plain))
+    return found
+
+
+# Operators that only move elements; their quantized inputs and results have the same scale.
+_MOVING = frozenset({"Flatten", "Gather", "MaxPool", "Reshape", "Resize", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def _spread_quantizers(writer: Writer) -> None:
+    """Writes DequantizeLinear and QuantizeLinear around an operator that moves the integers of a QuantizeLinear."""
+    graph, node = writer.graph, writer.node
+    is_moved = len(node.output) == 1 and node.attributes.get("mode", "nearest") == "nearest"
+    if writer.dtype not in {"int8", "uint8"} or not is_moved:
+        return
+    source = graph.producers.get(node.input[0])
+    while source is not None and source.op_type in _MOVING:
+        source = graph.producers.get(source.input[0])
+    if source is None or source.op_type != "QuantizeLinear":
+        return
+    scale = source.input[1:3]
+    moved = writer.add("DequantizeLinear", [node.input[0], *scale], "dequantized")
+    moved = writer.add(node.op_type, [moved, *node.input[1:]], "float", **node.attributes)
+    writer.add("QuantizeLinear", [moved, *scale])
