@@ -128,6 +128,15 @@ def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:
     assert weight.dtype == np.int8
 
 
+def test_an_input_that_is_an_output_too_stays_float_and_all_else_is_quantized(tmp_path: Path) -> None:
+    text = "g (float[1,4] x, float[1,2] m) => (float[1,2] m, float[1,4] y) { y = MatMul(x, w) }"
+    quantized = quantize_net(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}), tmp_path, "qnn")
+    assert quantized.float_nodes == ()
+    assert dequantized_constants(quantized.model, "y")
+    with pytest.raises(ModelError, match="output 'x' of 'n.onnx' is an input of it, with no node between"):
+        read_float_graph(make_model("g (float[4] x) => (float[4] x, float[4] y) { y = Neg(x) }", tmp_path / "n.onnx"))
+
+
 def test_products_that_wait_for_lora_weights_stay_float(tmp_path: Path) -> None:
     text = """g (float[1,4] x) => (float[1,4] y) <float[4,0] a = {}, float[0,4] b = {}> {
       p = MatMul(x, w) q = MatMul(x, a) r = MatMul(q, b) y = Add(p, r) }"""

@@ -41,6 +41,16 @@ def test_bodies_of_a_kept_node_read_floats(tmp_path: Path) -> None:
         np.testing.assert_array_equal(made, wanted)
 
 
+def test_an_input_that_is_an_output_too_stays_float32(tmp_path: Path) -> None:
+    text = f"{HEAD} (float[2] x, float[2] m) => (float[2] m, float[2] y) {{ y = Neg(x) }}"
+    converted = convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").model
+    values = {"x": np.array([1.0, -2.0], np.float32), "m": np.array([1e-9, 1e9], np.float32)}
+    got = CpuSession(converted.path, SessionSettings()).run(values)
+    assert [*got] == ["m", "y"]
+    np.testing.assert_array_equal(got["m"], values["m"])
+    np.testing.assert_array_equal(got["y"], -values["x"])
+
+
 def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2,2] x) => (float[2,2] y) {{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }}"
     prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})

@@ -24,6 +24,7 @@ from edgekit.model.model import (
     Model,
     drop_unread,
     find_integer_ops,
+    iterate_nodes,
     list_names,
     read_with_weights_on_disk,
     refill,
@@ -332,7 +333,9 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
             f"'{model.path.name}' has opset {opset}, quantizing needs {MINIMUM_OPSET}",
             hint="edgekit prepare MODEL --opset 17 --out FILE",
         )
-    fed = {value.name for value in proto.graph.input}
+    # One that no node reads gets no Q and DQ.
+    read = {name for node in iterate_nodes(proto.graph) for name in node.input}
+    fed = {value.name for value in proto.graph.input if value.name in read}
     through = next((value.name for value in proto.graph.output if value.name in fed), None)
     if through is not None:
         raise ModelError(
