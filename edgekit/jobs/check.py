@@ -13,7 +13,7 @@ from edgekit._files import move_file, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.macs import assume_sizes, choose_sizes
-from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
+from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.observe import NotObserved, Observed, observe_target
@@ -120,7 +120,7 @@ def check_targets(
         with suppress(ModelError, RuntimeRefusal):
             unchanged = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
-        prepared, refusal = _prepare(source, work, recipe, observe=observe)
+        prepared, refused_by = _prepare(source, work, recipe, observe=observe)
         sizes, sized, assumed = choose_sizes(skim_model(prepared.path).graph), None, dict[str, int]()
         # The same for all targets.
         traced, graph = trace_model(source, prepared, recipe.dims), assume_sizes(read_graph(prepared))
@@ -145,6 +145,9 @@ def check_targets(
         refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
         shipped_reports, named = reports | built, {target.name: target for target in targets}
         chosen = recommend_target(shipped_reports, named, refused, floats)
+        if refused_by is not None:
+            why = f"no session of the model as it is can be made: {refused_by.hint}"
+            chosen = Recommendation(target=None, reasons=(why,), rest=tuple(reports))
         best = named.get(chosen.target or "")
         if best is not None and chosen.precision in INTEGERS and shipped_reports[best.name].verdict == "yes":
             loss = _explain_loss(models.get(best.name, prepared), best, chosen.precision, work / "rewritten.onnx")
@@ -160,7 +163,7 @@ def check_targets(
         built=built,
         assumed=assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
-        refusal=refusal,
+        refusal=None if refused_by is None else refused_by.message,
         fixed_axes=find_fixed_axes(source, targets),
         forecast=forecast_goal(model, recipe, targets),
         minimum_ort={target.name: max(target.minimum_ort, reader, key=read_version) for target in targets},
@@ -174,7 +177,9 @@ def find_fixed_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]
     return list_fixed_axes(source.inputs, skim_model(source.path).producer_name)
 
 
-def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
+def _prepare(
+    source: Model, work: Path, recipe: Recipe, *, observe: bool
+) -> tuple[Model, ModelError | RuntimeRefusal | None]:
     """Returns the graph that a provider would see and None, or if ONNX Runtime refuses the model, the model and why."""
     out = work / f"{source.name}.onnx"
     # A real provider needs the weights; the rules do not.
@@ -182,7 +187,7 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
     try:
         return write(source, out, recipe.dims, may_stay_open=True), None
     except (ModelError, RuntimeRefusal) as error:
-        return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error.message
+        return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error
 
 
 def _assume_sizes(

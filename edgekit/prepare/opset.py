@@ -47,6 +47,11 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     )
 
 
+def _knows(node: onnx.NodeProto, opset: int) -> bool:
+    """Returns True if onnx, or ONNX Runtime in ONNX's domain, has an operator in an opset."""
+    return defs.has(node.op_type, opset) or node.op_type in {*ORT_OWN, *_FUSED_NORMS}
+
+
 def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
     """Drops attributes that the older opset lacks and that state the default, in place."""
     if not defs.has(node.op_type, own) or not defs.has(node.op_type, opset):
@@ -128,11 +133,12 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         words = f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}"
         raise ModelError(words, hint=f"export the model with opset {opset}")
-    nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain] if opset < own else []
-    for node in nodes:
+    nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain]
+    for node in nodes if opset < own else ():
         _drop_defaults(node, own, opset)
-    # The operators that differ in the older opset, or do not exist there.
-    newer = sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)})
+    # The operators that differ in the older opset or do not exist there, or that onnx does not know.
+    changed = [node for node in nodes if not (_means_the_same(node, own, opset) if opset < own else _knows(node, own))]
+    newer = sorted({node.op_type for node in changed})
     if opset < own and not newer:
         # No node changes, only the import.
         for entry in proto.opset_import:

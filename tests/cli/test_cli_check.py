@@ -80,6 +80,17 @@ def test_a_model_that_onnx_runtime_cannot_load_still_gets_a_report(
     assert "refused on any target" in (tmp_path / "c.html").read_text()
 
 
+def test_no_target_is_recommended_for_a_model_that_no_session_opens(tmp_path: Path, answer: Answer) -> None:
+    model = parse_model("g (float[2] x) => (int64[2] y) { y = Neg(x) }", tmp_path / "m.onnx")
+    report = answer(["check", str(model), "--target", "qnn"], 1)
+    assert report["targets"]["qnn"]["verdict"] == "yes"
+    assert report["recommended"]["target"] is None
+    assert report["recommendation"] == (
+        "none of these targets: no session of the model as it is can be made: check that the model runs in ONNX"
+        " Runtime: edgekit inspect MODEL"
+    )
+
+
 def _node(name: str = "n", **fields: object) -> CheckedNode:
     node = CheckedNode(name=name, op="Conv", domain="ai.onnx", taken=True, reasons=(), macs=10, bytes=10, partition=0)
     return msgspec.structs.replace(node, **fields)

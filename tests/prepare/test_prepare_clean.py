@@ -387,6 +387,10 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {}, opset=99)
     with pytest.raises(ModelError, match="cannot convert opset 17 to 13: it uses HardSwish"):
         prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
+    text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ImageScaler(x) }"
+    model = make_model(text, tmp_path / "old.onnx", opset=7, ir_version=3)
+    with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ImageScaler"):
+        prepare_model(model, tmp_path / "out.onnx", {})
 
 
 def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_an_input_that_is_an_output_too_stays_float_and_all_else_is_quantized(tm
     quantized = quantize_net(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}), tmp_path, "qnn")
     assert quantized.float_nodes == ()
     assert dequantized_constants(quantized.model, "y")
-    with pytest.raises(ModelError, match="output 'x' of 'n.onnx' is an input of it, with no node between"):
+    with pytest.raises(ModelError, match="is an input of it, with no node between"):
         read_float_graph(make_model("g (float[4] x) => (float[4] x, float[4] y) { y = Neg(x) }", tmp_path / "n.onnx"))
 
 
