@@ -51,7 +51,8 @@ def node_rewrite(
 ) -> Callable[[Write], Rewrite]:
     """Decorates a function that replaces one node: returns a `Rewrite` that applies it to all nodes of these operators.
 
-    It applies to models of opset `since` and later; with `floats`, only to nodes whose first input is of `FLOATS`.
+    It applies to models of opset `since` and later; with `floats`, only to nodes that compute in `FLOATS`: the first
+    input is one, and they are not between DequantizeLinear and QuantizeLinear, where providers compute in integers.
     """
 
     def wrap(write: Write) -> Rewrite:
@@ -88,7 +89,7 @@ def replace_nodes(
         if node.op_type not in ops or not _is_valid(node, opset):
             continue
         writer = Writer(graph=view, node=node, opset=opset)
-        if not floats or writer.dtype in FLOATS:
+        if not floats or (writer.dtype in FLOATS and not _is_unit(view, node)):
             write(writer)
         if writer.nodes:
             made[node.output] = writer.nodes
@@ -96,6 +97,14 @@ def replace_nodes(
     if changed:
         refill(graph.node, [new for node in graph.node for new in made.get(tuple(node.output), (node,))])
     return tuple(changed)
+
+
+def _is_unit(graph: Graph, node: Node) -> bool:
+    """Returns True for a node between DequantizeLinear and QuantizeLinear."""
+    made_by, read_by = graph.producers.get(node.input[0]), graph.readers(node.output[0])
+    if made_by is None or made_by.op_type != "DequantizeLinear" or node.output[0] in graph.outputs:
+        return False
+    return bool(read_by) and all(reader.op_type == "QuantizeLinear" for reader in read_by)
 
 
 def _is_valid(node: Node, opset: int) -> bool:

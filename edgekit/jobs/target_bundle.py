@@ -297,7 +297,8 @@ class _Strategies:
             fixed = fix_quantized(model, target, work / "fixed.onnx")
             if fixed.fixes:
                 model = fixed.model
-                notes += [f"{_FIX_NOTES[fix.id]}: {len(fix.nodes)} nodes" for fix in fixed.fixes]
+                texts = {fix.id: f"{fix.id} avoids a kernel of QNN that is wrong" for fix in fixed.fixes} | _FIX_NOTES
+                notes += [f"{texts[fix.id]}: {len(fix.nodes)} nodes" for fix in fixed.fixes]
         elif target.name in inputs.floats:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif strategy.precision in INTEGERS:

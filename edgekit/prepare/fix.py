@@ -154,8 +154,8 @@ FIXES = _by_id(
     products.scale_to_conv, products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs,
     idle.drop_default_activations, idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax,
     layout.flatten_to_reshape, layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start,
-    layout.transposed_to_conv, norms.join_layer_norm, norms.join_rms_norm, activations.join_gelu,
-    activations.join_softmax,
+    layout.floor_pool, layout.pad_all_axes, layout.transposed_to_conv, norms.join_layer_norm, norms.join_rms_norm,
+    activations.join_gelu, activations.join_softmax,
 )  # fmt: skip
 """Rewrites that help or do no harm on every provider."""
 
@@ -181,6 +181,7 @@ TARGET_REWRITES = _by_id(
     layout.unsqueeze_arg,
     layout.pad_reflect,
     layout.plain_nearest,
+    layout.planar_resize,
     layout.pad_transposed,
     layout.write_pads,
     products.plain_gemm,
@@ -188,6 +189,7 @@ TARGET_REWRITES = _by_id(
     activations.plain_slope,
     activations.join_hard_swish,
     activations.split_hard_swish,
+    activations.split_mish,
     activations.flatten_softmax,
     layout.flatten_expand,
     # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
@@ -212,10 +214,15 @@ TARGET_REWRITES = _by_id(
 )
 """Rewrites that help some providers only; a target gets those by which the check finds that its provider takes more."""
 
+QNN_REWRITES = (
+    activations.part_silu, activations.bound_exponent, activations.flatten_softplus, activations.put_gate_first,
+    layout.cast_by_int32, layout.cast_by_floor, layout.pad_edge, layout.plain_average, recurrent.split_lstm,
+    products.divide_one, products.widen_kernel,
+)  # fmt: skip
+"""They avoid kernels of QNN's HTP that are wrong or inaccurate, in a quantized model; the order is that of REWRITES."""
+
 REQUIRED_REWRITES = _by_id(
-    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, activations.part_silu,
-    activations.bound_exponent, activations.flatten_softplus, activations.put_gate_first, layout.cast_by_int32,
-    layout.cast_by_floor, layout.pad_edge, layout.plain_average, recurrent.split_lstm,
+    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, *QNN_REWRITES,
     norms.batch_norm_to_conv, idle.drop_pad_values, products.plain_power,
 )  # fmt: skip
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model
@@ -225,26 +232,20 @@ REWRITES: Mapping[str, Rewrite] = {**FIXES, **TARGET_REWRITES, **REQUIRED_REWRIT
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 
-# They avoid kernels of QNN's HTP that are wrong or inaccurate.
-_QNN_WORKAROUNDS = (
-    activations.part_silu.id, activations.flatten_softplus.id, layout.cast_by_int32.id, recurrent.split_lstm.id,
-)  # fmt: skip
-
-
 def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """Returns the ids of the rewrites that a target needs, whatever the check finds of the float model.
 
     For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
     tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
     quantizer needs in parts. One that is quantized for QNN has HardSwish in one node, which is rounded once, no
-    BatchNormalization, no Pad whose value is zero, and no powers that stay float.
+    BatchNormalization, no Pad whose value is zero, no powers that stay float, and no GatherND by constants.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
     own = target.float_rewrites if stays_float else (float16.HALF_TO_FLOAT,) if takes_integers else ()
     if target.quantization.scheme == "qnn" and not stays_float:
-        plain = (norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id)
+        plain = (norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id, layout.plain_gather.id)
         own = (*own, activations.join_hard_swish.id, *plain)
     return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
 
@@ -308,7 +309,7 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
     """
     if target.quantization.scheme != "qnn":
         return FixedModel(model=model, fixes=())
-    return fix_model(model, out, _QNN_WORKAROUNDS)
+    return fix_model(model, out, [each.id for each in QNN_REWRITES])
 
 
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:

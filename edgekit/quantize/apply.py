@@ -11,10 +11,9 @@ from edgekit.errors import DataError, ModelError
 from edgekit.model.external import load_external
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
+from edgekit.prepare.fix import QNN_REWRITES
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites.activations import flatten_softplus, part_silu
-from edgekit.prepare.rewrites.layout import cast_by_int32
 from edgekit.prepare.rewrites.products import store_unsigned
 from edgekit.prepare.rewrites.recurrent import split_lstm
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -89,10 +88,9 @@ def quantize_model(
     elif plan.unsigned_ops:
         store_unsigned(quantized.graph, plan.unsigned_ops)
     if plan.scheme == "qnn":
-        part_silu(quantized.graph, read_opset(quantized))
-        flatten_softplus(quantized.graph, read_opset(quantized))
-        cast_by_int32(quantized.graph, read_opset(quantized))
-        if not is_trial and split_lstm(quantized.graph, read_opset(quantized)):
+        opset = read_opset(quantized)
+        wanted = [each for each in QNN_REWRITES if not (is_trial and each is split_lstm)]
+        if [name for each in wanted for name in each(quantized.graph, opset)]:
             drop_idle_nodes(quantized.graph)
     narrow_constants(quantized.graph, plan.narrow.bits)
     compact_qdq(quantized)

@@ -59,6 +59,31 @@ WITH = {
         z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
         w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x)
         v = AveragePool<kernel_shape=[3], strides=[2], pads=[2,0], count_include_pad=1>(u) }""",
+    # Windows beyond the end, one that begins behind it, pads that do not count or that no window leaves.
+    "floor-pool": """g (float[1,2,7,6] x) => (float[1,2,4,3] y, float[1,2,3,2] z, float[1,2,4,2] u, float[1,2,4,6] v)
+        { y = MaxPool<kernel_shape=[3,2], strides=[2,2], ceil_mode=1, pads=[1,0,1,1]>(x)
+        z = AveragePool<kernel_shape=[3,3], strides=[3,3], ceil_mode=1>(x)
+        u = MaxPool<kernel_shape=[2,2], dilations=[1,2], strides=[2,3], ceil_mode=1>(x)
+        v = AveragePool<kernel_shape=[2,1], strides=[2,1], pads=[0,0,1,0], ceil_mode=1, count_include_pad=1>(x) }""",
+    "pad-axes": """g (float[2,3,4] x) => (float[2,6,5] y, float[2,3,6] z) <float v = {9}, int64[4] p = {1,2,0,1},
+        int64[2] a = {-1,1}, int64[2] q = {2,0}, int64[1] b = {2}>
+        { y = Pad(x, p, v, a) z = Pad<mode="edge">(x, q, , b) }""",
+    "planar-resize": """g (float[2,3,3,4,5] x) => (float[2,3,6,4,7] y, float[2,3,5,6,10] z, float[2,3,3,8,5] u)
+        <float[5] f = {1,1,2,1,1.5}, int64[5] s = {2,3,5,6,10}, float[5] g = {1,1,1,2,1}>
+        { y = Resize<mode="linear">(x, , f)
+        z = Resize<mode="linear", coordinate_transformation_mode="align_corners">(x, , , s)
+        u = Resize<mode="linear", coordinate_transformation_mode="asymmetric">(x, , g) }""",
+    "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Mish(x) }",
+    "divide-one": """g (float[2,9] x) => (float[2,9] y) <float s = {0.1}, uint8 z = {0}, float t = {0.5}>
+        { a = Abs(x) q = QuantizeLinear(a, s, z) d = DequantizeLinear(q, s, z) r = Reciprocal(d)
+        u = QuantizeLinear(r, t, z) y = DequantizeLinear(u, t, z) }""",
+    "widen-kernel": """g (float[1,2,3,4] x, float[1,2,5] u) => (float[1,2,2,2] y, float[1,2,7] v) <float s = {0.001},
+        uint16 z = {100}, int8[2,1,1,1] w = {100,-50}, int8[2,1,1] k = {7,-3}, float[2] f = {0.01,0.02},
+        int8[2] o = {0,0}, float[2] b = {1,2}>
+        { q = com.microsoft.QuantizeLinear(x, s, z) d = com.microsoft.DequantizeLinear(q, s, z)
+        e = DequantizeLinear<axis=0>(w, f, o) y = Conv<group=2, strides=[2,2], auto_pad="VALID">(d, e, b)
+        r = com.microsoft.QuantizeLinear(u, s, z) t = com.microsoft.DequantizeLinear(r, s, z)
+        c = DequantizeLinear<axis=0>(k, f, o) v = Conv<group=2, pads=[2,0], dilations=[2]>(t, c) }""",
     "pad-edge": """g (float[1,2,3,4] x) => (float[1,2,6,7] y, float[1,2,3,6] z)
         <int64[8] p = {0,0,1,2,0,0,2,1}, int64[8] q = {0,0,0,2,0,0,0,0}>
         { y = Pad<mode="edge">(x, p) z = Pad<mode="edge">(x, q) }""",
@@ -102,11 +127,13 @@ WITH = {
         int64[1,4,1] k = {0, 1, 2, 3}> { y = Gather<axis=-1>(x, i) z = Gather(x, k) }""",
     "gather-from-start": """g (float[4,3] x) => (float[4] y, float[2,3] z) <int64 i = {-1}, int32[2] k = {-3, 2}>
         { y = Gather<axis=-1>(x, i) z = Gather(x, k) }""",
-    "plain-gather": """g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f)
-        <float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0},
+    "plain-gather": """g (float[3,4] x, int32[2,3,4] w)
+        => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f, int32[3,4] m)
+        <float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, -1, 0, 0}, int64[1,2,1,1,1] q = {2, 0},
+        int64[3,2] n = {1, -1, 0, 2, -2, 1},
         int64[3,4] k = {0, 3, 2, 1, 1, 1, 0, 2, 3, 3, 0, 1}>
         { b = Greater(x, h) s = Gather(b, i) y = Cast<to=1>(s) t = GatherND(b, p) z = Cast<to=1>(t)
-        u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) }""",
+        u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) m = GatherND(w, n) }""",
     "pad-reflect": """g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}>
         { a = Relu(x) y = Pad<mode="reflect">(a, p) }""",
     # Half pixels of whole factors, others that half_pixel has with ties upwards, corners, and others by Gather.
@@ -309,7 +336,36 @@ WITHOUT = {
         { y = Gather<axis=1>(x, i) z = Gather(x, k) w = Gather(x, r) t = Gather(u, m) }""",
     "gather-from-start": """g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4] y, float[4,3] z, float[1,3] t)
         <int64 i = {1}, int64[1] m = {-1}> { y = Gather<axis=1>(x, i) z = Gather(x, r) t = Gather(u, m) }""",
-    "plain-gather": "g (int32[5,3] x, int32[2] i) => (int32[2,3] y) { y = Gather<axis=0>(x, i) }",
+    "plain-gather": """g (int32[5,3] x, int32[2] i, int64[2,1] j) => (int32[2,3] y, int32[2,3] z, int32[5] u)
+        <int64[5,1] k = {0,1,2,1,0}>
+        { y = Gather<axis=0>(x, i) z = GatherND(x, j) u = GatherND<batch_dims=1>(x, k) }""",
+    # Not rounded up, SAME, pads that count and those of ceil_mode, which do not; indices.
+    "floor-pool": """g (float[1,1,6,6] x)
+        => (float[1,1,3,3] y, float[1,1,3,3] z, float[1,1,3,3] u, float[1,1,3,3] v, int64[1,1,3,3] i)
+        { y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)
+        z = MaxPool<kernel_shape=[3,3], strides=[2,2], auto_pad="SAME_UPPER", ceil_mode=1>(x)
+        u = AveragePool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1, count_include_pad=1>(x)
+        v, i = MaxPool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1>(x) }""",
+    "pad-axes": """g (float[2,3] x, int64[1] a, int64[2] q) => (float[2,M] y, float[A,B] z, float[C,D] u)
+        <int64[4] p = {0,1,0,1}, int64[2] r = {1,1}, int64[1] b = {1}>
+        { y = Pad(x, p) z = Pad(x, r, , a) u = Pad(x, q, , b) }""",
+    "planar-resize": """g (float[1,1,3,4,5] x, float[1,1,4,5] u)
+        => (float[1,1,6,8,10] y, float[1,1,8,10] v, float[1,2,3,4,5] z)
+        <float[5] f = {1,1,2,2,2}, float[4] g = {1,1,2,2}, float[5] c = {1,2,1,1,1}>
+        { y = Resize<nearest_mode="floor">(x, , f) v = Resize<mode="linear">(u, , g)
+        z = Resize<mode="linear">(x, , c) }""",
+    "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Softplus(x) }",
+    "divide-one": "g (float[2,9] x) => (float[2,9] y) { a = Exp(x) y = Reciprocal(a) }",
+    # 8 bits, one channel after the other, several elements, and a computed weight.
+    "widen-kernel": """g (float[1,2,3,3] x, int8[2,1,1,1] n)
+        => (float[1,2,3,3] y, float[1,2,3,3] z, float[1,2,3,2] u, float[1,2,3,3] v)
+        <float s = {0.001}, uint8 z8 = {100}, uint16 z16 = {100}, int8[2,1,1,1] w = {100,-50},
+        int8[2,2,1,1] k = {7,-3,2,9}, int8[2,1,1,2] m = {1,2,3,4}, float[2] f = {0.01,0.02}, int8[2] o = {0,0}>
+        { q = QuantizeLinear(x, s, z8) d = DequantizeLinear(q, s, z8) e = DequantizeLinear<axis=0>(w, f, o)
+        y = Conv<group=2>(d, e) r = com.microsoft.QuantizeLinear(x, s, z16)
+        t = com.microsoft.DequantizeLinear(r, s, z16) c = DequantizeLinear<axis=0>(k, f, o)
+        z = Conv(t, c) a = DequantizeLinear<axis=0>(m, f, o)
+        u = Conv<group=2>(t, a) b = DequantizeLinear<axis=0>(n, f, o) v = Conv<group=2>(t, b) }""",
     "pad-reflect": """
         g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}>
         { y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }""",
@@ -439,6 +495,8 @@ TOLERANCE = {
     "plain-power": 1e-6,
     "bounded-exp": 1e-6,
     "plain-average": 1e-6,
+    "planar-resize": 1e-6,
+    "split-mish": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
@@ -452,17 +510,20 @@ GONE = {
 SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
-    "plain-gather": 4, "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
+    "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2,
+    "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 15,
     "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
+OPSETS = {"pad-axes": 18, "split-mish": 18}
+"""The opset, if it is another than 17."""
 
 
 @pytest.mark.parametrize("id_", WITH)
 def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str) -> None:
-    model = make_model(WITH[id_], tmp_path / "m.onnx")
+    model = make_model(WITH[id_], tmp_path / "m.onnx", opset=OPSETS.get(id_, 17))
     if id_ == "trailing-inputs":
         model = _with_empty_input(model)
     fixed = fix_model(model, tmp_path / "out.onnx", [id_])
@@ -482,7 +543,7 @@ def _with_empty_input(model: Model) -> Model:
 
 @pytest.mark.parametrize("id_", WITHOUT)
 def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
-    assert rewrite(tmp_path, WITHOUT[id_], id_).fixes == ()
+    assert rewrite(tmp_path, WITHOUT[id_], id_, opset=OPSETS.get(id_, 17)).fixes == ()
     assert op_names(tmp_path / "out.onnx") == op_names(tmp_path / "m.onnx")
 
 

@@ -37,15 +37,12 @@ class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
 
 
 class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
-    """The axis must be the last one; it is an attribute, or the input `at`."""
+    """The axis must be the last one."""
 
     default: int = -1
-    at: int | None = None
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         axis, shape = subject.unit.node.integer("axis", self.default), subject.shape(0)
-        given = None if self.at is None else subject.array(self.at)
-        axis = axis if given is None else int(given.reshape(-1)[0])
         if shape is None:
             yield "the rank of input 0 is unknown"
         elif axis not in {-1, len(shape) - 1}:
@@ -60,7 +57,7 @@ class AxisSize(BaseRule, frozen=True, kw_only=True, tag="axis_size"):
     def _reasons(self, subject: Subject) -> Iterator[str]:
         axis, shape = subject.unit.node.integer("axis", -1), subject.shape(0) or ()
         if -len(shape) <= axis < len(shape) and (shape[axis] or self.min) < self.min:
-            yield f"axis {axis} has {shape[axis]} element"
+            yield f"axis {axis} has {shape[axis]} element{'s' * (shape[axis] != 1)}"
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):

@@ -559,8 +559,7 @@ class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
 class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
-    `scalar` requires each scale and zero point to be a scalar and not a list of one, `least_scale` no smaller scale,
-    and `positive_share` that so much of the range of integers lies above the zero point.
+    `scalar` requires each scale and zero point to be a scalar and not a list of one, `least_scale` no smaller scale.
     """
 
     of: Side = "inputs"
@@ -572,7 +571,6 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     scale: float | None = None
     tolerance: float = 0.0
     least_scale: float = 0.0
-    positive_share: float = 0.0
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         graph = subject.graph
@@ -599,11 +597,6 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
                 yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
             if any(entry < self.least_scale for entry in scale):
                 yield f"the scale of {what} is {scale[0]:.6g}, below {self.least_scale:.6g}"
-            if parameters is not None and self.positive_share:
-                limits = np.iinfo(parameters[1].dtype)
-                share = (limits.max - max(zero)) / (limits.max - limits.min)
-                if share < self.positive_share:
-                    yield f"{share:.0%} of the range of {what} is above zero, less than {self.positive_share:.0%}"
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):

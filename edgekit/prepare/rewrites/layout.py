@@ -1,5 +1,6 @@
 """Operators that move elements, and windows over them, as most providers take them: Reshape, Gather, Pad, pooling."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -101,35 +102,38 @@ def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, 
     return groups or [(1, 1)]
 
 
-_MOST_GATHERED = 4
-
-
 @node_rewrite(
     "plain-gather",
     {"Gather", "GatherElements", "GatherND"},
-    "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
+    "gather 32-bit integers in place of bools, and rows in place of elements: {count}, which is the same",
 )
 def plain_gather(writer: Writer) -> None:
-    """Gathers bools as int32, and rewrites GatherND indices of five axes or more to shape [N, K].
+    """Gathers bools as int32, and rewrites GatherND with constant indices to a Gather of rows between Reshapes.
 
-    A Cast restores the bools and a Reshape the shape. Values are only copied.
+    A Cast restores the bools. Values are only copied. QNN takes no indices of five axes, and computes GatherND wrongly
+    for some shapes (targets/qnn/NOTES.md).
     """
-    graph, node, rows, is_bool = writer.graph, writer.node, None, writer.dtype == "bool"
+    graph, node, is_bool, rows, flat = writer.graph, writer.node, writer.dtype == "bool", None, list[int]()
+    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
     array = graph.array(node.input[1]) if node.op_type == "GatherND" else None
-    if array is not None and array.ndim > _MOST_GATHERED and not node.integer("batch_dims", 0):
-        rows = array.reshape(-1, array.shape[-1]) if graph.value(node.output[0]).static_shape is not None else None
+    if array is not None and before and after and not node.integer("batch_dims", 0):
+        count = array.shape[-1]
+        places = np.moveaxis(np.where(array < 0, array + before[:count], array), -1, 0)
+        rows = np.ravel_multi_index(tuple(places), before[:count]).ravel()
+        flat = [math.prod(before[:count]), math.prod(before[count:])]
     if rows is None and not is_bool:
         return
-    value, indices = node.input[0], node.input[1]
+    value, indices, op, given = node.input[0], node.input[1], node.op_type, dict(node.attributes)
     if is_bool:
         value = writer.add("Cast", [value], "numbers", to=onnx.TensorProto.INT32)
     if rows is not None:
+        value = writer.add("Reshape", [value, writer.constant("sizes", flat, "int64")], "flat")
+        op, given = "Gather", {"axis": 0}
         indices = writer.constant("rows", rows, "int64")
     # The last node has no part name: it gets the name and output of the replaced node.
-    value = writer.add(node.op_type, [value, indices], "picked", **node.attributes)
+    value = writer.add(op, [value, indices], "picked", **given)
     if rows is not None:
-        shape = writer.constant("shape", graph.value(node.output[0]).static_shape, "int64")
-        value = writer.add("Reshape", [value, shape], "shaped" if is_bool else "")
+        value = writer.add("Reshape", [value, writer.constant("shape", after, "int64")], "shaped" if is_bool else "")
     if is_bool:
         writer.add("Cast", [value], to=onnx.TensorProto.BOOL)
 
@@ -217,6 +221,34 @@ def write_pads(writer: Writer) -> None:
         writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
 
 
+@node_rewrite(
+    "floor-pool",
+    {"AveragePool", "MaxPool"},
+    "write the ceil_mode of {count} of pooling as pads, which is the same",
+    since=10,
+)
+def floor_pool(writer: Writer) -> None:
+    """Writes the pads that the `ceil_mode` of a pooling adds at the ends, or leaves out those of a window beyond them.
+
+    QNN computes a window that begins behind the input, which ONNX leaves out, and wrong averages
+    (targets/qnn/NOTES.md).
+    """
+    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
+    kernel, auto = node.entries("kernel_shape") or (), node.attributes.get("auto_pad", "NOTSET")
+    if shape is None or not node.integer("ceil_mode", 0) or auto != "NOTSET" or any(node.output[1:]):
+        return
+    stride, dilation, begin, end, _ = place_windows(node, shape[2:], kernel)
+    size, reach = np.array(shape[2:]), (np.array(kernel) - 1) * dilation + 1
+    last = np.ceil((size + begin + end - reach) / stride).astype(int)
+    last -= last * stride >= size + begin
+    needed = last * stride + reach - size - begin
+    # Pads that are stated count then, and those of ceil_mode do not.
+    if (needed < 0).any() or (node.integer("count_include_pad", 0) and (needed > end).any()):
+        return
+    kept = {name: value for name, value in node.attributes.items() if name != "ceil_mode"}
+    writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
+
+
 @node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
 def plain_average(writer: Writer) -> None:
     """Writes a padded AveragePool with the other `count_include_pad`, times a constant for each place, for QNN.
@@ -273,6 +305,23 @@ def pad_reflect(writer: Writer) -> None:
 
     # One axis after the other gives the same corners as ONNX's reflect.
     _pad_by_axis(writer, "reflect", mirror)
+
+
+@node_rewrite("pad-axes", {"Pad"}, "write the pads of {count} of Pad for all axes, which is the same", since=18)
+def pad_all_axes(writer: Writer) -> None:
+    """Writes the pads of a Pad for all axes, in place of those that it names.
+
+    ONNX Runtime's change to NHWC permutes the pads as if they were those of all axes, and the first run fails.
+    """
+    graph, node = writer.graph, writer.node
+    shape, pads = graph.value(node.input[0]).shape, graph.array(node.input[1])
+    axes = graph.array(node.input[3]) if node.has_input(3) else None
+    if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
+        return
+    whole = np.zeros((2, len(shape)), np.int64)
+    whole[:, axes] = pads.reshape(2, -1)
+    given = [node.input[0], writer.constant("pads", whole.ravel(), "int64"), *filter(None, node.input[2:3])]
+    writer.add("Pad", given, **node.attributes)
 
 
 @node_rewrite("pad-edge", {"Pad"}, since=13, floats=True)
@@ -345,6 +394,46 @@ def plain_nearest(writer: Writer) -> None:
     for axis in axes:
         indices = writer.constant(f"axis_{axis}/indices", picks[axis], "int64")
         value = writer.add("Gather", [value, indices], "" if axis == axes[-1] else f"axis_{axis}", axis=axis)
+
+
+@node_rewrite(
+    "planar-resize",
+    {"Resize"},
+    "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
+    since=13,
+    floats=True,
+)
+def planar_resize(writer: Writer) -> None:
+    """Rewrites a linear Resize of the last three of five axes to one of two axes and one of one, between Reshapes.
+
+    QNN computes a linear Resize of five axes wrongly (targets/qnn/NOTES.md). The last bits may differ (1e-6 relative).
+    """
+    graph, node = writer.graph, writer.node
+    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
+    place = 2 if node.has_input(2) else 3
+    given = graph.array(node.input[place]) if node.has_input(place) else None
+    if before is None or after is None or len(before) != 5 or given is None or given.size != 5:
+        return
+    if node.attributes.get("mode") != "linear" or "axes" in node.attributes or before[:2] != after[:2]:
+        return
+    if node.attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return
+    rows, depth, (height, width) = before[:2], before[2], after[3:]
+
+    def resize(value: str, part: str, shape: Sequence[int], sizes: Sequence[float]) -> str:
+        flat = writer.add("Reshape", [value, writer.constant(f"{part}/flat", shape, "int64")], f"{part}-flat")
+        sizes = (1, 1, *sizes) if place == 2 else (*shape[:2], *sizes)
+        return writer.add(
+            "Resize",
+            [flat, *[""] * (place - 1), writer.constant(part, sizes, given.dtype.name)],
+            part,
+            **node.attributes,
+        )
+
+    planes = resize(node.input[0], "planes", (rows[0], rows[1] * depth, *before[3:]), given[3:].tolist())
+    unchanged = 1 if place == 2 else height * width
+    lines = resize(planes, "lines", (*rows, depth, height * width), [given[2], unchanged])
+    writer.add("Reshape", [lines, writer.constant("shape", after, "int64")])
 
 
 @node_rewrite(

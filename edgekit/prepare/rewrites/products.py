@@ -210,6 +210,58 @@ def plain_power(writer: Writer) -> None:
         writer.add("Sqrt", node.input[:1])
 
 
+@node_rewrite("divide-one", {"Reciprocal"}, since=10)
+def divide_one(writer: Writer) -> None:
+    """Writes a quantized Reciprocal(x) as Div(1, x), for QNN.
+
+    The HTP's Reciprocal is off by up to the whole range if x is negative or beyond 1, its Div is right
+    (targets/qnn/NOTES.md).
+    """
+    graph, x = writer.graph, writer.node.input[0]
+    read = graph.producers.get(x)
+    if read is None or read.op_type != "DequantizeLinear" or not read.has_input(2):
+        return
+    kind, scale = graph.value(read.input[2]).dtype or "", writer.constant("scale", 1, "float32")
+    number, zero = (writer.constant(name, value, kind) for name, value in (("number", 1), ("zero", 0)))
+    writer.add("Div", [writer.add("DequantizeLinear", [number, scale, zero], "one", domain=read.domain), x])
+
+
+@node_rewrite("widen-kernel", {"Conv"}, since=10)
+def widen_kernel(writer: Writer) -> None:
+    """Gives a depthwise convolution of 16 bits with a kernel of one element two more, zeros, for QNN.
+
+    The HTP's kernel for one element is wrong in channels whose weight is small (targets/qnn/NOTES.md).
+    """
+    graph, node = writer.graph, writer.node
+    read, weight = (graph.producers.get(name) for name in node.input[:2])
+    if (
+        read is None
+        or weight is None
+        or {read.op_type, weight.op_type} != {"DequantizeLinear"}
+        or not read.has_input(2)
+    ):
+        return
+    values = graph.inline(weight.input[0])
+    if graph.value(read.input[2]).dtype != "uint16" or values is None or node.integer("group", 1) == 1:
+        return
+    if math.prod(values.shape[1:]) != 1:
+        return
+    padding = [0] * (values.ndim - 3) + [1]
+    constant = writer.constant("values", np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 1)]), values.dtype.name)
+    wide = writer.add(
+        "DequantizeLinear", [constant, *weight.input[1:]], "wide", domain=weight.domain, **weight.attributes
+    )
+    pads = np.add(node.entries("pads") or 0, padding * 2).tolist()
+    kept = {name: node.attributes[name] for name in ("group", "strides") if name in node.attributes}
+    writer.add(
+        "Conv",
+        [node.input[0], wide, *node.input[2:]],
+        kernel_shape=[1 + 2 * each for each in padding],
+        pads=pads,
+        **kept,
+    )
+
+
 @node_rewrite("sum-to-add", {"Sum"}, "write {count} of Sum as Add, which is the same", since=7)
 def sum_to_add(writer: Writer) -> None:
     """Rewrites Sum(a, b, c) to Add(Add(a, b), c)."""
