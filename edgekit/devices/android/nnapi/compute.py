@@ -13,6 +13,7 @@ import numpy as np
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.devices.process.pipes import serve_pipes
+from edgekit.errors import DeviceError
 from edgekit.model.tensors import Array
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
@@ -35,6 +36,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     inputs: tuple[_Part, ...]
+    outputs: tuple[_Part, ...]
 
 
 class Computer:
@@ -62,7 +64,14 @@ class Computer:
         self._networks[network.id] = network, interpreter
 
     def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
-        """Returns the bytes of a network's outputs for those of its inputs, which follow the question."""
+        """Returns the bytes of a network's outputs for those of its inputs, which follow the question.
+
+        An axis of 0 is unknown to NNAPI: ONNX Runtime then gives a buffer for more than the output has, which is filled
+        with zeros.
+
+        Raises:
+            DeviceError: an output has another size than is asked for. Whoever asks would wait for the rest.
+        """
         run = msgspec.json.decode(question, type=_Run)
         parts = [read(part.size) for part in run.inputs]
         network, interpreter = self._networks[run.id]
@@ -71,10 +80,16 @@ class Computer:
             interpreter.set_tensor(detail["index"], _flip_sign_bit(value) if detail["dtype"] != value.dtype else value)
         interpreter.invoke()
         found: list[bytes] = []
-        for place, detail in zip(network.outputs, interpreter.get_output_details(), strict=True):
+        for place, part, detail in zip(network.outputs, run.outputs, interpreter.get_output_details(), strict=True):
             value = interpreter.get_tensor(detail["index"])
             is_flipped = network.operands[place].type == OperandType.TENSOR_QUANT8_ASYMM and value.dtype == np.int8
-            found.append((_flip_sign_bit(value) if is_flipped else value).tobytes())
+            data = (_flip_sign_bit(value) if is_flipped else value).tobytes()
+            if 0 in network.operands[place].shape:
+                data = data.ljust(part.size, b"\0")
+            if len(data) != part.size:
+                what = f"an output has {len(data)} bytes, and {part.size} are asked for"
+                raise DeviceError(what, hint="edgekit devices test android:x86_64")
+            found.append(data)
         return b"".join(found)
 
     def describe(self) -> Facts:
