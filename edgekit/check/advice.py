@@ -154,8 +154,10 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
         # A session that starts is worth nodes on the CPU, such as Reshapes.
         fatal_fewer = sum(node.fatal for node in case.nodes) - sum(node.fatal for node in after)
-    # A rewrite may help other targets but not this one.
-    if fatal_fewer < 0 or (gain_nodes <= 0 and not fatal_fewer and not adviser.always):
+    # A rewrite may help other targets but not this one. Where a node becomes several, more nodes may stay on the CPU,
+    # and less of the work.
+    gains = gain_nodes > 0 or gain_macs > 0 or fatal_fewer or adviser.always
+    if fatal_fewer < 0 or not gains:
         return None
     count = len(finding.nodes)
     named = ", ".join(finding.nodes[:_NAMED]) + (f" and {count - _NAMED} more" if count > _NAMED else "")

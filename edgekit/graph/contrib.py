@@ -177,14 +177,16 @@ def _fused_matmul(of: _Substitution) -> None:
 _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     **dict.fromkeys(
         (
-            "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "RotaryEmbedding",
-            "SimplifiedLayerNormalization",
+            "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax",
+            "RotaryEmbedding", "SimplifiedLayerNormalization",
         ),
         _same("Identity", 0),
     ),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm),
     **{op: _same(op, 0, 1, 2) for op in ("QuantizeLinear", "DequantizeLinear")},
     **dict.fromkeys(("QLinearAdd", "QLinearMul"), _same("Add", 0, 3)),
+    "QLinearWhere": _same("Where", 0, 1, 4),
+    "QLinearConcat": lambda of: of.add("Concat", [of.name(at) for at in range(2, len(of.node.input), 3)], keeps=True),
     "QLinearAveragePool": _same("AveragePool", 0),
     "QLinearGlobalAveragePool": _same("GlobalAveragePool", 0),
     "EmbedLayerNormalization": lambda of: of.add("Gather", [of.name(2), of.name(0)]),

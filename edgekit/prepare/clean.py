@@ -45,7 +45,7 @@ from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
-from edgekit.prepare.rewrites.fused import FUSED, split_fused
+from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
 
@@ -473,13 +473,14 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
 
 def _split_fused(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Splits what ONNX Runtime's optimizers fused, in place, and returns the model."""
-    if any(node.op_type in FUSED for node in iterate_nodes(proto.graph)):
+    if any(node.op_type in {*FUSED, "QLinearSoftmax"} for node in iterate_nodes(proto.graph)):
         # Element types and ranks decide into what.
         typed = infer_model(proto)
         for part, view in zip(iterate_graphs(proto.graph), iterate_graphs(typed.graph), strict=True):
             known = list(part.value_info)
             refill(part.value_info, view.value_info)
-            split_fused(part, read_opset(proto))
+            for rewrite in (split_fused, renew_softmax):
+                rewrite(part, read_opset(proto))
             refill(part.value_info, known)
     return proto
 

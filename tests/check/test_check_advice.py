@@ -143,3 +143,15 @@ def test_a_model_in_the_layout_of_one_pc_is_refused_on_all_targets(tmp_path: Pat
     assert all(each.message.endswith("for the CPU of one PC. Give the model as it was before") for each in told)
     assert {name for each in told for name in each.nodes} == {node.name for node in report.node_list[1:]}
     assert not any(each.id == "no-builder" for each in report.advice)
+
+
+def test_a_rewrite_by_which_more_nodes_and_less_of_the_work_stay_on_the_cpu_is_advised(tmp_path: Path) -> None:
+    """Of the nodes that become several XNNPACK takes the convolution, and no Concat."""
+    body = """(float[1,2,4,4] x) => (float[1,4,4,4] y) <float s = {0.01}, int8 z = {-128}, int8 o = {0},
+        int8[2,2,1,1] w = {1,2,3,4}>
+        { q = QuantizeLinear(x, s, z) c = QLinearConv(q, s, z, w, s, o, s, z)
+        a = com.microsoft.QLinearConcat<axis=1>(s, z, c, s, z, c, s, z) b = com.microsoft.QLinearSigmoid(a, s, z, s, z)
+        d = com.microsoft.QLinearSigmoid(b, s, z, s, z) y = DequantizeLinear(d, s, z) }"""
+    advice = _advice(tmp_path, body, "xnnpack")["split-qlinear"]
+    assert advice.gain_nodes == 0
+    assert advice.gain_macs == 64

@@ -221,6 +221,24 @@ def test_what_cannot_be_split_stays(tmp_path: Path, nodes: str) -> None:
     assert split_fused(infer_model(proto).graph, 13) == ()
 
 
+@pytest.mark.parametrize(("axis", "kept"), [(3, 13), (-1, 13), (2, 11)])
+def test_an_old_qlinear_softmax_over_the_last_axis_gets_the_definition_of_today(
+    tmp_path: Path, axis: int, kept: int
+) -> None:
+    """ONNX Runtime moves a Transpose through it, and then the old definition runs over all axes behind."""
+    text = f"""g (float[1,4,3,5] x) => (float[1,4,3,5] y)
+        <float s = {{0.0625}}, uint8 z = {{0}}, float p = {{0.00390625}}> {{ q = QuantizeLinear(x, s, z) t = Transpose<perm=[0,2,3,1]>(q)
+        c = com.microsoft.QLinearSoftmax<axis={axis}, opset=11>(t, s, z, p, z)
+        u = Transpose<perm=[0,3,1,2]>(c) y = DequantizeLinear(u, p, z) }}"""
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx")
+    (node,) = (node for node in onnx.load(str(prepared.path)).graph.node if node.op_type == "QLinearSoftmax")
+    assert {each.name: each.i for each in node.attribute}["opset"] == kept
+    if kept == 13:
+        inputs = make_inputs(model)
+        assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
 @pytest.mark.parametrize(("opset", "spread"), [(6, ()), (7, ("Add_y",))])
 def test_a_number_is_spread_where_operators_broadcast(tmp_path: Path, opset: int, spread: tuple[str, ...]) -> None:
     text = """g (float[1,2,4,4] x) => (float[1,2,4,4] y) <float[2,2,1,1] w = {1,-2,3,0.5}, float t = {-0.25}>

@@ -535,6 +535,36 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
     assert_same(tmp_path, fixed, TOLERANCE.get(id_, 0), seeds=range(4))
 
 
+@pytest.mark.parametrize(
+    ("moves", "is_spread"),
+    [
+        ("m = Pad(q, p, z)", True),
+        ("m = Pad(q, p, k)", False),
+        ("m = Pad(q, p)", False),
+        ("m = Pad(q, p, h)", False),
+        ('m = Pad<mode="reflect">(q, p, z)', True),
+        ("r = Transpose(q) m = Pad(r, p, z)", True),
+        ('m = Resize<mode="linear">(q, , e)', False),
+        ("m = Resize(q, , e)", True),
+        ("m, n = MaxPool<kernel_shape=[1,1]>(q)", False),
+        ("r = Abs(q) m = Transpose(r)", False),
+        ("m = Relu(q)", False),
+    ],
+)
+def test_between_qlinear_operators_what_moves_integers_is_quantized(
+    tmp_path: Path, moves: str, *, is_spread: bool
+) -> None:
+    text = f"""g (float[2,2,4,4] x, uint8 h) => (float[A,B,C,D] y) <float s = {{0.0625}}, uint8 z = {{7}},
+        uint8 k = {{8}}, int64[8] p = {{0,0,1,1,0,0,1,1}}, float[4] e = {{1,1,2,2}}>
+        {{ q = QuantizeLinear(x, s, z) {moves} c = com.microsoft.QLinearSigmoid(m, s, z, s, z)
+        y = DequantizeLinear(c, s, z) }}"""
+    fixed = rewrite(tmp_path, text, "split-qlinear")
+    spread = sum(name in moves for name in ("Pad", "Transpose", "Resize"))
+    assert [len(fix.nodes) for fix in fixed.fixes] == [1 + is_spread * spread]
+    if all(node not in moves for node in ("Abs(", "Relu(")):
+        assert_same(tmp_path, fixed, 0)
+
+
 def _with_empty_input(model: Model) -> Model:
     proto = onnx.load(str(model.path))
     proto.graph.node[0].input.append("")

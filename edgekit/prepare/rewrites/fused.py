@@ -16,7 +16,6 @@ from edgekit.prepare.rewrites.split_attention import read_float
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
 _PLAIN_INPUTS = 3
 FUSED = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
-"""The products that ONNX Runtime's optimizers make."""
 # The attributes of activation functions, in the order of FusedConv's `activation_params`.
 _ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "Relu": (), "Sigmoid": (), "Tanh": (), "Softplus": (), "Softsign": (), "Clip": ("min", "max"),
@@ -152,13 +151,28 @@ def _is_plain(writer: Writer, op: str, scales: Sequence[int]) -> bool:
     if node.integer("channels_last", 0):
         return False
     if op == "Softmax" and node.integer("opset", _DQ_AXIS_SINCE) < _DQ_AXIS_SINCE:
-        # Before opset 13 Softmax ran over all axes from this one on.
-        rank = len(graph.value(node.input[0]).shape or ())
-        return node.integer("axis", 1) in {-1, rank - 1}
+        return _is_last(writer)
     if op in {"Conv", "MatMul", "Gemm"} and scales[0] == 1:
         # A stack of weights has its scales along another axis.
         return op == "Conv" or scales[1] == 1 or len(graph.value(node.input[3]).shape or ()) == len("KN")
     return all(count == 1 for count in scales)
+
+
+def _is_last(writer: Writer) -> bool:
+    """Returns True if a Softmax runs over the last axis, where its definition did not change with opset 13."""
+    rank = len(writer.graph.value(writer.node.input[0]).shape or ())
+    return writer.node.integer("axis", -1) in {-1, rank - 1}
+
+
+@node_rewrite("new-qlinear-softmax", {"QLinearSoftmax"})
+def renew_softmax(writer: Writer) -> None:
+    """Gives a QLinearSoftmax over the last axis the definition of opset 13, if it has the one before.
+
+    Where ONNX Runtime's transpose optimizer moves the axis of the old one forward, it runs over all axes behind it too.
+    """
+    if writer.node.integer("opset", _DQ_AXIS_SINCE) < _DQ_AXIS_SINCE and _is_last(writer):
+        copy = writer.copy(writer.node)
+        next(each for each in copy.attribute if each.name == "opset").i = _DQ_AXIS_SINCE
 
 
 def _flatten(writer: Writer, part: str, names: Sequence[str]) -> list[str]:
@@ -172,21 +186,29 @@ def _flatten(writer: Writer, part: str, names: Sequence[str]) -> list[str]:
 
 
 # Operators that only move elements; their quantized inputs and results have the same scale.
-_MOVING = frozenset({"Flatten", "Gather", "MaxPool", "Reshape", "Resize", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+_MOVING = frozenset({
+    "Flatten", "Gather", "MaxPool", "Pad", "Reshape", "Resize", "Slice", "Squeeze", "Transpose", "Unsqueeze"
+})  # fmt: skip
 
 
 def _spread_quantizers(writer: Writer) -> None:
     """Writes DequantizeLinear and QuantizeLinear around an operator that moves the integers of a QuantizeLinear."""
     graph, node = writer.graph, writer.node
-    is_moved = len(node.output) == 1 and node.attributes.get("mode", "nearest") == "nearest"
-    if writer.dtype not in {"int8", "uint8"} or not is_moved:
-        return
     source = graph.producers.get(node.input[0])
     while source is not None and source.op_type in _MOVING:
         source = graph.producers.get(source.input[0])
-    if source is None or source.op_type != "QuantizeLinear":
+    if source is None or source.op_type != "QuantizeLinear" or len(node.output) > 1:
         return
-    scale = source.input[1:3]
+    scale, rest = source.input[1:3], list(node.input[1:])
+    if node.attributes.get("mode") in {"linear", "cubic"}:
+        return
+    if node.op_type == "Pad":
+        zero, value = (graph.number(name) if name else 0.0 for name in ((*scale, "")[1], (*rest, "", "")[1]))
+        # Only what stands for zero is zero in float too.
+        if zero is None or zero != value:
+            return
+        # Without a value QNN's HTP pads int8 with a wrong one where the zero point is -128.
+        rest[1:2] = [writer.constant("zero_value", 0.0, "float32")]
     moved = writer.add("DequantizeLinear", [node.input[0], *scale], "dequantized")
-    moved = writer.add(node.op_type, [moved, *node.input[1:]], "float", **node.attributes)
+    moved = writer.add(node.op_type, [moved, *rest], "float", **node.attributes)
     writer.add("QuantizeLinear", [moved, *scale])
