@@ -227,7 +227,8 @@ def test_an_old_qlinear_softmax_over_the_last_axis_gets_the_definition_of_today(
 ) -> None:
     """ONNX Runtime moves a Transpose through it, and then the old definition runs over all axes behind."""
     text = f"""g (float[1,4,3,5] x) => (float[1,4,3,5] y)
-        <float s = {{0.0625}}, uint8 z = {{0}}, float p = {{0.00390625}}> {{ q = QuantizeLinear(x, s, z) t = Transpose<perm=[0,2,3,1]>(q)
+        <float s = {{0.0625}}, uint8 z = {{0}}, float p = {{0.00390625}}>
+        {{ q = QuantizeLinear(x, s, z) t = Transpose<perm=[0,2,3,1]>(q)
         c = com.microsoft.QLinearSoftmax<axis={axis}, opset=11>(t, s, z, p, z)
         u = Transpose<perm=[0,3,1,2]>(c) y = DequantizeLinear(u, p, z) }}"""
     model = make_model(text, tmp_path / "m.onnx")
