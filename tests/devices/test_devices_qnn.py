@@ -350,6 +350,12 @@ QUANTIZED_WRONG = {
         int8[8] o = {{0,0,0,0,0,0,0,0}}, float t = {{0.0001}}>
         {{ q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) e = DequantizeLinear<axis=0>(w, f, o)
         c = Conv<group=8>(d, e) u = QuantizeLinear(c, t, z) y = DequantizeLinear(u, t, z) }}""",
+    # Half of the scores are masked, and cut off at -10; the others are off by half a unit.
+    "narrow-mask": f"""(float[1,40,32] x) => (float[1,40,32] y) <float s = {{0.0314}}, uint8 z = {{128}},
+        uint8[32] m = {{{",".join(["0", "255"] * 16)}}}, float f = {{39.2}}, uint8 o = {{255}},
+        float t = {{0.055}}, uint8 n = {{182}}>
+        {{ q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) e = DequantizeLinear(m, f, o)
+        a = Add(d, e) u = QuantizeLinear(a, t, n) v = DequantizeLinear(u, t, n) y = Softmax<axis=-1>(v) }}""",
     "cast-by-floor": """(float[1,64] x) => (float[1,64] y) <float s = {0.0314}, uint8 z = {128}>
         { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) c = Cast<to=7>(d) y = Cast<to=1>(c) }""",
 }

@@ -74,6 +74,14 @@ WITH = {
         z = Resize<mode="linear", coordinate_transformation_mode="align_corners">(x, , , s)
         u = Resize<mode="linear", coordinate_transformation_mode="asymmetric">(x, , g) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Mish(x) }",
+    # A mask on either side, computed and constant; 0.1 * 255 and less are needed.
+    "narrow-mask": """g (float[2,9] x, float[1,9] m) => (float[2,9] y, float[2,9] z)
+        <float s = {0.02}, uint8 o = {128}, float v = {40}, uint8 n = {255}, float t = {0.05}, uint8 p = {200},
+        float k = {-9999}, uint8[1,9] w = {255,0,255,255,0,255,0,254,255}>
+        { b = Mul(m, k) e = QuantizeLinear(b, v, n) f = DequantizeLinear(e, v, n)
+        a = QuantizeLinear(x, s, o) d = DequantizeLinear(a, s, o) g = DequantizeLinear(w, v, n)
+        h = Add(d, g) q = QuantizeLinear(h, t, p) y = DequantizeLinear(q, t, p)
+        i = Add(f, d) r = QuantizeLinear(i, t, p) z = DequantizeLinear(r, t, p) }""",
     "divide-one": """g (float[2,9] x) => (float[2,9] y) <float s = {0.1}, uint8 z = {0}, float t = {0.5}>
         { a = Abs(x) q = QuantizeLinear(a, s, z) d = DequantizeLinear(q, s, z) r = Reciprocal(d)
         u = QuantizeLinear(r, t, z) y = DequantizeLinear(u, t, z) }""",
@@ -355,6 +363,13 @@ WITHOUT = {
         { y = Resize<nearest_mode="floor">(x, , f) v = Resize<mode="linear">(u, , g)
         z = Resize<mode="linear">(x, , c) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Softplus(x) }",
+    # A range that the sum has too, one of up to four times what is needed, and a sum that is not rounded.
+    "narrow-mask": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u)
+        <float s = {0.02}, uint8 o = {128}, float v = {40}, uint8 n = {255}, float t = {0.05}, uint8 p = {200},
+        float b = {0.19}, uint8[9] w = {255,0,255,255,0,255,0,254,255}>
+        { a = QuantizeLinear(x, s, o) d = DequantizeLinear(a, s, o) g = DequantizeLinear(w, v, n) u = Add(d, g)
+        h = Add(d, g) q = QuantizeLinear(h, v, n) y = DequantizeLinear(q, v, n) k = DequantizeLinear(w, b, n)
+        i = Add(d, k) r = QuantizeLinear(i, t, p) z = DequantizeLinear(r, t, p) }""",
     "divide-one": "g (float[2,9] x) => (float[2,9] y) { a = Exp(x) y = Reciprocal(a) }",
     # 8 bits, one channel after the other, several elements, and a computed weight.
     "widen-kernel": """g (float[1,2,3,3] x, int8[2,1,1,1] n)
@@ -510,7 +525,7 @@ GONE = {
 SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
-    "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2,
+    "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 15,

@@ -162,6 +162,47 @@ def part_silu(writer: Writer) -> None:
         return
 
 
+# A mask of so many times the range that it needs is written with a smaller one. A choice.
+_MASK_EXCESS = 4
+
+
+@node_rewrite("narrow-mask", {"Add"}, since=10)
+def narrow_mask(writer: Writer) -> None:
+    """Adds a quantized mask through a second pair of Q and DQ, whose range ends where the sum is cut off, for QNN.
+
+    The HTP's Add loses the digits of the scores if the mask's scale is hundreds of times theirs (targets/qnn/NOTES.md).
+    """
+    graph, node = writer.graph, writer.node
+    ends = [_find_span(graph, each) for each in graph.readers(node.output[0])]
+    for mask, scores in permutations(node.input):
+        read = graph.producers.get(mask)
+        own, other = _find_span(graph, read), _find_span(graph, graph.producers.get(scores))
+        if read is None or own is None or other is None or not ends or None in ends:
+            return
+        # Of all that is lower the sum is below the range of its Q, whatever the score is.
+        least = min(end[0] for end in filter(None, ends)) - other[1]
+        if own[0] < _MASK_EXCESS * least < 0:
+            limits = np.iinfo(own[2])
+            scale = (max(own[1], 0) - least) / (limits.max - limits.min - 1)
+            zero = writer.constant("zero", limits.min + math.ceil(-least / scale), own[2])
+            names = [writer.constant("scale", scale, "float32"), zero]
+            values = writer.add("QuantizeLinear", [mask, *names], "mask-values", domain=read.domain)
+            narrow = writer.add("DequantizeLinear", [values, *names], "mask", domain=read.domain)
+            writer.add("Add", [narrow, scores])
+            return
+
+
+def _find_span(graph: Graph, node: Node | None) -> tuple[float, float, str] | None:
+    """Returns the lowest and the highest value of a Q or DQ node, and its integer type; None of another node."""
+    if node is None or node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or not node.has_input(2):
+        return None
+    scale, zero = graph.number(node.input[1]), graph.array(node.input[2])
+    if scale is None or zero is None:
+        return None
+    limits = np.iinfo(zero.dtype)
+    return scale * (limits.min - int(zero)), scale * (limits.max - int(zero)), zero.dtype.name
+
+
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
 def flatten_softplus(writer: Writer) -> None:
     """Computes a float or 16-bit Softplus of four axes in three axes, between Reshapes, for QNN.
