@@ -176,6 +176,7 @@ TARGET_REWRITES = _by_id(
     float16.compute_in_float,
     float16.store_float_weights,
     fused.split_qlinear,
+    fused.spread_quantizers,
     layout.narrow_indices,
     layout.plain_gather,
     layout.unsqueeze_arg,

@@ -206,6 +206,10 @@ WITH = {
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
     "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
+    "spread-quantizers": """g (float[2,4,3] x, int8[2,4,3] i) => (float[4,6] y, float[3,8] w)
+        <float s = {0.0625}, uint8 z = {128}, int8 o = {0}, int64[2] f = {4,6}, int64[2] g = {3,8}, int64[1] b0 = {0},
+        int64[1] b1 = {3}> { q = QuantizeLinear(x, s, z) r = Reshape(q, f) y = DequantizeLinear(r, s, z)
+        a = Transpose<perm=[2,0,1]>(i) b = Reshape(a, g) c = Slice(b, b0, b1) w = DequantizeLinear(c, s, o) }""",
     "split-bias-gelu": """g (float[2,9] x, float[9] b) => (float[2,9] y)
         { a = com.microsoft.BiasGelu(x, b) y = com.microsoft.FastGelu(a, b) }""",
     "split-embed-norm": """g (float[1,2] x) => (float[1,2,3] y, int32[1] m, float[1,2,3] t) <int32[1,2] i = {3, 1},
@@ -435,6 +439,10 @@ WITHOUT = {
         d = com.microsoft.QLinearSigmoid(p, c, z, s, z)
         e = QLinearMatMul(k, s, z, w, q, v, s, z) f = com.microsoft.QLinearSigmoid(p, s, z, s)
         g = com.microsoft.QLinearAdd(p, s, z) i = DequantizeLinear(p, s, z) }""".replace("{W}", f"{{{'1,' * 31}2}}"),
+    "spread-quantizers": """g (int8[2,4] x, float[2,4] k) => (int8[4,2] y, float[4,2] w, float[4,2] v)
+        <float s = {0.5}, float t = {0.25}, int8 o = {0}>
+        { a = Transpose(x) y = Neg(a) b = Transpose(x) w = DequantizeLinear(b, s, o) v = DequantizeLinear(b, t, o)
+        c = Transpose(k) d = Abs(k) e = Transpose(d) f = DequantizeLinear(y, s, o) }""",
     "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-embed-norm": """
         g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
@@ -528,8 +536,9 @@ SITES = {
     "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 15,
-    "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2, "join-layer-norm": 2,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,
+    "spread-quantizers": 4, "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2,
+    "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {"pad-axes": 18, "split-mish": 18}
@@ -566,17 +575,15 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
         ("m = Relu(q)", False),
     ],
 )
-def test_between_qlinear_operators_what_moves_integers_is_quantized(
-    tmp_path: Path, moves: str, *, is_spread: bool
-) -> None:
+def test_what_moves_quantized_integers_gets_quantizers(tmp_path: Path, moves: str, *, is_spread: bool) -> None:
     text = f"""g (float[2,2,4,4] x, uint8 h) => (float[A,B,C,D] y) <float s = {{0.0625}}, uint8 z = {{7}},
         uint8 k = {{8}}, int64[8] p = {{0,0,1,1,0,0,1,1}}, float[4] e = {{1,1,2,2}}>
         {{ q = QuantizeLinear(x, s, z) {moves} c = com.microsoft.QLinearSigmoid(m, s, z, s, z)
         y = DequantizeLinear(c, s, z) }}"""
-    fixed = rewrite(tmp_path, text, "split-qlinear")
-    spread = sum(name in moves for name in ("Pad", "Transpose", "Resize"))
-    assert [len(fix.nodes) for fix in fixed.fixes] == [1 + is_spread * spread]
-    if all(node not in moves for node in ("Abs(", "Relu(")):
+    fixed = rewrite(tmp_path, text, "spread-quantizers")
+    moving = sum(name in moves for name in ("Pad", "Transpose", "Resize"))
+    assert [len(fix.nodes) for fix in fixed.fixes] == [moving] * is_spread
+    if is_spread:
         assert_same(tmp_path, fixed, 0)
 
 

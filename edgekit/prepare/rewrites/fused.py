@@ -8,9 +8,8 @@ provider makes the same of the plain operators whenever a session starts.
 import math
 from collections.abc import Mapping, Sequence
 
-import onnx
-
-from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import read_float
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
@@ -97,22 +96,18 @@ _OWN = frozenset({"channels_last", "opset"})
 _DQ_AXIS_SINCE = 13
 
 
-@rewrite(
+@node_rewrite(
     "split-qlinear",
+    LINEAR,
     "write {count} of the format QOperator, such as QLinearConv, as the operators they were, between DQ and Q nodes",
+    since=_DQ_AXIS_SINCE,
 )
-def split_qlinear(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+def split_qlinear(writer: Writer) -> None:
     """Rewrites QLinearConv and its like to DequantizeLinear, Conv and QuantizeLinear, with the same numbers.
 
-    The scale of an int32 bias is that of the input times that of the weights, as QLinearConv is defined. Operators that
-    move integers from one of these nodes to another get Q and DQ nodes too. Only rounding may differ: where the result
-    lies in the middle of two integers, sums in float may fall to the other side.
+    The scale of an int32 bias is that of the input times that of the weights, as QLinearConv is defined. Only rounding
+    may differ: where a result lies in the middle of two integers, sums in float may fall to the other side.
     """
-    split = replace_nodes(graph, opset, LINEAR, _split_linear) if opset >= _DQ_AXIS_SINCE else ()
-    return (*split, *replace_nodes(graph, opset, _MOVING, _spread_quantizers)) if split else ()
-
-
-def _split_linear(writer: Writer) -> None:
     node, graph = writer.node, writer.graph
     op, places, result, bias = _LINEAR.get(node.op_type, ("Concat", (), 0, 0))
     if node.op_type == "QLinearConcat":
@@ -191,15 +186,23 @@ _MOVING = frozenset({
 })  # fmt: skip
 
 
-def _spread_quantizers(writer: Writer) -> None:
-    """Writes DequantizeLinear and QuantizeLinear around an operator that moves the integers of a QuantizeLinear."""
+@node_rewrite(
+    "spread-quantizers",
+    _MOVING,
+    "write Q and DQ nodes around {count} that move quantized integers, such as Reshape",
+    since=_DQ_AXIS_SINCE,
+)
+def spread_quantizers(writer: Writer) -> None:
+    """Writes DequantizeLinear and QuantizeLinear around an operator that moves quantized integers.
+
+    Models from TensorFlow Lite have such a Reshape between a QuantizeLinear and a DequantizeLinear, and QLinear
+    operators have it between them. The result is the same.
+    """
     graph, node = writer.graph, writer.node
-    source = graph.producers.get(node.input[0])
-    while source is not None and source.op_type in _MOVING:
-        source = graph.producers.get(source.input[0])
-    if source is None or source.op_type != "QuantizeLinear" or len(node.output) > 1:
+    parameters = {each.input[1:3] for each in _find_quantizers(graph, node)}
+    if len(parameters) != 1 or len(node.output) > 1:
         return
-    scale, rest = source.input[1:3], list(node.input[1:])
+    scale, rest = next(iter(parameters)), list(node.input[1:])
     if node.attributes.get("mode") in {"linear", "cubic"}:
         return
     if node.op_type == "Pad":
@@ -212,3 +215,15 @@ def _spread_quantizers(writer: Writer) -> None:
     moved = writer.add("DequantizeLinear", [node.input[0], *scale], "dequantized")
     moved = writer.add(node.op_type, [moved, *rest], "float", **node.attributes)
     writer.add("QuantizeLinear", [moved, *scale])
+
+
+def _find_quantizers(graph: Graph, node: Node) -> Sequence[Node]:
+    """Returns the QuantizeLinear of the integers that a node moves, or the DequantizeLinear nodes that read them."""
+    source, read = graph.producers.get(node.input[0]), graph.readers(node.output[0])
+    while source is not None and source.op_type in _MOVING:
+        source = graph.producers.get(source.input[0])
+    if source is not None:
+        return [source] if source.op_type == "QuantizeLinear" else []
+    while len(read) == 1 and read[0].op_type in _MOVING:
+        read = graph.readers(read[0].output[0])
+    return read if all(each.op_type == "DequantizeLinear" for each in read) else []
