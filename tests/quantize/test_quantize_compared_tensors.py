@@ -4,17 +4,23 @@ import msgspec
 import numpy as np
 import pytest
 from onnx import numpy_helper, parser
-from quantize_models import make_model
+from quantize_models import make_model, make_samples, sqnr_db
+from tiny_models import save_net
 
+from edgekit.data.data_check import check_samples
 from edgekit.model.external import DataPlace, point_to
 from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.tensors import Tensors
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration import held_out
-from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
+from edgekit.quantize.calibration.held_out import HeldOut, read_held_out, save_held_out
+from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate
 from edgekit.quantize.objective import measure_loss
+from edgekit.target import load_target
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
@@ -199,7 +205,32 @@ def test_large_samples_judge_too_and_that_few_do_is_told(
     assert again.positions() == held.positions()
 
 
-@pytest.mark.parametrize(("count", "dtype", "why"), [(7, np.int8, "8 are needed"), (48, object, "no plain numbers")])
+def test_texts_among_the_inputs_do_not_hinder_the_choice_of_a_plan(tmp_path: Path) -> None:
+    """Of two inputs of a million and of one, a network with a table of texts computed nothing right."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 2]>
+      g (string[1] s, float[1,2] x) => (float[1,3] y) <float[2] f = {0.000001, 1}, float[2,2] t = {0,1,1,0}> {
+      [i] i = ai.onnx.ml.LabelEncoder<keys_strings=["cat","dog"], values_int64s=[0,1]>(s) [e] e = Gather(t, i)
+      [m] m = Mul(x, f) [a] a = Add(m, e) [y] y = MatMul(a, w) }"""
+    w = np.array([[1, -1, 0.5], [0.3, 1, -1]], np.float32)
+    model = save_net(text, tmp_path / "m.onnx", w=w)
+    rng = np.random.default_rng(0)
+    rows: list[Tensors] = [
+        {"s": np.array([word], object), "x": rng.normal(size=(1, 2)).astype(np.float32) * np.float32([1e6, 1])}
+        for word in rng.choice(["cat", "dog"], 48)
+    ]
+    samples, work = make_samples(rows), tmp_path / "work"
+    cache = CacheSettings(folder=tmp_path / "cache", digests=check_samples(samples).digests)
+    calibration = calibrate_model(model, samples, work=work, cache=cache)
+    held = [row["s"].item() for row, _ in read_held_out(work)]
+    assert (len(held), {*held}) == (16, {"cat", "dog"})
+    assert calibrate_model(model, samples, work=tmp_path / "again", cache=cache).notes == calibration.notes == ()
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
+    assert plan.judged
+    assert sqnr_db(model, quantized, rows) > 30
+
+
+@pytest.mark.parametrize(("count", "dtype", "why"), [(7, np.int8, "8 are needed"), (48, complex, "no plain numbers")])
 def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str, tmp_path: Path) -> None:
     held = HeldOut(count, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index in range(count):

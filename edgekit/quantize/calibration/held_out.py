@@ -31,7 +31,7 @@ judged, and "auto" would be minmax.
 """
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
 """So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
-_NUMERIC = "fiub"
+_PLAIN = "fiubU"
 _TABLE_SIZE = 8
 
 
@@ -58,9 +58,10 @@ class HeldOut:
 
     def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
         """Keeps a sample with the float model's tensors if it is to be held out, and returns whether it is."""
+        sample = _write_texts(sample)
         outputs = {name: value for name, value in values.items() if name in self._tensors}
         size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
-        if index not in self._indices or not _is_numeric(sample) or not self._has_room(size_bytes):
+        if index not in self._indices or not _is_plain(sample) or not self._has_room(size_bytes):
             return False
         self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
         self.arrays |= {f"{index}:in:{name}": self._store(value) for name, value in sample.items()}
@@ -116,9 +117,9 @@ def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> Non
     arrays: dict[str, Array] = {}
     left = MOST_FITTED_BYTES
     chosen = sorted(indices)[:MOST_FITTED_SAMPLES]
-    for index, sample in zip(chosen, select_samples(samples, chosen), strict=False):
+    for index, sample in zip(chosen, map(_write_texts, select_samples(samples, chosen)), strict=False):
         left -= sum(value.nbytes for value in sample.values())
-        if left < 0 or not _is_numeric(sample):
+        if left < 0 or not _is_plain(sample):
             break
         arrays |= {f"{index}:{name}": value for name, value in sample.items()}
     _write(folder / "fitted.bin", arrays)
@@ -133,8 +134,13 @@ def read_fitted(folder: Path) -> Iterator[Tensors]:
     yield from _read(folder, "fitted.bin")
 
 
-def _is_numeric(sample: Tensors) -> bool:
-    return all(value.dtype.kind in _NUMERIC for value in sample.values())
+def _write_texts(sample: Tensors) -> dict[str, Array]:
+    """Returns a sample whose texts are plain characters, not objects."""
+    return {name: value.astype(np.str_) if value.dtype == object else value for name, value in sample.items()}
+
+
+def _is_plain(sample: Tensors) -> bool:
+    return all(value.dtype.kind in _PLAIN for value in sample.values())
 
 
 def _write(path: Path, arrays: Tensors) -> None:
@@ -165,6 +171,6 @@ def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
 
 def _read_array(file: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Array:
     array = np.empty(shape, dtype)
-    if array.dtype.kind not in _NUMERIC or file.readinto(array.data) != array.nbytes:
+    if array.dtype.kind not in _PLAIN or file.readinto(array.data) != array.nbytes:
         raise ValueError(f"{shape} of {dtype} are not in the file")
     return array

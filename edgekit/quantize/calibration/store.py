@@ -26,8 +26,8 @@ from edgekit.progress import Progress
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-# The allowed types: plain numbers, little endian if that matters; no objects, no structures.
-_DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
+# The allowed types: plain numbers and texts, little endian if that matters; no objects, no structures.
+_DTYPE = re.compile(r"\|[biu]1|<[iuf][248]|<U[0-9]{1,6}")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class _ArrayHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shape: tuple[int, ...]
 
     def size_bytes(self) -> int:
-        return int(self.dtype[2:]) * math.prod(self.shape)
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
