@@ -215,7 +215,7 @@ def test_texts_among_the_inputs_do_not_hinder_the_choice_of_a_plan(tmp_path: Pat
     model = save_net(text, tmp_path / "m.onnx", w=w)
     rng = np.random.default_rng(0)
     rows: list[Tensors] = [
-        {"s": np.array([word], object), "x": rng.normal(size=(1, 2)).astype(np.float32) * np.float32([1e6, 1])}
+        {"s": np.array([word], object), "x": (rng.normal(size=(1, 2)) * [1e6, 1]).astype(np.float32)}
         for word in rng.choice(["cat", "dog"], 48)
     ]
     samples, work = make_samples(rows), tmp_path / "work"
