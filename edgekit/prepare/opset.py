@@ -47,11 +47,6 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     )
 
 
-def _knows(node: onnx.NodeProto, opset: int) -> bool:
-    """Returns True if onnx, or ONNX Runtime in ONNX's domain, has an operator in an opset."""
-    return defs.has(node.op_type, opset) or node.op_type in {*ORT_OWN, *_FUSED_NORMS}
-
-
 def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
     """Drops attributes that the older opset lacks and that state the default, in place."""
     if not defs.has(node.op_type, own) or not defs.has(node.op_type, opset):
@@ -136,9 +131,11 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain]
     for node in nodes if opset < own else ():
         _drop_defaults(node, own, opset)
-    # The operators that differ in the older opset or do not exist there, or that onnx does not know.
-    changed = [node for node in nodes if not (_means_the_same(node, own, opset) if opset < own else _knows(node, own))]
-    newer = sorted({node.op_type for node in changed})
+    # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
+    unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
+    # The operators that differ in the older opset or do not exist there, or that onnx does not know at all.
+    known = (node for node in nodes if node.op_type not in unknown)
+    newer = sorted({node.op_type for node in known if not _means_the_same(node, own, min(own, opset))})
     if opset < own and not newer:
         # No node changes, only the import.
         for entry in proto.opset_import:
@@ -146,8 +143,6 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
                 entry.version = opset
         return proto
     light, weights = copy_light(proto, LEAST_BYTES)
-    # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
-    unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
     aside = [node for node in models.iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
     for node in aside:
         node.domain = _ASIDE
