@@ -153,6 +153,9 @@ class Writer(msgspec.Struct, kw_only=True):
         name = f"{self.node.proto.name}/{part}" if part else self.node.proto.name
         own = next(filter(None, self.node.output))
         output = f"{own}/{part}" if part else own
+        # Where a node is called as its output is, so may be a constant, which is named after the node.
+        if part and output == name and any(tensor.name == output for tensor in self.graph.proto.initializer):
+            output += "-made"
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
 

@@ -43,8 +43,9 @@ WITH = {
         t = Mul(q, k) z = Cast<to=1>(t) y = If(c)
         <then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) },
         else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }""",
-    "flat-bias": """g (float[2,3] x) => (float[2,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}>
-        { y = Gemm(x, w, b) }""",
+    "flat-bias": """g (float[2,3] x) => (float[2,2] y, float[2,4] z)
+        <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}, float[4,2] v = {1,2,3,4,5,6,7,8}, float[1] c = {7}>
+        { y = Gemm(x, w, b) z = Gemm<transB=1>(y, v, c) }""",
     "drop-copies": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) { a = Relu(x) b = Identity(a) c, m = Dropout(b)
         d = Concat<axis=0>(c) y = Neg(d) z = Concat<axis=1>(y) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
@@ -531,6 +532,7 @@ GONE = {
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 SITES = {
+    "flat-bias": 2,
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
@@ -585,6 +587,22 @@ def test_what_moves_quantized_integers_gets_quantizers(tmp_path: Path, moves: st
     assert [len(fix.nodes) for fix in fixed.fixes] == [moving] * is_spread
     if is_spread:
         assert_same(tmp_path, fixed, 0)
+
+
+@pytest.mark.parametrize(
+    ("id_", "text"),
+    [
+        (
+            "matmul-to-2d",
+            "g (float[1,3,4] x) => (float[1,2,4] y) <float[2,3] w = {1,2,3,4,5,6}> { [y] y = MatMul(w, x) }",
+        ),
+        ("planar-resize", WITH["planar-resize"].replace("{ y =", "{ [y] y =")),
+    ],
+)
+def test_a_node_may_have_the_name_of_its_output(id_: str, text: str, tmp_path: Path) -> None:
+    fixed = rewrite(tmp_path, text, id_)
+    assert fixed.fixes
+    assert_same(tmp_path, fixed, 1e-6)
 
 
 def _with_empty_input(model: Model) -> Model:

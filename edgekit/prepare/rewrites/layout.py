@@ -425,7 +425,7 @@ def planar_resize(writer: Writer) -> None:
         sizes = (1, 1, *sizes) if place == 2 else (*shape[:2], *sizes)
         return writer.add(
             "Resize",
-            [flat, *[""] * (place - 1), writer.constant(part, sizes, given.dtype.name)],
+            [flat, *[""] * (place - 1), writer.constant(f"{part}/sizes", sizes, given.dtype.name)],
             part,
             **node.attributes,
         )

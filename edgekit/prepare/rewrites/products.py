@@ -85,12 +85,16 @@ def plain_gemm(writer: Writer) -> None:
 
 @node_rewrite("flat-bias", {"Gemm"}, "give the bias of {count} of Gemm one axis, which is the same", since=7)
 def flat_bias(writer: Writer) -> None:
-    """Rewrites Gemm with a constant bias [1, N], as scikit-learn's layers have, to Gemm with a bias [N].
+    """Rewrites Gemm with a constant bias of one number, or [1, N], as scikit-learn's layers have, to a bias [N].
 
     Only with this does XNNPACK take a Gemm, and ONNX Runtime's quantizer give its weight a scale per column.
     """
-    node, bias = writer.node, writer.graph.constants.get(writer.node.input[2]) if writer.node.has_input(2) else None
-    if bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
+    graph, node = writer.graph, writer.node
+    bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
+    weight, number = graph.constants.get(node.input[1]), None if bias is None else graph.number(bias.name)
+    if weight is not None and number is not None and (count := weight.dims[1 - node.integer("transB", 0)]) > 1:
+        writer.copy(node).input[2] = writer.constant("bias", [number] * count)
+    elif bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
         writer.copy(node).input[2] = writer.reshaped("bias", node.input[2], [bias.dims[1]])
 
 
