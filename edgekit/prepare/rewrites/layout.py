@@ -414,26 +414,20 @@ def planar_resize(writer: Writer) -> None:
     given = graph.array(node.input[place]) if node.has_input(place) else None
     if before is None or after is None or len(before) != 5 or given is None or given.size != 5:
         return
-    if node.attributes.get("mode") != "linear" or "axes" in node.attributes or before[:2] != after[:2]:
+    is_stretched = node.attributes.get("keep_aspect_ratio_policy", "stretch") == "stretch"
+    if node.attributes.get("mode") != "linear" or before[:2] != after[:2] or not is_stretched:
         return
-    if node.attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        return
-    rows, depth, (height, width) = before[:2], before[2], after[3:]
-
-    def resize(value: str, part: str, shape: Sequence[int], sizes: Sequence[float]) -> str:
+    (rows, channels, depth), plane = before[:3], math.prod(after[3:])
+    value, numbers = node.input[0], given.tolist()
+    for part, shape, made, scales in (
+        ("planes", (rows, channels * depth, *before[3:]), after[3:], numbers[3:]),
+        ("lines", (rows, channels, depth, plane), (after[2], plane), [numbers[2], 1]),
+    ):
         flat = writer.add("Reshape", [value, writer.constant(f"{part}/flat", shape, "int64")], f"{part}-flat")
-        sizes = (1, 1, *sizes) if place == 2 else (*shape[:2], *sizes)
-        return writer.add(
-            "Resize",
-            [flat, *[""] * (place - 1), writer.constant(f"{part}/sizes", sizes, given.dtype.name)],
-            part,
-            **node.attributes,
-        )
-
-    planes = resize(node.input[0], "planes", (rows[0], rows[1] * depth, *before[3:]), given[3:].tolist())
-    unchanged = 1 if place == 2 else height * width
-    lines = resize(planes, "lines", (*rows, depth, height * width), [given[2], unchanged])
-    writer.add("Reshape", [lines, writer.constant("shape", after, "int64")])
+        wanted = [1, 1, *scales] if place == 2 else [*shape[:2], *made]
+        sizes = writer.constant(f"{part}/sizes", wanted, given.dtype.name)
+        value = writer.add("Resize", [flat, *[""] * (place - 1), sizes], part, **node.attributes)
+    writer.add("Reshape", [value, writer.constant("shape", after, "int64")])
 
 
 @node_rewrite(
