@@ -11,10 +11,12 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.candidates import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import RANGE_METHODS
+from edgekit.quantize.residual import SPLIT_BITS
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
@@ -102,8 +104,9 @@ def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -
     if plan.block not in {0, own.block}:
         takes = f"takes {own.block}" if own.block else "takes none"
         yield f"has blocks of {plan.block} weights, but {plan.precision} of target '{target.name}' {takes}", _HINT
+    layers = {layer.weight for layer in read_layers(graph)} if "int16" in target.precisions and not own.bits else set()
     for weight, bits in plan.bits.items():
-        if own.bits.get(weight) != bits:
+        if own.bits.get(weight) != bits and not (bits == SPLIT_BITS and weight in layers):
             takes = f"takes {own.bits[weight]}" if weight in own.bits else "has 8 for it"
             yield f"gives '{weight}' {bits} bits, but {plan.precision} of target '{target.name}' {takes}", _HINT
     for weight, axis in plan.axes.items():

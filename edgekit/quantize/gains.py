@@ -112,15 +112,15 @@ def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.
         "gain": (np.clip(np.rint(gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
     }
     for part, (values, size, offset) in parts.items():
-        grid = _add_grid(qdq, f"{prefix}.{part}", size, values.dtype.type(offset))
+        grid = add_grid(qdq, f"{prefix}.{part}", size, values.dtype.type(offset))
         qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
-        qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
+        qdq.node.append(make_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
     even, made, name = f"{prefix}.even", node.output[0], node.name
     node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
     node.output[0], node.name = even, f"{prefix}.norm"
-    grid = _add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
+    grid = add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
     qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
-    qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
+    qdq.node.append(make_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
     qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
 
 
@@ -140,12 +140,13 @@ def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> I
             yield one, two
 
 
-def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
+def add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
     """Adds a scale and a zero point; returns their names."""
     qdq.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), f"{name}.scale"))
     qdq.initializer.append(numpy_helper.from_array(np.array(zero), f"{name}.zero"))
     return f"{name}.scale", f"{name}.zero"
 
 
-def _dequantizer(inputs: Sequence[str], output: str, domain: str) -> onnx.NodeProto:
+def make_dequantizer(inputs: Sequence[str], output: str, domain: str) -> onnx.NodeProto:
+    """Returns a DequantizeLinear of a tensor, a scale and a zero point."""
     return helper.make_node("DequantizeLinear", inputs, [output], domain=domain)

@@ -48,6 +48,7 @@ from edgekit.quantize.graph.float_graph import float_activations, read_float_gra
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.residual import SPLIT_BITS, split_weights
 from edgekit.quantize.rounding import load_rounded, read_moments, round_qdq_weights, store_rounded
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 from edgekit.target import Precision, Target
@@ -212,6 +213,8 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
     round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, plan.find_weight_limit(), plan.bits)
+    halved = [name for name, bits in plan.bits.items() if bits == SPLIT_BITS]
+    split_weights(qdq, graph, halved, statistics, scaled, plan.find_weight_limit())
     if plan.block:
         store_blocks(qdq, graph, plan, statistics, scaled)
     return qdq

@@ -113,19 +113,19 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
         """True if its weight gets 4 bits."""
         return self.limit == FOUR_LIMIT
 
+    @property
+    def is_wide(self) -> bool:
+        """True if its input and its output have 16 bits."""
+        return self.least > 0
+
 
 Places = Mapping[str, tuple[Layer, QdqLayer]]
 """Layers of the float graph by node name, with their counterparts in its QDQ form."""
 
 
-def _find_places(
-    qdq: onnx.GraphProto,
-    initializers: Mapping[str, onnx.TensorProto],
-    graph: Graph,
-    limit: int,
-    bits: Mapping[str, int],
-) -> Places:
+def find_places(qdq: onnx.GraphProto, graph: Graph, limit: int, bits: Mapping[str, int]) -> Places:
     """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes."""
+    initializers = {tensor.name: tensor for tensor in qdq.initializer}
     layers = {layer.node: layer for layer in read_layers(graph)}
     dequantized = {node.output[0]: node for node in qdq.node if node.op_type == "DequantizeLinear"}
     quantized = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
@@ -157,7 +157,7 @@ def _find_places(
             bias_scale=bias.input[1] if bias is not None else None,
             step=step,
             per_channel=scale.ndim > 0,
-            limit=FOUR_LIMIT if layer.weight in bits and scale.ndim else limit,
+            limit=FOUR_LIMIT if bits.get(layer.weight) == 4 and scale.ndim else limit,
             spare=spare_for_bias(kind),
             least=least_multiplier(kind, made_kind) * made_step / step,
         )
@@ -262,7 +262,7 @@ def _gather(
     return {node: found.astype(np.float64).reshape(-1, *sizes[node]) for node, found in patches.items()}
 
 
-def _read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array]:
+def read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array]:
     """Returns a layer's bias [channels], and the smallest scale of each output [groups, outputs, 1]."""
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
@@ -273,7 +273,7 @@ def _read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Arra
 
 def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
     """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale of each output."""
-    weight, (bias, floor) = graph.weight(layer.weight), _read_bias(graph, layer, place)
+    weight, (bias, floor) = graph.weight(layer.weight), read_bias(graph, layer, place)
     return weight, bias, layer.to_matrix(weight), floor
 
 
@@ -375,10 +375,10 @@ def round_qdq_weights(
         UsageError: the calibration's statistics are gone.
     """
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    places = _find_places(qdq.graph, initializers, graph, limit, bits or {})
+    places = find_places(qdq.graph, graph, limit, bits or {})
     if rounding == "nearest":
         for layer, place in places.values():
-            bias, floor = _read_bias(graph, layer, place)
+            bias, floor = read_bias(graph, layer, place)
             scale = numpy_helper.to_array(initializers[place.weight_scale])
             if place.has_four_bits or (scale < floor.reshape(-1)).any():
                 weight = graph.weight(layer.weight)

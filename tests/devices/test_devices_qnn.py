@@ -13,12 +13,14 @@ from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
+from edgekit.data.samples import list_samples
 from edgekit.jobs.build import build
 from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.fix import fix_model, fix_quantized, list_required
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
@@ -515,3 +517,23 @@ def test_a_quantized_lstm_is_written_in_parts_and_computes_the_same(tmp_path: Pa
     assert 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()) == pytest.approx(
         report.predicted.sqnr_db, abs=1.5
     )
+
+
+@pytest.mark.slow
+def test_an_old_htp_takes_a_weight_of_16_bits_as_the_sum_of_two(tmp_path: Path) -> None:
+    """A v69 refuses 16-bit weights; of two layers and their sum it computes what the CPU does."""
+    target, rng = load_target("qnn", {"soc_model": "36"}), np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(16, 8, 3, 3)).astype(np.float32), "b": rng.normal(size=16).astype(np.float32)}
+    text = "(float[1,8,10,12] x) => (float[1,16,10,12] y) { [conv] y = Conv<pads=[1,1,1,1]>(x, w, b) }"
+    model = save_net(text, tmp_path / "m.onnx", **weights)
+    rows: list[Tensors] = [{"x": rng.normal(size=(1, 8, 10, 12)).astype(np.float32)} for _ in range(24)]
+    calibration = calibrate_model(model, list_samples(rows, "rows"), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, target, "int16")
+    wide = msgspec.structs.replace(plan, bits={"w": 16})
+    quantized = quantize_model(model, wide, calibration, tmp_path / "q.onnx").model
+    job = msgspec.structs.replace(make_job(quantized.path, "qnn", rows[:1]), target=target)
+    run = run_in(require_device("qnn-htp-sim", target), job, tmp_path / "run")
+    assert (run.failure, run.notes) == (None, ())
+    wanted = CpuSession(model.path, SessionSettings()).run(rows[0])["y"]
+    distance = wanted - next(iter(run.outputs))["y"]
+    assert 10 * np.log10((wanted**2).sum() / (distance**2).sum()) > 52

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from fixture_types import present
 from onnx import numpy_helper, parser
 from tiny_models import with_versions
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.mixed_precision.plan_search import Search
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.target import Precision, Target, load_target
 
 CONV_NET = """
@@ -113,6 +116,17 @@ def make_search(
         model=model, calibration=calibration, target=target, precision=precision, measure=reference.predict_drop,
         compare=reference.compare, work=work,
     )  # fmt: skip
+
+
+def find_searched(
+    folder: Path, model: Model, arrays: Sequence[Tensors], target: Target, precision: Precision = "int8"
+) -> Searched:
+    """The search for a plan of a net whose output `y` holds values."""
+    samples = make_samples(arrays)
+    reference = FloatReference(model, samples, {"y": StatedOutput(kind="values")})
+    calibration = calibrate_model(model, samples, work=folder / "work")
+    search = make_search((model, calibration), reference, target, folder, precision)
+    return present(find_plan(search, max_drop=None, narrow=False)[1])
 
 
 def sqnr_db(model: Model, other: Model, samples: Iterable[Tensors] = ()) -> float:

@@ -40,6 +40,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     plan_step,
     quantize_step,
     search_plan,
+    widen_step,
 )
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
@@ -48,7 +49,6 @@ from edgekit.quantize.mixed_precision.relief import (
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
-from edgekit.quantize.mixed_precision.weights import find_coarse_layers, keep_layers_float
 from edgekit.quantize.plan import QuantPlan
 
 # A drop too small to be worth another plan, a tenth of a point.
@@ -74,6 +74,7 @@ def find_plan(
     wanted = Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
     plan, searched = search_plan(search, wanted, state)
     if searched is not None:
+        searched = _widen_weights(search, searched, goal)
         searched = _try_float(search, searched, goal, is_given=max_drop is not None)
         searched = _compare_with_minmax(search, searched, goal)
         searched = _cut_state(search, searched, goal)
@@ -121,9 +122,9 @@ def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) ->
 def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given: bool) -> Searched:
     """Returns the search result with more trials, if the chosen plan misses the goal: with more nodes in float.
 
-    These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`), then layers whose weights 8
-    bits cannot represent (`find_coarse_layers`). A trial is chosen if it meets the goal or saves more than a tolerated
-    loss, the target still takes as much of the work, and enough of it stays in integers.
+    These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`). A trial is chosen if it meets
+    the goal or saves more than a tolerated loss, the target still takes as much of the work, and enough of it stays in
+    integers.
     """
     before, first, memo = searched.chosen, searched.trials[0], search.memo
     if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
@@ -131,13 +132,13 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given:
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
     least = (LEAST_INTEGER_SHARE if is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
-    def adopt(base: Trial, what: str, make: Callable[..., QuantPlan | None], names: tuple[str, ...]) -> bool:
-        """Tries a plan with some tensors or weights in float; returns True if it is chosen."""
+    def adopt(base: Trial, names: tuple[str, ...]) -> bool:
+        """Tries a plan with some tensors in float; returns True if it is chosen."""
         nonlocal searched
         if searched.chosen.prediction.meets(max_drop):
             return False
-        plan = partial(make, search.model, search.calibration, base.plan, names)
-        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} {what} in float", plan)
+        plan = partial(keep_tensors_float, search.model, search.calibration, base.plan, names)
+        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE or trial.integer_macs < least:
             return False
         saves = searched.chosen.prediction.loss() > find_tolerated_loss([searched.chosen, trial])
@@ -150,19 +151,28 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given:
     if before.plan.wide or not search.relievable:
         find = partial(find_wide_range, search.model, search.calibration, search.target, first.plan, before.plan, memo)
         wide_range = memo.budget.attempt(MORE_RELIEF, find) or wide_range
-        kept = [names for names in wide_range.steps if adopt(before, "tensors", keep_tensors_float, names)]
+        kept = [names for names in wide_range.steps if adopt(before, names)]
         # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
         wider = [each for each in searched.trials if kept and len(each.plan.wide) > len(before.plan.wide)]
         for base in wider:
-            adopt(base, "tensors", keep_tensors_float, kept[-1])
-    if not searched.chosen.prediction.meets(max_drop):
-        base = searched.chosen
-        coarse = memo.budget.attempt(
-            MORE_RELIEF, partial(find_coarse_layers, search.model, search.calibration, base.plan)
-        )
-        for names in coarse or ():
-            adopt(base, "layers", keep_layers_float, names)
+            adopt(base, kept[-1])
     return msgspec.structs.replace(searched, wide_range=wide_range.beyond_float)
+
+
+def _widen_weights(search: Search, searched: Searched, max_drop: float) -> Searched:
+    """Returns the search result with one more trial, if the goal is missed: its worst weights have 16 bits.
+
+    It is chosen if it loses less, and the target takes as much of the work.
+    """
+    chosen, memo = searched.chosen, search.memo
+    has_wide = search.target.widens(search.precision) or not search.relievable
+    if not has_wide or chosen.prediction.meets(max_drop) or not memo.budget.allows(MORE_RELIEF):
+        return searched
+    step, look = f"{chosen.step}, weights in 16 bits", look_against(search, chosen)
+    searched, trial = _add_trial(search, searched, step, partial(widen_step, search, chosen.plan), look)
+    if trial is None or trial.taken_macs < chosen.taken_macs - SAME_SHARE:
+        return searched
+    return _adopt(searched, trial, max_drop) if _loses_less(search, chosen, trial, max_drop) else searched
 
 
 def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:

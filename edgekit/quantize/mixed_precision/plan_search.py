@@ -29,6 +29,7 @@ from edgekit.quantize.mixed_precision.relief import (
     rise_db,
 )
 from edgekit.quantize.mixed_precision.trials import State, Trial
+from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision, Target
 
@@ -346,6 +347,8 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
 def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
     """Tries still more tensors in 16 bits, as long as the largest number was chosen and the next may gain a decibel.
 
+    The worst weights get 16 bits with them, where that may gain a decibel too.
+
     A transformer has hundreds of tensors with about the same noise, half of which 80 of them cause.
     """
     if _MORE_THAN_FEW[-1] not in attempts.trials or not search.target.widens(search.precision):
@@ -465,9 +468,14 @@ def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan 
     first = trials[0].plan
     # A rival with other factors of channels, or none, has ranges of other tensors.
     before = next(trial.plan for trial in reversed(trials) if trial.plan.factors == first.factors)
-    return relieve_step(
-        search.model, search.calibration, search.target, first, count, before=before, memo=search.memo
-    )  # fmt: skip
+    plan = relieve_step(search.model, search.calibration, search.target, first, count, before=before, memo=search.memo)
+    # From here on the noise of activations hides that of weights no longer.
+    return plan if plan is None or count not in _MOST else widen_step(search, plan) or plan
+
+
+def widen_step(search: Search, plan: QuantPlan) -> QuantPlan | None:
+    """Returns a plan whose worst weights have 16 bits, for as much work as may stay in float in default mode."""
+    return widen_weights(search.model, search.calibration, plan, 1 - DEFAULT_INTEGER_SHARE)
 
 
 class Work(NamedTuple):

@@ -122,20 +122,29 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
     `rounded` holds the rounded constants of each layer by the index of the input (`list_rounded`). The added input
     SWITCHES, bool [N], says for each layer, in this order, whether it uses these or the float ones.
     """
-    proto = _copy(graph.model)
+    proto, nodes = _copy(graph.model), list[onnx.NodeProto]()
     places = {name: index for index, name in enumerate(rounded)}
-    for node in list(proto.graph.node):
+    for node in proto.graph.node:
         if node.name not in places:
+            nodes.append(node)
             continue
-        switch = f"{node.name}.edgekit.switch"
-        index = numpy_helper.from_array(np.array(places[node.name]), f"{node.name}.edgekit.index")
-        proto.graph.initializer.append(index)
-        proto.graph.node.append(helper.make_node("Gather", [SWITCHES, index.name], [switch]))
+        switch, index = (f"{node.name}.edgekit.{part}" for part in ("switch", "index"))
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(places[node.name]), index))
         for place, values in rounded[node.name].items():
-            other, used = (f"{node.name}.edgekit.{place}.{form}" for form in ("rounded", "used"))
-            proto.graph.initializer.append(numpy_helper.from_array(values, other))
-            proto.graph.node.append(helper.make_node("Where", [switch, other, node.input[place]], [used]))
-            node.input[place] = used
+            proto.graph.initializer.append(numpy_helper.from_array(values, f"{node.name}.edgekit.{place}.rounded"))
+        # An If of two layers: ONNX Runtime prepares constant weights, which those that a Where chooses are not.
+        made = [name for name in node.output if name]
+        choice = helper.make_node("If", [switch], made)
+        for branch in ("then", "else"):
+            own = onnx.NodeProto()
+            own.CopyFrom(node)
+            refill(own.output, [name and f"{name}.edgekit.{branch}" for name in node.output])
+            for place in rounded[node.name] if branch == "then" else ():
+                own.input[place] = f"{node.name}.edgekit.{place}.rounded"
+            body = helper.make_graph([own], branch, [], [onnx.ValueInfoProto(name=name) for name in own.output if name])
+            choice.attribute.append(helper.make_attribute(f"{branch}_branch", body))
+        nodes += [helper.make_node("Gather", [SWITCHES, index], [switch]), choice]
+    refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(rounded)]))
     return proto
 

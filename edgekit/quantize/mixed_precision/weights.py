@@ -1,7 +1,7 @@
 """Mixed precision of weights, which are ranked by the noise that each alone adds to the outputs.
 
-In plans with 4-bit weights those that lose most for their size keep 8 bits, as few as are needed. A layer whose 8-bit
-weights cause much of a plan's noise is tried in float.
+In plans with 4-bit weights those that lose most for their size keep 8 bits, as few as are needed. In other plans those
+that cause much of the noise are tried in 16 bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.progress import Budget
@@ -17,10 +18,17 @@ from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import makes_images
+from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
-from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, open_draft, rise_db
+from edgekit.quantize.mixed_precision.relief import (
+    COLLAPSED_DB,
+    LEAST_GAIN_DB,
+    open_draft,
+    relieve_tensors,
+    rise_db,
+)
 from edgekit.quantize.mixed_precision.score import (
     SWITCHES,
     judge_candidate,
@@ -29,11 +37,10 @@ from edgekit.quantize.mixed_precision.score import (
     switch_weights,
 )
 from edgekit.quantize.objective import FAITHFUL_DB, measure_loss
-from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, quantizes_any
+from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq import round_weights
+from edgekit.quantize.residual import SPLIT_BITS
 
-# How many layers become float at each step.
-_COUNTS = (1, 3, 8)
 # The largest share of weight values that keep 8 bits, which gives up half of what 4 bits save: a choice.
 _MOST_KEPT = 0.5
 _SAMPLES = 4
@@ -167,46 +174,49 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     return tuple(found)
 
 
-def find_coarse_layers(model: Model, calibration: Calibration, plan: QuantPlan) -> tuple[tuple[str, ...], ...]:
-    """Returns steps of weights that are worth a trial in float, each with more of them, worst first.
+def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_macs: float) -> QuantPlan | None:
+    """Returns a plan whose worst layers have weights of 16 bits, None if they would not gain a decibel.
 
-    First all weights in float must gain a decibel, which takes two judgements. Then each is measured by itself, and a
-    step must be able to gain a decibel too. Example: behind an LSTM with a state in 16 bits, a last Gemm with 8-bit
-    weights has 41 dB where the state has 71. There is no such search for models whose runs take long.
+    Each weight is the sum of two of 8 bits (`residual`), and its layer computes twice as much: no more is added than a
+    share `most_macs` of the model's work. First all weights in float must gain a decibel, which takes two judgements.
+    Then each is measured by itself. Worst come first, until all others together would gain less than a decibel.
+    Inputs and outputs of these layers get 16 bits too. There is no such search for models whose runs take long.
+
+    Example: behind an LSTM with a state in 16 bits, a last Gemm with 8-bit weights has 41 dB where the state has 71.
 
     Raises:
         UsageError: the statistics are gone.
     """
     draft = open_draft(model, calibration, plan).use_unsigned()
+    graph, nodes = draft.graph, {node.name: node for node in draft.graph.nodes}
     if plan.bits or not draft.effort.is_short:
-        return ()
+        return None
     placed = place_draft(draft)
-    least = judge_candidate(
-        strip_weights(placed, draft.graph), draft.compared, draft.statistics, keep_float_weights=True,
+    floats = judge_candidate(
+        strip_weights(placed, graph), draft.compared, draft.statistics, keep_float_weights=True,
         at_once=draft.effort.at_once,
     )  # fmt: skip
+    least = 10 ** (-floats / 10)
     noise = 10 ** (-_judge(draft, placed, draft.plan) / 10)
-    if rise_db(1 - 10 ** (-least / 10) / noise) < LEAST_GAIN_DB:
-        return ()
-    errors = scale_errors(rank_weights(draft, placed), noise - 10 ** (-least / 10))
-    worst, steps = sorted(errors, key=lambda error: -error.noise), list[tuple[str, ...]]()
-    for count in _COUNTS:
-        taken = len(steps[-1]) if steps else 0
-        before, gone = (sum(error.noise for error in part) for part in (worst[:taken], worst[taken:count]))
-        if rise_db(gone / (noise - before)) >= LEAST_GAIN_DB:
-            steps.append(tuple(error.name for error in worst[:count]))
-    return tuple(steps)
-
-
-def keep_layers_float(
-    model: Model, calibration: Calibration, plan: QuantPlan, weights: Sequence[str]
-) -> QuantPlan | None:
-    """Returns a plan with the layers of some weights in float, None if nothing would be quantized."""
-    graph = open_draft(model, calibration, plan).graph
-    added = tuple(
-        FloatNode(name=layer.node, op=layer.op, reason=f"8 bits do not hold its weight '{layer.weight}'")
-        for layer in read_layers(graph)
-        if layer.weight in weights
-    )
-    kept = msgspec.structs.replace(plan, float_nodes=(*plan.float_nodes, *added))
-    return kept if quantizes_any(graph, kept) else None
+    if rise_db(1 - least / noise) < LEAST_GAIN_DB:
+        return None
+    errors = sorted(scale_errors(rank_weights(draft, placed), noise - least), key=lambda error: -error.noise)
+    layers = {layer.weight: layer for layer in read_layers(graph)}
+    macs = {node.name: count_macs(graph, node) for node in graph.nodes}
+    fitting, left = list[WeightError](), most_macs * sum(macs.values())
+    for error in errors:
+        added = macs[layers[error.name].node]
+        if added <= left:
+            fitting, left = [*fitting, error], left - added
+    gone, chosen = sum(error.noise for error in fitting), list[WeightError]()
+    while rise_db(gone / noise) >= LEAST_GAIN_DB:
+        chosen.append(fitting[len(chosen)])
+        gone, noise = gone - chosen[-1].noise, noise - chosen[-1].noise
+    if not chosen:
+        return None
+    folded, bits = folded_activations(graph), dict.fromkeys([error.name for error in chosen], SPLIT_BITS)
+    made = [nodes[layers[name].node].output[0] for name in bits]
+    touched = [*(layers[name].source for name in bits), *(folded.get(name, name) for name in made)]
+    names = [name for name in dict.fromkeys(touched) if name not in plan.wide] if is_relievable(plan) else []
+    relieved = relieve_tensors(graph, plan, names, draft.calibration, widens=True) if names else plan
+    return msgspec.structs.replace(relieved, bits=bits)
