@@ -7,9 +7,7 @@ from contextlib import suppress
 from typing import Literal
 
 import msgspec
-import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit.check.macs import choose_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
@@ -24,34 +22,12 @@ from edgekit.prepare.interface import drop_idle_nodes, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
-# The next two functions build the graph as it would be after one change, so that the same rules can predict the gain.
-
-_INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
-
-
-def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
-    """Returns the graph with 8-bit activations of type `new` instead of `old`; with `weights`, such weights too."""
-    values = {
-        name: msgspec.structs.replace(value, dtype=new) if value.dtype == old else value
-        for name, value in graph.values.items()
-    }
-    quantizers = [node for node in graph.nodes if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    constants = dict(graph.constants)
-    zeros = {node.input[2] for node in quantizers if node.has_input(2) and node.input[0] not in constants}
-    for name, tensor in graph.constants.items():
-        array = graph.array(name) if tensor.data_type == _INTEGERS[old] else None
-        if array is not None and name in zeros:
-            # q and its zero point shift together, so that (q - zero) * scale does not change.
-            shifted = array.astype(np.int16) + (128 if new == "uint8" else -128)
-            constants[name] = numpy_helper.from_array(shifted.astype(new), name)
-        elif weights and tensor.data_type == _INTEGERS[old]:
-            # Rules look at the type of weights only, so the values are left out.
-            constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
-    return msgspec.structs.replace(graph, values=values, constants=constants)
-
 
 def without_quantization(graph: Graph) -> Graph:
-    """Returns the float graph: Q and DQ nodes are removed, and their readers read what these nodes read."""
+    """Returns the float graph: Q and DQ nodes are removed, and their readers read what these nodes read.
+
+    By this graph the same rules predict what the float model gains.
+    """
     source: dict[str, str] = {}
     constants, values = dict(graph.constants), dict(graph.values)
     kept: list[Node] = []
@@ -157,7 +133,8 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     # A rewrite may help other targets but not this one. Where a node becomes several, more nodes may stay on the CPU,
     # and less of the work.
     gains = gain_nodes > 0 or gain_macs > 0 or fatal_fewer or adviser.always
-    if fatal_fewer < 0 or not gains:
+    loses = gain_macs < 0 and not fatal_fewer
+    if fatal_fewer < 0 or loses or not gains:
         return None
     count = len(finding.nodes)
     named = ", ".join(finding.nodes[:_NAMED]) + (f" and {count - _NAMED} more" if count > _NAMED else "")
@@ -210,23 +187,6 @@ def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
     if quantizers and not case.takes_integers:
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
-
-
-def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
-    def find(case: Case) -> Iterator[Finding]:
-        left = set(case.refused("QuantizeLinear"))
-        refused = tuple(
-            node.name
-            for node in case.graph.nodes
-            if node.name in left and case.graph.value(node.output[0]).dtype == old
-        )
-        if refused:
-            # XNNPACK needs activations and weights of the same signedness; NNAPI needs unsigned activations and takes
-            # either kind of weights (NOTES.md of both).
-            changed = with_activations(case.graph, old, new, weights=new == "int8")
-            yield Finding(nodes=refused, changed=changed, word=old)
-
-    return find
 
 
 def _find_bounds(case: Case) -> Iterator[Finding]:
@@ -331,15 +291,6 @@ ADVISERS: tuple[Adviser, ...] = (
         "automatic",
         f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
         _find_opset,
-    ),
-    *(
-        Adviser(
-            f"{new}-activations",
-            "automatic",
-            f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
-            _find_sign(old, new),
-        )
-        for old, new in (("int8", "uint8"), ("uint8", "int8"))
     ),
     Adviser(
         "use-float",

@@ -241,7 +241,8 @@ def fix_for_target(
 
     These are the rewrites for every provider, those that the target requires (some only if the model `stays_float`),
     and those that the check of the model advises. After each round the model is checked again, because one rewrite can
-    make the next one possible. `before` is the check of the prepared model, if it is known.
+    make the next one possible. In a model that is quantized already it can also make the next one needless: there each
+    round applies the one that gains most. `before` is the check of the prepared model, if it is known.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -249,22 +250,18 @@ def fix_for_target(
     """
     after = before = before or check_model(prepared, target)
     fixes: list[Fix] = []
-    required = _list_required(prepared, target, stays_float=stays_float)
+    is_quantized = bool(find_integer_ops(skim_model(prepared.path)))
+    required = () if is_quantized else list_required(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
         # Patterns are fused only in the first round: a rewrite for this target may split them again.
         general = FIXES.keys() - FUSIONS if turn else FIXES
-        fixed = fix_model(prepared, out, {*general, *required, *(advice.id for advice in after.advice)})
+        advised = [advice.id for advice in after.advice if advice.id in TARGET_REWRITES][: 1 if is_quantized else None]
+        fixed = fix_model(prepared, out, {*general, *required, *advised})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
         if not fixed.fixes:
             break
     return TargetModel(model=prepared, fixes=tuple(fixes), before=before, after=after)
-
-
-def _list_required(prepared: Model, target: Target, *, stays_float: bool) -> tuple[str, ...]:
-    """Returns what `list_required` does; a model that is quantized already needs no change before quantization."""
-    is_quantized = find_integer_ops(skim_model(prepared.path))
-    return () if is_quantized else list_required(target, stays_float=stays_float)
 
 
 def gain_on_target(
@@ -278,9 +275,10 @@ def gain_on_target(
         OutputError: `folder` cannot be written.
         TargetError: the target's rules are missing or malformed.
     """
-    # First without weights: most models have nothing to gain.
-    required = _list_required(prepared, target, stays_float=stays_float)
-    matches = required and apply_rewrites(skim_model(prepared.path), required)
+    # First without weights: most models have nothing to gain. What is quantized needs no change before quantization.
+    sketch = skim_model(prepared.path)
+    required = () if find_integer_ops(sketch) else list_required(target, stays_float=stays_float)
+    matches = required and apply_rewrites(sketch, required)
     before = check_model(prepared, target)
     if not matches and not _gains_by_rewrites(before):
         return None

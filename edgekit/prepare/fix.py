@@ -37,6 +37,7 @@ from edgekit.prepare.rewrites import (
     planes,
     products,
     recurrent,
+    signs,
     split_attention,
 )
 from edgekit.target import INTEGERS, Target
@@ -211,7 +212,9 @@ TARGET_REWRITES = _by_id(
     activations.clip_to_min_max,
     # After the rewrites of activations, which may lie between two layers.
     planes.conv_to_planes,
-    products.write_unsigned_weights,
+    signs.write_unsigned_weights,
+    signs.write_uint8_activations,
+    signs.write_int8_activations,
 )
 """Rewrites that help some providers only; a target gets those by which the check finds that its provider takes more."""
 
@@ -286,8 +289,9 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     Raises:
         OutputError: `out` cannot be written.
     """
-    # Two rewrites need the values of weights: unsigned-weights, and half-to-float, for which they are read below.
-    on_disk = keeps_weights_on_disk(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
+    # Three rewrites need the values of weights: these two, and half-to-float, for which they are read below.
+    reads_weights = not {signs.UNSIGNED_WEIGHTS, signs.INT8_ACTIVATIONS}.isdisjoint(ids)
+    on_disk = keeps_weights_on_disk(model) and not model.external_files and not reads_weights
     proto = point_into(model.path) if on_disk else read_proto(model, weights=False)
     if float16.HALF_TO_FLOAT in ids and float16.computes_in_half(proto.graph):
         # In float32 the weights take twice the bytes, inside the model file.

@@ -14,8 +14,8 @@ from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_co
 from edgekit.prepare.fix import QNN_REWRITES
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites.products import store_unsigned
 from edgekit.prepare.rewrites.recurrent import split_lstm
+from edgekit.prepare.rewrites.signs import store_weights
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_graph
@@ -84,9 +84,9 @@ def quantize_model(
     # without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly
     # (VPMADDWD); ONNX Runtime's own conversion of weights (avx2_weight_s8_to_u8.cc) skips files in ORT format.
     if plan.weight == "uint8" and plan.weight_symmetric:
-        store_unsigned(quantized.graph)
+        store_weights(quantized.graph, "uint8")
     elif plan.unsigned_ops:
-        store_unsigned(quantized.graph, plan.unsigned_ops)
+        store_weights(quantized.graph, "uint8", plan.unsigned_ops)
     if plan.scheme == "qnn":
         opset = read_opset(quantized)
         wanted = [each for each in QNN_REWRITES if not (is_trial and each is split_lstm)]

@@ -23,7 +23,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites.products import UNSIGNED_WEIGHTS
+from edgekit.prepare.rewrites.signs import UNSIGNED_WEIGHTS
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

@@ -175,11 +175,10 @@ CARRIED = """
   j = Concat<axis=2>(i, c, d)  m = Reshape(j, four)  o = Transpose<perm=[0,1,3,2]>(m)  y = Conv(o, v) }
 """
 
-# A float Pad that names axes, which NNAPI claims and then makes no session of; a quantized one it leaves to the CPU.
-NAMED = """
+# A Max of one input, which Core ML's provider claims; it then crashes.
+LONELY = """
 <ir_version: 8, opset_import: ["" : 18]> g (float[1,4,8,8] x) => (float[1,5] y)
-<int64[4] pads = {1,1,1,1}, float zero = {0}, int64[2] axes = {2,3}>
-{ q = Pad(x, pads, zero, axes)  a = Conv(q, u)  r = Relu(a)  b = Conv<pads=[1,1,1,1]>(r, v)
+{ q = Max(x)  a = Conv<pads=[1,1,1,1]>(q, u)  r = Relu(a)  b = Conv<pads=[1,1,1,1]>(r, v)
   p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
 """
 
@@ -204,15 +203,14 @@ def test_nodes_that_would_fail_the_session_stay_in_float(
 
 
 def test_a_precision_that_was_asked_for_and_does_not_start_is_not_shipped_nor_exchanged(tmp_path: Path) -> None:
-    report = build(
-        *_make(NAMED, tmp_path), tmp_path / "out", Recipe(targets=("nnapi", "cpu"), precision="fp32"), verify=False
-    )
-    refused, whole = _find(report, "nnapi"), _find(report, "cpu")
+    recipe = Recipe(targets=("coreml", "cpu"), precision="fp32")
+    report = build(*_make(LONELY, tmp_path), tmp_path / "out", recipe, verify=False)
+    refused, whole = _find(report, "coreml"), _find(report, "cpu")
     assert (refused.path, refused.verdict) == (None, "fail")
-    assert "no session of the fp32 model starts on nnapi, 1 nodes stop it: Pad 'Pad_q'" in str(refused.failure)
+    assert "no session of the fp32 model starts on coreml, 1 nodes stop it: Max 'Max_q'" in str(refused.failure)
     assert "leave --precision out" in str(refused.failure)
     assert whole.path is not None
-    assert not (tmp_path / "out" / "swishing-nnapi").exists()
+    assert not (tmp_path / "out" / "swishing-coreml").exists()
 
 
 def test_an_internal_error_fails_one_target_and_writes_a_report_to_send(

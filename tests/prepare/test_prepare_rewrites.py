@@ -211,6 +211,17 @@ WITH = {
         <float s = {0.0625}, uint8 z = {128}, int8 o = {0}, int64[2] f = {4,6}, int64[2] g = {3,8}, int64[1] b0 = {0},
         int64[1] b1 = {3}> { q = QuantizeLinear(x, s, z) r = Reshape(q, f) y = DequantizeLinear(r, s, z)
         a = Transpose<perm=[2,0,1]>(i) b = Reshape(a, g) c = Slice(b, b0, b1) w = DequantizeLinear(c, s, o) }""",
+    "uint8-activations": """g (float[2,3] x, int8[2,2] i) => (float[2,2] y, int8[2,2] o, int8[2,2] p)
+        <float s = {0.0625}, int8 z = {-7}, float[1] t = {0.125}, int8[3,2] w = {1,-2,3,4,-5,6}, int8 e = {0}>
+        { q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = DequantizeLinear(w, s, e) c = MatMul(a, b)
+        d = QuantizeLinear(c, t, e) f = DequantizeLinear(d, t, e) j = DequantizeLinear(i, s) y = Add(f, j)
+        o = QuantizeLinear(y, s, z) k = DequantizeLinear(o, s, z) p = QuantizeLinear(k, t, e) }""",
+    "int8-activations": """g (float[2,3] x, uint8[2,2] i) => (float[2,2] y, uint8[2,2] o)
+        <float s = {0.0625}, uint8 z = {7}, float t = {0.125}, uint8[3,2] w = {1,2,3,4,255,6}, uint8 e = {0},
+        float[2] u = {0.5, 0.25}, uint8[2] v = {128, 100}>
+        { q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = DequantizeLinear(w, u, v) c = MatMul(a, b)
+        d = QuantizeLinear(c, t) f = DequantizeLinear(d, t) j = DequantizeLinear(i, s, z) y = Add(f, j)
+        o = QuantizeLinear(y, s, z) }""",
     "split-bias-gelu": """g (float[2,9] x, float[9] b) => (float[2,9] y)
         { a = com.microsoft.BiasGelu(x, b) y = com.microsoft.FastGelu(a, b) }""",
     "split-embed-norm": """g (float[1,2] x) => (float[1,2,3] y, int32[1] m, float[1,2,3] t) <int32[1,2] i = {3, 1},
@@ -444,6 +455,13 @@ WITHOUT = {
         <float s = {0.5}, float t = {0.25}, int8 o = {0}>
         { a = Transpose(x) y = Neg(a) b = Transpose(x) w = DequantizeLinear(b, s, o) v = DequantizeLinear(b, t, o)
         c = Transpose(k) d = Abs(k) e = Transpose(d) f = DequantizeLinear(y, s, o) }""",
+    "uint8-activations": """g (float[2,3] x, int8 h, int8[2,3] i) => (int8[2,3] y, float[2,3] v, float[2,3] u,
+        int8[2,3] n) <float s = {0.5}, int8 z = {3}>
+        { q = QuantizeLinear(x, s, z) y = Abs(q) a = QuantizeLinear(x, s, h) v = DequantizeLinear(a, s, h)
+        b = QuantizeLinear(x, s, z) c = Cast<to=1>(b) d = DequantizeLinear(b, s, z) u = Add(c, d) n = Neg(i) }""",
+    "int8-activations": """g (uint8[2,3] i, float[2,3] x) => (float[2,3] y, float[2,3] v)
+        <float s = {0.5}, uint8 z = {3}, int8 e = {0}> { a = Cast<to=1>(i) b = DequantizeLinear(i, s, z) y = Add(a, b)
+        q = QuantizeLinear(x, s, e) v = DequantizeLinear(q, s, e) }""",
     "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-embed-norm": """
         g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
@@ -539,7 +557,8 @@ SITES = {
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,
-    "spread-quantizers": 4, "split-bias-gelu": 2, "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2,
+    "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
+    "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2,
     "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""

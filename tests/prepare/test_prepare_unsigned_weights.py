@@ -11,7 +11,7 @@ from prepare_models import assert_same, make_model, rewrite
 from edgekit.check.check import check_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites.products import UNSIGNED_WEIGHTS
+from edgekit.prepare.rewrites.signs import UNSIGNED_WEIGHTS
 from edgekit.target import load_target
 
 W = "int8[3,2] w = {127, -2, 3, -127, 5, -128}"

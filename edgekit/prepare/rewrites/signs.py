@@ -1,0 +1,172 @@
+"""The sign of 8-bit numbers: most providers take int8 or uint8, and both can stand for the same values.
+
+A number q with the zero point z stands for (q - z) * scale. With 128 added to both, or taken from both, it stands for
+the same value.
+"""
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.rewrite import rewrite
+from edgekit.model.model import refill
+from edgekit.model.tensors import Array
+from edgekit.prepare.rewrites.fused import split_qlinear, spread_quantizers
+
+UNSIGNED_WEIGHTS, INT8_ACTIVATIONS = "unsigned-weights", "int8-activations"
+_Kind = Literal["int8", "uint8"]
+_OTHER: dict[_Kind, _Kind] = {"int8": "uint8", "uint8": "int8"}
+_TYPES = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
+# NNAPI's model builder registers the weight of a Gemm as it is, and has no int8 type (targets/nnapi/NOTES.md).
+_UNSIGNED_OPS = frozenset({"Gemm", "MatMul"})
+
+
+@rewrite(UNSIGNED_WEIGHTS, "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same")
+def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
+    """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
+    return store_weights(graph, "uint8", _UNSIGNED_OPS)
+
+
+def store_weights(graph: onnx.GraphProto, wanted: _Kind, ops: Collection[str] | None = None) -> tuple[str, ...]:
+    """Turns constant 8-bit inputs of DequantizeLinear of the other type into `wanted`, in place.
+
+    With `ops`, only for nodes of these operators whose other input is unsigned or float. Constants that other nodes
+    read too, and external data, stay. Returns the names of the nodes that read the changed DequantizeLinear nodes.
+    """
+    given = _TYPES[_OTHER[wanted]]
+    if not any(tensor.data_type == given for tensor in graph.initializer):
+        return ()
+    view, zeros = view_part(graph), _Zeros(graph, wanted)
+    changed: list[str] = []
+    for tensor in list(graph.initializer):
+        readers = view.readers(tensor.name)
+        consumers = [each for node in readers for each in view.readers(node.output[0])]
+        is_weight = tensor.data_type == given and tensor.data_location != onnx.TensorProto.EXTERNAL and bool(readers)
+        if (
+            not is_weight
+            or not zeros.are_quantizers(view, tensor.name, readers)
+            or (
+                ops is not None and not any(node.op_type in ops and not _reads_signed(view, node) for node in consumers)
+            )
+        ):
+            continue
+        if np.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
+            # The model was loaded without its weights, for a check, which needs the type only.
+            tensor.data_type = _TYPES[wanted]
+        else:
+            tensor.CopyFrom(numpy_helper.from_array(_flip(numpy_helper.to_array(tensor)), tensor.name))
+        for node in readers:
+            node.proto.input[2:] = [zeros.flip(node)]
+        changed += [node.name for node in consumers]
+    return tuple(dict.fromkeys(changed))
+
+
+def _retype(wanted: _Kind, graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Stores quantized activations in the type `wanted`, in place, and returns the names of the changed nodes.
+
+    int8 activations get int8 weights too: XNNPACK wants both of one sign, and NNAPI takes either weights beside uint8
+    (NOTES.md of both). Inputs and outputs of the model keep their type, behind a DequantizeLinear and a QuantizeLinear.
+    """
+    view = view_part(graph, opset)
+    if not any(view.value(name).dtype == _OTHER[wanted] for name in (*view.inputs, *view.producers)):
+        return ()
+    # Other operators on the integers would keep their type.
+    parted = (*split_qlinear(graph, opset), *spread_quantizers(graph, opset))
+    view, zeros = view_part(graph, opset), _Zeros(graph, wanted)
+    changed, first, last = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto]()
+    made = [node.output[0] for node in view.nodes if node.op_type == "QuantizeLinear"]
+    for name in (*view.inputs, *made):
+        maker, readers = view.producers.get(name), view.readers(name)
+        every = [each for each in (maker, *readers) if each is not None]
+        if not every or view.value(name).dtype != _OTHER[wanted] or not zeros.are_quantizers(view, name, every):
+            continue
+        changed[name] = every[0].name
+        old = list(every[0].proto.input[1:])
+        new = [old[0], zeros.flip(every[0])]
+        for node in every:
+            node.proto.input[2:] = [zeros.flip(node)]
+        if maker is not None and name not in view.outputs:
+            continue
+        inner, outer = f"{name}/{wanted}", f"{name}/{wanted}_float"
+        for node in readers:
+            node.proto.input[0] = inner
+        if maker is None:
+            first += _requantize(name, outer, inner, old, new)
+        else:
+            maker.proto.output[0] = inner
+            last += _requantize(inner, outer, name, new, old)
+    if changed:
+        refill(graph.node, [*first, *graph.node, *last])
+        refill(graph.value_info, [value for value in graph.value_info if value.name not in changed])
+        if wanted == "int8":
+            store_weights(graph, wanted)
+    return (*parted, *changed.values())
+
+
+def _requantize(
+    source: str, between: str, result: str, read: Sequence[str], written: Sequence[str]
+) -> list[onnx.NodeProto]:
+    names = [f"{result}_{op}" for op in ("DequantizeLinear", "QuantizeLinear")]
+    return [
+        helper.make_node("DequantizeLinear", [source, *read], [between], names[0]),
+        helper.make_node("QuantizeLinear", [between, *written], [result], names[1]),
+    ]
+
+
+_MOVED = "activations, with zero points moved by 128, which is the same: {count}"
+write_uint8_activations = rewrite("uint8-activations", f"store int8 as uint8 {_MOVED}")(partial(_retype, "uint8"))
+write_int8_activations = rewrite(INT8_ACTIVATIONS, f"store uint8 as int8 {_MOVED}")(partial(_retype, "int8"))
+
+
+class _Zeros:
+    """The zero points of a graph, and those that were flipped to the type `wanted`."""
+
+    def __init__(self, graph: onnx.GraphProto, wanted: _Kind) -> None:
+        self._graph, self._wanted = graph, wanted
+        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+
+    def are_quantizers(self, view: Graph, name: str, nodes: Sequence[Node]) -> bool:
+        """Returns True if a tensor is read and made by Q and DQ nodes alone, with constant scales and zero points."""
+        if name in view.captured or (name in view.constants and name in view.outputs):
+            return False
+        for node in nodes:
+            parameters = [self._stored.get(each) for each in node.input[1:] if each]
+            if node.op_type not in {"DequantizeLinear", "QuantizeLinear"} or "output_dtype" in node.attributes:
+                return False
+            if name not in {node.input[0], node.output[0]} or name in node.input[1:]:
+                return False
+            if any(each is None or each.data_location == onnx.TensorProto.EXTERNAL for each in parameters):
+                return False
+        return True
+
+    def flip(self, node: Node) -> str:
+        """Returns the name of the flipped zero point of a Q or DQ node; an absent one is 0, as ONNX defines it."""
+        given = self._stored[node.input[2]] if node.has_input(2) else None
+        # Others may share the zero point, so a new one is made.
+        sign = "unsigned" if self._wanted == "uint8" else "signed"
+        name = f"{given.name if given is not None else node.input[1]}.edgekit.{sign}"
+        if name not in self._stored:
+            zeros = np.zeros(tuple(self._stored[node.input[1]].dims), _OTHER[self._wanted])
+            zero = zeros if given is None else numpy_helper.to_array(given)
+            self._stored[name] = numpy_helper.from_array(_flip(zero), name)
+            self._graph.initializer.append(self._stored[name])
+        return name
+
+
+def _reads_signed(view: Graph, node: Node) -> bool:
+    """Returns True for a node with int8 activations: the CPU has no kernel for these with uint8 weights."""
+    made_by = view.producers.get(node.input[0])
+    if made_by is None or made_by.op_type != "DequantizeLinear" or len(made_by.input) < 3:
+        return False
+    zero = view.constants.get(made_by.input[2])
+    return zero is not None and zero.data_type == onnx.TensorProto.INT8
+
+
+def _flip(numbers: Array) -> Array:
+    """Returns int8 numbers as uint8 with 128 added, or the reverse: the highest bit of each byte flips."""
+    return np.asarray((numbers.view(np.uint8) ^ np.uint8(128)).view(np.uint8 if numbers.dtype == np.int8 else np.int8))
