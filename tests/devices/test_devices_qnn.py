@@ -375,6 +375,19 @@ def test_kernels_that_are_wrong_in_a_quantized_model_are_avoided(id_: str, tmp_p
     assert measure_simulator(fixed.model.path, tmp_path / "right") > 40
 
 
+@pytest.mark.slow
+def test_float_nodes_of_a_build_in_8_bits_are_rewritten(tmp_path: Path) -> None:
+    text = f"""g (float[1,4,6,5] x) => (float[1,4,6,5] y, float[1,4,6,5] z) <{_WEIGHTED}>
+        {{ c = Conv(x, w) i = Cast<to=7>(c) y = Cast<to=1>(i) z = Conv(c, w) }}"""
+    path = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 1, 4, 6, 5)).astype(np.float32))
+    quantize_for(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "q.onnx", Recipe(targets=("qnn",)))
+    made = onnx.load(str(tmp_path / "q.onnx")).graph
+    assert {"Cast", "Floor"} & {node.op_type for node in made.node} == {"Floor"}
+    # What was only needed for the rewrites is not in the file.
+    assert not {value.name for value in made.value_info} & {node.output[0] for node in made.node if "Q" in node.op_type}
+
+
 RULES_WRONG = [
     """(float[2,16,9] x) => (float[2,16,9] y)
     <uint8[9] w = {127,255,99,80,127,9,30,201,50}, float v = {0.01}, uint8 o = {0}, float t = {0.03}>
