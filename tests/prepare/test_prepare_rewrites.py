@@ -61,8 +61,9 @@ WITH = {
         w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x)
         v = AveragePool<kernel_shape=[3], strides=[2], pads=[2,0], count_include_pad=1>(u) }""",
     # Windows beyond the end, one that begins behind it, pads that do not count or that no window leaves.
-    "floor-pool": """g (float[1,2,7,6] x) => (float[1,2,4,3] y, float[1,2,3,2] z, float[1,2,4,2] u, float[1,2,4,6] v)
-        { y = MaxPool<kernel_shape=[3,2], strides=[2,2], ceil_mode=1, pads=[1,0,1,1]>(x)
+    "floor-pool": """g (float[1,2,7,6] x) => (float[1,2,4,3] y, float[1,2,3,2] z, float[1,2,4,2] u, float[1,2,4,6] v,
+        float[1,2,4,3] w) { w = MaxPool<kernel_shape=[1,1], strides=[2,2], ceil_mode=1>(x)
+        y = MaxPool<kernel_shape=[3,2], strides=[2,2], ceil_mode=1, pads=[1,0,1,1]>(x)
         z = AveragePool<kernel_shape=[3,3], strides=[3,3], ceil_mode=1>(x)
         u = MaxPool<kernel_shape=[2,2], dilations=[1,2], strides=[2,3], ceil_mode=1>(x)
         v = AveragePool<kernel_shape=[2,1], strides=[2,1], pads=[0,0,1,0], ceil_mode=1, count_include_pad=1>(x) }""",
@@ -553,7 +554,7 @@ SITES = {
     "flat-bias": 2,
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
-    "plain-gather": 5, "floor-pool": 4, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
+    "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,

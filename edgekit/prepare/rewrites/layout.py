@@ -241,9 +241,9 @@ def floor_pool(writer: Writer) -> None:
     size, reach = np.array(shape[2:]), (np.array(kernel) - 1) * dilation + 1
     last = np.ceil((size + begin + end - reach) / stride).astype(int)
     last -= last * stride >= size + begin
-    needed = last * stride + reach - size - begin
+    needed = np.maximum(last * stride + reach - size - begin, 0)
     # Pads that are stated count then, and those of ceil_mode do not.
-    if (needed < 0).any() or (node.integer("count_include_pad", 0) and (needed > end).any()):
+    if node.integer("count_include_pad", 0) and (needed > end).any():
         return
     kept = {name: value for name, value in node.attributes.items() if name != "ceil_mode"}
     writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
