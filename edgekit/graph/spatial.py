@@ -36,6 +36,18 @@ class Windows(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def has_windows(node: Node, rank: int) -> bool:
+    """Returns True if a node states its windows for so many spatial axes, with strides that move them.
+
+    ONNX Runtime refuses another one, but rewrites are tried on what `check` is given too.
+    """
+    stated = {name: node.entries(name) for name in ("strides", "dilations", "pads") if name in node.attributes}
+    wanted = {"strides": rank, "dilations": rank, "pads": 2 * rank}
+    if any(numbers is None or len(numbers) != wanted[name] for name, numbers in stated.items()):
+        return False
+    return len(node.entries("kernel_shape") or ()) == rank and min(stated.get("strides") or (1,)) > 0
+
+
 def place_windows(node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> Windows:
     """Returns the windows of a node over an input of this size, with the padding that it states (ONNX: Conv).
 

@@ -213,6 +213,7 @@ def test_what_a_session_saved_is_prepared_as_its_source(tmp_path: Path) -> None:
         "y = com.microsoft.FusedMatMul(x)",
         "y = com.microsoft.FusedMatMul(x, x, x)",
         'y = com.microsoft.FusedConv<activation="Clip", activation_params="ab">(x, w)',
+        'y = com.microsoft.FusedConv<activation="Clip", activation_params=["a", "b"]>(x, w)',
     ],
 )
 def test_what_cannot_be_split_stays(tmp_path: Path, nodes: str) -> None:

@@ -582,6 +582,31 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
 
 
 @pytest.mark.parametrize(
+    ("id_", "text"),
+    [
+        ("plain-gather", "(float[3,4] x) => (float[2] y) <int64[2,2] i = {9,1,0,3}> { y = GatherND(x, i) }"),
+        ("plain-gather", "(float[3,4] x) => (float[2] y) <int64[2,2] i = {0,1,-4,3}> { y = GatherND(x, i) }"),
+        ("pad-axes", "(float[3,4] x) => (float[3,6] y) <int64[2] p = {1,1}, int64[1] a = {2}> { y = Pad(x, p, , a) }"),
+        ("pad-axes", "(float[3,4] x) => (float[3,6] y) <int64[2] p = {1,1}, int64[1] a = {-3}> { y = Pad(x, p, , a) }"),
+        *(
+            ("floor-pool", f"(float[1,2,8,8] x) => (float[1,2,4,4] y) {{ y = MaxPool<{wrong}, ceil_mode=1>(x) }}")
+            for wrong in (
+                "kernel_shape=[2]", "kernel_shape=[2,2], strides=[2,2,2]", "kernel_shape=[2,2], strides=[0,2]",
+                "kernel_shape=[2,2], pads=[1,1,1]", "kernel_shape=[2,2], dilations=[1]",
+            )
+        ),
+        ("plain-average", "(float[1,8,8,8] x) => (float[1,8,9,9] y) "
+                          "{ y = AveragePool<kernel_shape=[2,2], pads=[1]>(x) }"),
+        ("split-qlinear", """(uint8[1,2] x) => (uint8[1,4] y) <float s = {0.5}, uint8 z = {0}>
+            { y = com.microsoft.QLinearConcat(s, z, x, s, z, x, s, z) }"""),
+    ],
+)  # fmt: skip
+def test_a_node_that_no_session_runs_stays(tmp_path: Path, id_: str, text: str) -> None:
+    """A check judges such a model too, and says why no session opens it."""
+    assert rewrite(tmp_path, f"g {text}", id_, opset=18).fixes == ()
+
+
+@pytest.mark.parametrize(
     ("moves", "is_spread"),
     [
         ("m = Pad(q, p, z)", True),

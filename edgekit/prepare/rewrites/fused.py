@@ -35,7 +35,7 @@ def split_fused(writer: Writer) -> None:
         _split_matmul(writer)
         return
     kind, given = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
-    if kind and (kind not in _ACTIVATIONS or not isinstance(given, tuple)):
+    if kind and (kind not in _ACTIVATIONS or not all(isinstance(number, float) for number in given)):
         return
     product = {name: value for name, value in node.attributes.items() if not name.startswith("activation")}
     op, has_sum = node.op_type.removeprefix("Fused"), node.has_input(_PLAIN_INPUTS)
@@ -111,7 +111,9 @@ def split_qlinear(writer: Writer) -> None:
     node, graph = writer.node, writer.graph
     op, places, result, bias = _LINEAR.get(node.op_type, ("Concat", (), 0, 0))
     if node.op_type == "QLinearConcat":
-        places = [(at, True) for at in range(2, len(node.input), 3)]
+        places = [(at, True) for at in range(2, len(node.input) if "axis" in node.attributes else 0, 3)]
+        if not places:
+            return
     quantized = [at for at, is_quantized in places if is_quantized]
     if not all(map(node.has_input, (*(at for at, _ in places), *(at + 1 for at in quantized)))):
         return

@@ -8,7 +8,7 @@ import onnx
 
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
-from edgekit.graph.spatial import find_picks, place_windows, read_modes
+from edgekit.graph.spatial import find_picks, has_windows, place_windows, read_modes
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -118,9 +118,11 @@ def plain_gather(writer: Writer) -> None:
     array = graph.array(node.input[1]) if node.op_type == "GatherND" else None
     if array is not None and before and after and not node.integer("batch_dims", 0):
         count = array.shape[-1]
-        places = np.moveaxis(np.where(array < 0, array + before[:count], array), -1, 0)
-        rows = np.ravel_multi_index(tuple(places), before[:count]).ravel()
-        flat = [math.prod(before[:count]), math.prod(before[count:])]
+        places = np.where(array < 0, array + before[:count], array)
+        # A node whose indices lie outside fails when it runs.
+        if ((places >= 0) & (places < before[:count])).all():
+            rows = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), before[:count]).ravel()
+            flat = [math.prod(before[:count]), math.prod(before[count:])]
     if rows is None and not is_bool:
         return
     value, indices, op, given = node.input[0], node.input[1], node.op_type, dict(node.attributes)
@@ -237,6 +239,8 @@ def floor_pool(writer: Writer) -> None:
     kernel, auto = node.entries("kernel_shape") or (), node.attributes.get("auto_pad", "NOTSET")
     if shape is None or not node.integer("ceil_mode", 0) or auto != "NOTSET" or any(node.output[1:]):
         return
+    if not has_windows(node, len(shape) - 2):
+        return
     stride, dilation, begin, end, _ = place_windows(node, shape[2:], kernel)
     size, reach = np.array(shape[2:]), (np.array(kernel) - 1) * dilation + 1
     last = np.ceil((size + begin + end - reach) / stride).astype(int)
@@ -261,6 +265,8 @@ def plain_average(writer: Writer) -> None:
     kernel, counts = node.entries("kernel_shape") or (), node.integer("count_include_pad", 0)
     is_wrong = (len(kernel), counts) in {(2, 0), (1, 1)}
     if shape is None or not is_wrong or node.integer("ceil_mode", 0) or "dilations" in node.attributes:
+        return
+    if not has_windows(node, len(shape) - 2):
         return
     stride, _, begin, end, sizes = place_windows(node, shape[2:], kernel)
     pads = [*begin.tolist(), *end.tolist()]
@@ -317,6 +323,8 @@ def pad_all_axes(writer: Writer) -> None:
     shape, pads = graph.value(node.input[0]).shape, graph.array(node.input[1])
     axes = graph.array(node.input[3]) if node.has_input(3) else None
     if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
+        return
+    if not ((axes >= -len(shape)) & (axes < len(shape))).all():
         return
     whole = np.zeros((2, len(shape)), np.int64)
     whole[:, axes] = pads.reshape(2, -1)
