@@ -595,8 +595,8 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
                 "kernel_shape=[2,2], pads=[1,1,1]", "kernel_shape=[2,2], dilations=[1]",
             )
         ),
-        ("plain-average", "(float[1,8,8,8] x) => (float[1,8,9,9] y) "
-                          "{ y = AveragePool<kernel_shape=[2,2], pads=[1]>(x) }"),
+        ("plain-average", """(float[1,8,8,8] x) => (float[1,8,9,9] y)
+            { y = AveragePool<kernel_shape=[2,2], pads=[1]>(x) }"""),
         ("split-qlinear", """(uint8[1,2] x) => (uint8[1,4] y) <float s = {0.5}, uint8 z = {0}>
             { y = com.microsoft.QLinearConcat(s, z, x, s, z, x, s, z) }"""),
     ],
