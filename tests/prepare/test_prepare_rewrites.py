@@ -597,6 +597,11 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
         ),
         ("plain-average", """(float[1,8,8,8] x) => (float[1,8,9,9] y)
             { y = AveragePool<kernel_shape=[2,2], pads=[1]>(x) }"""),
+        ("unsigned-weights", """(float[2,3] x) => (float[2,2] y)
+            <float s = {0.5}, int32 z = {0}, int8[3,2] w = {1,2,3,4,5,6}>
+            { e = DequantizeLinear(w, s, z) y = MatMul(x, e) }"""),
+        ("uint8-activations", """(float[2,3] x) => (float[2,3] y) <float s = {0.5}, int8 k = {3}, int32 z = {0}>
+            { q = QuantizeLinear(x, s, k) y = DequantizeLinear(q, s, z) }"""),
         ("split-qlinear", """(uint8[1,2] x) => (uint8[1,4] y) <float s = {0.5}, uint8 z = {0}>
             { y = com.microsoft.QLinearConcat(s, z, x, s, z, x, s, z) }"""),
     ],

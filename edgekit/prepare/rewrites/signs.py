@@ -142,6 +142,9 @@ class _Zeros:
                 return False
             if any(each is None or each.data_location == onnx.TensorProto.EXTERNAL for each in parameters):
                 return False
+            # ONNX Runtime refuses a zero point of another type than the numbers.
+            if node.has_input(2) and self._stored[node.input[2]].data_type != _TYPES[_OTHER[self._wanted]]:
+                return False
         return True
 
     def flip(self, node: Node) -> str:
