@@ -202,6 +202,7 @@ TARGET_REWRITES = _by_id(
     split_attention.split_attention,
     activations.split_bias_gelu,
     split_attention.split_grouped_attention,
+    split_attention.split_rotary,
     norms.split_skip_norm,
     norms.split_layer_norm,
     norms.split_rms_norm,
@@ -209,6 +210,7 @@ TARGET_REWRITES = _by_id(
     activations.write_exact_gelu,
     activations.split_gelu,
     activations.split_tanh_gelu,
+    activations.split_swish,
     activations.clip_to_min_max,
     # After the rewrites of activations, which may lie between two layers.
     planes.conv_to_planes,

@@ -31,6 +31,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     stored: dict[str, Array] = {}
     made: Sequence[str] = ("y",)
     attributes: dict[str, Any] = {}
+    opset: int = 0
+    """Of ONNX's own domain, if the node is in it."""
 
 
 def rewrite(case: Case, folder: Path, id_: str) -> tuple[list[dict[str, Array]], Sequence[str]]:
@@ -41,16 +43,18 @@ def rewrite(case: Case, folder: Path, id_: str) -> tuple[list[dict[str, Array]],
 
 def write_and_fix(case: Case, folder: Path, id_: str) -> tuple[tuple[Path, Path], Sequence[str]]:
     """Returns the files of the node and of what was written for it, and the operators of that."""
-    node = helper.make_node(case.op, case.names, case.made, name="n", domain="com.microsoft", **case.attributes)
+    domain = "" if case.opset else "com.microsoft"
+    node = helper.make_node(case.op, case.names, case.made, name="n", domain=domain, **case.attributes)
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
         for name, value in case.given.items()
     ]
-    outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in case.made]
+    kind = helper.np_dtype_to_tensor_dtype(next(iter(case.given.values())).dtype)
+    outputs = [helper.make_tensor_value_info(name, kind, None) for name in case.made if name]
     stored = [numpy_helper.from_array(value, name) for name, value in case.stored.items()]
-    imports = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    imports = [helper.make_opsetid("", case.opset or 17), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "g", inputs, outputs, stored)
-    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), str(folder / "m.onnx"))
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=10), str(folder / "m.onnx"))
     fixed = fix_model(load_model(folder / "m.onnx"), folder / "fixed.onnx", [id_]).model.path
     return (folder / "m.onnx", fixed), op_names(fixed)
 
@@ -187,6 +191,126 @@ def test_attention_gives_the_same_as_onnx_runtime(tmp_path: Path, case: Case) ->
     results, ops = rewrite(case, tmp_path, "split-attention")
     assert "Softmax" in ops
     assert_close(results)
+
+
+def own(
+    shape: Sequence[int] = (2, HEADS, 5, 8), rows: int = 5, *, keys: int = HEADS, width: int = 8, past: int = 0,
+    mask: Array | None = None, stores: bool = False, opset: int = 23, **attributes: Any,
+) -> Case:  # fmt: skip
+    """Returns ONNX's Attention with queries of a shape, in heads or not, that ask so many new rows behind a cache."""
+    is_flat = len(shape) == 3
+    widths = (8 if is_flat else shape[3], width)
+    rest = [(2, rows, keys * each) if is_flat else (2, keys, rows, each) for each in widths]
+    given, stored = draw(q=shape, k=rest[0], v=rest[1]), dict[str, Array]()
+    names, made = ["q", "k", "v", "" if mask is None else "mask"], ["y"]
+    if mask is not None:
+        (stored if stores else given)["mask"] = mask
+    if past:
+        given |= draw(2, past_key=(2, keys, past, 8), past_value=(2, keys, past, width))
+        names, made = [*names, "past_key", "past_value"], ["y", "present_key", "present_value"]
+    counts = {"q_num_heads": HEADS, "kv_num_heads": keys} if is_flat else {}
+    attributes = counts | attributes
+    return Case(op="Attention", given=given, stored=stored, names=names, made=made, attributes=attributes, opset=opset)
+
+
+SEEN = np.random.default_rng(3).random((2, HEADS, 5, 7)) < 0.6
+SEEN[..., 0] = True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(own(), id="heads"),
+        pytest.param(own((2, 5, 32), scale=0.2), id="flat, scale"),
+        pytest.param(own((2, 5, 32), 7, keys=2, width=4), id="flat, shared keys, narrow values"),
+        pytest.param(own(rows=7, keys=2, width=4), id="shared keys in heads"),
+        pytest.param(own(rows=7, is_causal=1, opset=24), id="causal, opset 24"),
+        pytest.param(own((2, 5, 32), 5, past=2, keys=2, is_causal=1), id="flat, cache, causal"),
+        pytest.param(own(rows=4, past=3, mask=SEEN[0, 0]), id="cache, computed mask"),
+        pytest.param(own((2, 5, 32), 7, mask=SEEN[:, :1]), id="mask of each text"),
+        pytest.param(own(rows=7, mask=SEEN, stores=True), id="constant mask of each head"),
+        pytest.param(own(rows=7, mask=SEEN[0, 0].astype(np.float32), is_causal=1), id="bias and causal"),
+    ],
+)
+def test_attention_of_onnx_gives_the_same(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-attention")
+    assert "Softmax" in ops
+    assert_close(results)
+    assert ("Where" in ops) == ("mask" in case.given and case.given["mask"].dtype == np.bool_)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(own(softcap=2.0), id="capped"),
+        pytest.param(own(softmax_precision=1), id="another precision"),
+        pytest.param(own(rows=7, mask=SEEN[..., :6]), id="mask of fewer keys"),
+        pytest.param(own((2, 5, 32), q_num_heads=0), id="no heads"),
+        pytest.param(own((2, 5, 32), q_num_heads=5), id="heads of no whole size"),
+        pytest.param(own(keys=3), id="keys that do not fit"),
+        pytest.param(own((2, HEADS, 1 << 14, 1), 1 << 14, keys=1, width=1, is_causal=1), id="too many scores"),
+        pytest.param(msgspec.structs.replace(own(), made=("y", "k2", "v2")), id="keys that pass through"),
+        pytest.param(msgspec.structs.replace(own(), made=("y", "", "", "s")), id="scores"),
+        pytest.param(msgspec.structs.replace(own(past=2), names=["q", "k", "v", "", "past_key"]), id="half a cache"),
+        pytest.param(own(rows=7, mask=SEEN[:, 0]), id="mask of texts in the place of heads"),
+        pytest.param(own(rows=7, mask=SEEN.astype(np.int32)), id="mask of integers"),
+    ],
+)
+def test_attention_of_onnx_that_is_more_than_that_stays(tmp_path: Path, case: Case) -> None:
+    assert list(write_and_fix(case, tmp_path, "split-attention")[1]) == ["Attention"]
+
+
+def rotary(
+    shape: Sequence[int] = (2, HEADS, 5, 8), turned: int = 8, *, places: bool = True, is_own: bool = True, **given: Any
+) -> Case:
+    """Returns a RotaryEmbedding of ONNX or of ONNX Runtime, with or without the places of the tokens."""
+    tables = draw(1, cos=(9, turned // 2), sin=(9, turned // 2))
+    values = draw(x=shape)
+    if places:
+        values["places"] = np.array([[3, 1, 4, 1, 5], [0, 2, 4, 6, 8]])
+    else:
+        tables = draw(1, cos=(2, 5, turned // 2), sin=(2, 5, turned // 2))
+    names = ["x", "cos", "sin", "places"][: 3 + places] if is_own else ["x", "places", "cos", "sin"]
+    given = ({} if turned == 8 else {"rotary_embedding_dim": turned}) | given
+    return Case(
+        op="RotaryEmbedding", given=values, stored=tables, names=names, opset=23 if is_own else 0, attributes=given
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(rotary(), id="places"),
+        pytest.param(rotary(places=False), id="tables of each token"),
+        pytest.param(rotary((2, 5, 32), 6, num_heads=4), id="flat, a part of each head"),
+        pytest.param(rotary(is_own=False), id="ONNX Runtime's"),
+        pytest.param(rotary((2, 5, 32), is_own=False), id="ONNX Runtime's, flat"),
+        pytest.param(rotary((2, 5, 32), 6, num_heads=4, is_own=False), id="ONNX Runtime's, a part of each head"),
+    ],
+)
+def test_a_rotary_embedding_gives_the_same(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-rotary")
+    assert {"Split", "Concat"} <= set(ops)
+    assert_close(results)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(rotary(interleaved=1), id="neighbours turned"),
+        pytest.param(rotary(is_own=False, scale=0.5), id="scaled"),
+        pytest.param(rotary(is_own=False, is_packed_batching=1), id="packed"),
+        pytest.param(rotary(rotary_embedding_dim=4), id="tables of another size"),
+        pytest.param(rotary(turned=12), id="tables wider than a head"),
+        pytest.param(rotary((2, 5, 32)), id="no heads"),
+        pytest.param(rotary((2, HEADS, 6, 8)), id="other places"),
+        pytest.param(rotary((2, HEADS, 6, 8), places=False), id="tables of other tokens"),
+        pytest.param(rotary((2, 5, 32), num_heads=-4), id="fewer heads than none"),
+        pytest.param(msgspec.structs.replace(rotary(), names=["x", "cos", "x", "places"]), id="unlike tables"),
+    ],
+)
+def test_a_rotary_embedding_that_is_another_stays(tmp_path: Path, case: Case) -> None:
+    assert list(write_and_fix(case, tmp_path, "split-rotary")[1]) == ["RotaryEmbedding"]
 
 
 @pytest.mark.parametrize(

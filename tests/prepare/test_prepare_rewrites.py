@@ -76,6 +76,9 @@ WITH = {
         z = Resize<mode="linear", coordinate_transformation_mode="align_corners">(x, , , s)
         u = Resize<mode="linear", coordinate_transformation_mode="asymmetric">(x, , g) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Mish(x) }",
+    "split-swish": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u, float[2,9] v)
+        { y = Swish(x) z = Swish<alpha=0.5>(x) u = com.microsoft.QuickGelu<alpha=2.0>(x)
+        v = com.microsoft.QuickGelu(x) }""",
     # A mask on either side, computed and constant; 0.1 * 255 and less are needed.
     "narrow-mask": """g (float[2,9] x, float[1,9] m) => (float[2,9] y, float[2,9] z)
         <float s = {0.02}, uint8 o = {128}, float v = {40}, uint8 n = {255}, float t = {0.05}, uint8 p = {200},
@@ -380,6 +383,7 @@ WITHOUT = {
         { y = Resize<nearest_mode="floor">(x, , f) v = Resize<mode="linear">(u, , g)
         z = Resize<mode="linear">(x, , c) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Softplus(x) }",
+    "split-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
     # A range that the sum has too, one of up to four times what is needed, and a sum that is not rounded.
     "narrow-mask": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u)
         <float s = {0.02}, uint8 o = {128}, float v = {40}, uint8 n = {255}, float t = {0.05}, uint8 p = {200},
@@ -540,6 +544,7 @@ TOLERANCE = {
     "plain-average": 1e-6,
     "planar-resize": 1e-6,
     "split-mish": 1e-6,
+    "split-swish": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
@@ -559,11 +564,11 @@ SITES = {
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
-    "einsum-to-matmul": 5, "plain-softmax": 2, "join-softmax": 2,
+    "einsum-to-matmul": 5, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
-OPSETS = {"pad-axes": 18, "split-mish": 18}
+OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24}
 """The opset, if it is another than 17."""
 
 
@@ -981,6 +986,7 @@ def test_every_rewrite_is_tested() -> None:
     elsewhere = {
         "split-attention",
         "split-grouped-attention",
+        "split-rotary",
         "idle-add",
         "idle-nan-guard",
         "join-attention",

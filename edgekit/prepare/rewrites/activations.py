@@ -262,6 +262,17 @@ def split_mish(writer: Writer) -> None:
     writer.add("Mul", [x, writer.add("Tanh", [writer.add("Softplus", [x], "softplus")], "gate")])
 
 
+@node_rewrite(
+    "split-swish", {"Swish", "QuickGelu"}, "write {count} of Swish as x * Sigmoid(x), 1e-6 apart", floats=True
+)
+def split_swish(writer: Writer) -> None:
+    """Rewrites ONNX's Swish, or ONNX Runtime's QuickGelu, to x * Sigmoid(alpha * x). 1e-6 relative."""
+    node, x = writer.node, writer.node.input[0]
+    alpha = read_float(node, "alpha", 1.0 if node.op_type == "Swish" else 1.702)
+    scaled = x if alpha == 1 else writer.add("Mul", [x, writer.constant("alpha", alpha)], "scaled")
+    writer.add("Mul", [x, writer.add("Sigmoid", [scaled], "gate")])
+
+
 # The kernels are right up to 88.4, and e to this power is far beyond what half precision holds.
 _MOST_EXPONENT = 80.0
 

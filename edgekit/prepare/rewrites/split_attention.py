@@ -1,4 +1,4 @@
-"""Splits ONNX Runtime's fused attention into MatMul, Softmax and Add, for providers that lack the fused operators."""
+"""Splits the attention of ONNX and of ONNX Runtime into MatMul, Softmax and Add, for providers that lack it."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,15 @@ MASKED = -1e4
 
 
 _MOST_ROWS = 1 << 20
+# A causal mask is written as a constant.
+_MOST_SCORES = 1 << 26
 
 
 class Heads(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of attention: number of queries (`tokens`), of key rows (`rows`), and of heads.
 
-    `heads` counts the query heads and `keys` the key heads; `heads` / `keys` query heads share each key head.
+    `heads` counts the query heads and `keys` the key heads; `heads` / `keys` query heads share each key head. The first
+    `before` rows are those of a cache.
     """
 
     batch: int
@@ -32,19 +35,25 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     value_size: int
     dtype: str
+    before: int = 0
 
     @property
     def is_sound(self) -> bool:
         """True if the sizes are positive, consistent, and no larger than any real model's."""
         sizes = (self.batch, self.tokens, self.rows, self.heads, self.keys, self.size, self.value_size)
-        return min(sizes) > 0 and self.heads % self.keys == 0 and max(self.rows, self.tokens) <= _MOST_ROWS
+        is_small = max(self.rows, self.tokens) <= _MOST_ROWS and self.rows * self.tokens <= _MOST_SCORES
+        return min(sizes) > 0 and self.heads % self.keys == 0 and is_small
 
 
 class Parts(msgspec.Struct, kw_only=True):
-    """Builds the nodes that replace one attention node; a constant that several of them read is written once."""
+    """Builds the nodes that replace one attention node; a constant that several of them read is written once.
+
+    `turned` is how many elements of each head a rotary embedding rotates.
+    """
 
     writer: Writer
     heads: Heads
+    turned: int = 0
     made: dict[str, str] = {}
 
     @property
@@ -86,11 +95,11 @@ class Parts(msgspec.Struct, kw_only=True):
         maker.output[list(maker.output).index(name)] = output
         return output
 
-    def attend(self, parts: tuple[str, str, str], scale: float, biases: Sequence[str]) -> None:
+    def attend(self, parts: tuple[str, str, str], scale: float, biases: Sequence[str], *, merges: bool = True) -> None:
         """Adds Softmax(scale * query @ key^T + biases) @ value, and last the Reshape that merges the heads.
 
         `parts` are query [batch, heads, tokens, size], key [batch, keys, rows, size] and value; each of `biases` is
-        broadcast to [batch, heads, tokens, rows].
+        broadcast to [batch, heads, tokens, rows]. Without `merges` the heads stay apart.
         """
         (query, key, value), of, add = parts, self.heads, self.writer.add
         # Where query heads share a key head, their queries become rows of one MatMul, so that no key is repeated.
@@ -104,9 +113,17 @@ class Parts(msgspec.Struct, kw_only=True):
         chances = add("Softmax", [scores], "chances", axis=-1)
         mixed = add("MatMul", [self._regroup(chances, "all", (*together, of.rows)), value], "mixed")
         mixed = self._regroup(mixed, "apart", (of.batch, of.heads, of.tokens, of.value_size))
-        rows = add("Transpose", [mixed], "beside", perm=[0, 2, 1, 3])
-        joined = [of.batch, of.tokens, of.heads * of.value_size]
-        add("Reshape", [rows, self.writer.constant("joined", joined, "int64")])
+        self.finish(mixed, merges=merges)
+
+    def finish(self, made: str, *, merges: bool) -> None:
+        """Makes heads, which the last node computed, the node's output: apart, or merged by a Transpose and Reshape."""
+        if merges:
+            of, rows = self.heads, self.writer.add("Transpose", [made], "beside", perm=[0, 2, 1, 3])
+            joined = [of.batch, of.tokens, of.heads * of.value_size]
+            self.writer.add("Reshape", [rows, self.writer.constant("joined", joined, "int64")])
+        else:
+            self.writer.nodes[-1].name = self.node.proto.name
+            self.publish(made, 0)
 
     def _regroup(self, x: str, part: str, shape: Sequence[int]) -> str:
         return x if self.heads.heads == self.heads.keys else self.reshape(x, f"{part}_rows", shape)
@@ -133,6 +150,7 @@ def read_float(node: Node, name: str, default: float = 0.0) -> float:
 _WIDTHS = "qkv_hidden_sizes"
 _PACKED_MASK, _PACKED_PAST, _PACKED_BIAS = 3, 4, 5
 _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
+_ONNX_MASK, _ONNX_PAST, _ONNX_LENGTHS = 3, 4, 6
 
 
 @node_rewrite(
@@ -142,14 +160,18 @@ _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
     since=OPSET_SINCE,
 )
 def split_attention(writer: Writer) -> None:
-    """Rewrites ONNX Runtime's Attention or MultiHeadAttention to Softmax(scale * query @ key^T + bias) @ value.
+    """Rewrites an Attention or MultiHeadAttention to Softmax(scale * query @ key^T + bias) @ value.
 
-    A mask may have an entry for each key row, or give the number of valid rows. New keys and values are appended to the
-    end of a cache. The last bits may differ (1e-5 relative).
+    The Attention is that of ONNX, since opset 23, or ONNX Runtime's. A mask of the latter may have an entry for each
+    key row, or give the number of valid rows. New keys and values are appended to the end of a cache. The last bits may
+    differ (1e-5 relative). Where a mask hides all keys of a query, its result is another.
     """
-    # The Attention of the ONNX domain, since opset 23, is another operator.
-    if writer.node.domain:
-        (_expand_packed if writer.node.op_type == "Attention" else _expand_multi)(writer)
+    if writer.node.op_type == "MultiHeadAttention":
+        _expand_multi(writer)
+    elif writer.node.domain:
+        _expand_packed(writer)
+    else:
+        _expand_onnx(writer)
 
 
 def _expand_packed(writer: Writer) -> None:
@@ -178,68 +200,107 @@ def _expand_packed(writer: Writer) -> None:
     names = parts.writer.cut(made, "packed", whole, 2)
     sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
-    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS, 0))
+    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS))
 
 
 def _expand_multi(writer: Writer) -> None:
     """Splits MultiHeadAttention, whose inputs are query, key and value, with or without a cache."""
     graph, node = writer.graph, writer.node
-    shapes = [graph.value(input_of(node, at)).static_shape for at in range(3)]
-    past = [graph.value(input_of(node, at)).static_shape for at in (_MULTI_PAST, _MULTI_PAST + 1)]
-    heads = _read_heads(node, shapes, past, writer.dtype)
-    is_open = any(node.has_input(at) for at in (8, 9)) or any(node.output[3:])
+    heads = _read_heads(graph, node, (node.integer("num_heads", 0),) * 3, _MULTI_PAST)
+    is_open = any(node.has_input(at) for at in (8, 9)) or len(graph.value(node.input[0]).shape or ()) != 3
     mask = None if heads is None else _find_form(graph, input_of(node, _MULTI_MASK), heads)
-    # If such a key passes through unchanged, no new node makes it, and so none can be renamed to the output.
-    is_open |= any(len(shapes[at] or ()) == 4 and not past[0] and any(node.output[at : at + 1]) for at in (1, 2))
-    if heads is None or not heads.is_sound or heads.dtype not in FLOATS or is_open or mask is None:
+    if heads is None or is_open or mask is None:
         return
     parts = Parts(writer=writer, heads=heads)
-    before = past[0][2] if past[0] else 0
-    sizes = (heads.size, heads.size, heads.value_size)
     shifts: Sequence[str] = ("", "", "")
     if node.has_input(_MULTI_BIAS):
-        shifts = parts.writer.cut(node.input[_MULTI_BIAS], "shifts", [heads.heads * size for size in sizes], 0)
-    made: list[str] = []
-    for at, (part, shift, size) in enumerate(zip(("query", "key", "value"), shifts, sizes, strict=True)):
-        x = node.input[at]
-        if len(shapes[at] or ()) == 3:
-            x = parts.writer.add("Add", [x, shift], f"{part}_shifted") if shift else x
-            x = parts.to_heads(x, part, (heads.heads, heads.rows - before if at else heads.tokens, size))
-        if at and before:
-            x = parts.writer.add("Concat", [node.input[_MULTI_PAST + at - 1], x], f"{part}_all", axis=2)
-        made.append(x)
-    query, key, value = made[0], parts.publish(made[1], 1), parts.publish(made[2], 2)
-    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _MULTI_SCORES, before))
+        widths = [heads.heads * size for size in (heads.size, heads.size, heads.value_size)]
+        shifts = writer.cut(node.input[_MULTI_BIAS], "shifts", widths, 0)
+    biases = _list_biases(parts, mask, _MULTI_SCORES)
+    parts.attend(_take_parts(parts, _MULTI_PAST, shifts), read_float(node, "scale"), biases)
 
 
-def _read_heads(
-    node: Node, shapes: Sequence[tuple[int, ...] | None], past: Sequence[tuple[int, ...] | None], dtype: str
-) -> Heads | None:
-    """Returns the sizes of a MultiHeadAttention, or None; key and value may be split into heads already."""
-    count, (query, key, value) = node.integer("num_heads", 0), shapes
-    caches = [shape for shape in past if shape is not None]
-    if query is None or key is None or value is None or count < 1 or len(query) != 3:
+def _expand_onnx(writer: Writer) -> None:
+    """Splits the Attention of ONNX, whose inputs are query, key and value, in heads or not, with or without a cache."""
+    graph, node = writer.graph, writer.node
+    counts = [node.integer(name, 0) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
+    heads = _read_heads(graph, node, counts, _ONNX_PAST)
+    # In opset 23 the softcap came behind the mask. In float16 a Softmax in float32 is another.
+    is_open = (
+        node.has_input(_ONNX_LENGTHS) or read_float(node, "softcap") != 0 or "softmax_precision" in node.attributes
+    )
+    if heads is None or is_open or len({len(graph.value(name).shape or ()) for name in node.input[:3]}) != 1:
+        return
+    parts, biases = Parts(writer=writer, heads=heads), list[str]()
+    if node.has_input(_ONNX_MASK):
+        mask = node.input[_ONNX_MASK]
+        value, most = graph.value(mask), (heads.batch, heads.heads, heads.tokens, heads.rows)
+        shape = value.static_shape or ()
+        fits = all(size in {1, whole} for size, whole in zip(shape[::-1], most[::-1], strict=False))
+        # The last axis may be shorter than there are keys: then it is filled up.
+        if not fits or not 2 <= len(shape) <= len(most) or shape[-1] != heads.rows:
+            return
+        fixed = graph.inline(mask)
+        if value.dtype == "bool" and fixed is not None:
+            biases.append(writer.constant("bias", np.where(fixed, 0, MASKED)))
+        elif value.dtype in {"bool", heads.dtype}:
+            biases.append(parts.hide("bias", mask) if value.dtype == "bool" else mask)
+        else:
+            return
+    if node.integer("is_causal", 0):
+        biases.append(_hide_later(parts))
+    is_flat = len(graph.value(node.input[0]).shape or ()) == 3
+    parts.attend(_take_parts(parts, _ONNX_PAST, ("", "", "")), read_float(node, "scale"), biases, merges=is_flat)
+
+
+def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -> Heads | None:
+    """Returns the sizes of attention whose inputs are query, key and value, or None if they are unknown or unsound.
+
+    `counts` are the heads of each, 0 where only its shape tells; the cache is input `past_at` and the next.
+    """
+    in_heads: list[tuple[int, ...]] = []
+    for at, count in enumerate(counts):
+        shape = _part_heads(graph, input_of(node, at), count)
+        if shape is None:
+            return None
+        in_heads.append(shape)
+    (batch, count, tokens, size), (_, keys, rows, _), (*_, value_size) = in_heads
+    past = [graph.value(node.input[at]).static_shape or () for at in (past_at, past_at + 1) if node.has_input(at)]
+    before = past[0][2] if past and len(past[0]) == 4 else 0
+    wanted = [(batch, keys, each, width) for each in (rows, before) for width in (size, value_size)]
+    if [*in_heads[1:], *past] != wanted[: 4 if past else 2]:
         return None
-    if not {len(key), len(value)} <= {3, 4} or len(caches) not in {0, 2} or any(len(shape) != 4 for shape in caches):
-        return None
-    if any(node.has_input(at) for at in (_MULTI_PAST, _MULTI_PAST + 1)) and not caches:
-        return None
-    size = query[2] // count
-    value_size = value[3] if len(value) == 4 else value[2] // count
-    rows = key[1] if len(key) == 3 else key[2]
-    wanted = [(query[0], rows, count * width) for width in (size, value_size)]
-    in_heads = [(query[0], count, rows, width) for width in (size, value_size)]
-    if query[2] != count * size or any(
-        shape not in pair for shape, *pair in zip((key, value), wanted, in_heads, strict=True)
-    ):
-        return None
-    before = caches[0][2] if caches else 0
-    if caches and caches != [(query[0], count, before, width) for width in (size, value_size)]:
-        return None
-    return Heads(
-        batch=query[0], tokens=query[1], rows=before + rows, heads=count, keys=count, size=size,
-        value_size=value_size, dtype=dtype,
+    # If such a key passes through unchanged, no new node makes it, and so none can be renamed to the output.
+    passes = any(len(graph.value(node.input[at]).shape or ()) == 4 and any(node.output[at : at + 1]) for at in (1, 2))
+    heads = Heads(
+        batch=batch, tokens=tokens, rows=before + rows, heads=count, keys=keys, size=size, value_size=value_size,
+        dtype=graph.value(node.input[0]).dtype or "", before=before,
     )  # fmt: skip
+    is_plain = heads.dtype in FLOATS and not any(node.output[3:]) and (before > 0 or not passes)
+    return heads if heads.is_sound and is_plain else None
+
+
+def _part_heads(graph: Graph, name: str, count: int) -> tuple[int, ...] | None:
+    """Returns the shape of [batch, rows, heads * size] or [batch, heads, rows, size] as the latter, None of others."""
+    shape = graph.value(name).static_shape or ()
+    if len(shape) == 3 and count > 0 and shape[2] % count == 0:
+        return (shape[0], count, shape[1], shape[2] // count)
+    return shape if len(shape) == 4 and count in {0, shape[1]} else None
+
+
+def _take_parts(parts: Parts, past_at: int, shifts: Sequence[str]) -> tuple[str, str, str]:
+    """Returns query, key and value in heads, each with its shift added, the last two behind those of the cache."""
+    writer, heads, made = parts.writer, parts.heads, list[str]()
+    for at, (part, shift) in enumerate(zip(("query", "key", "value"), shifts, strict=True)):
+        x, size = parts.node.input[at], heads.value_size if part == "value" else heads.size
+        if len(writer.graph.value(x).shape or ()) == 3:
+            x = writer.add("Add", [x, shift], f"{part}_shifted") if shift else x
+            count, rows = (heads.keys, heads.rows - heads.before) if at else (heads.heads, heads.tokens)
+            x = parts.to_heads(x, part, (count, rows, size))
+        if at and heads.before:
+            x = writer.add("Concat", [parts.node.input[past_at + at - 1], x], f"{part}_all", axis=2)
+        made.append(x)
+    return made[0], parts.publish(made[1], 1), parts.publish(made[2], 2)
 
 
 def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
@@ -251,7 +312,7 @@ def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
     return forms.get(value.static_shape or ()) if value.dtype == "int32" else None
 
 
-def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[str]:
+def _list_biases(parts: Parts, form: str, scores_at: int) -> list[str]:
     """Returns the biases of the scores: for masked rows, for later rows (causal mask), and the node's own bias."""
     writer, heads, node = parts.writer, parts.heads, parts.node
     biases: list[str] = []
@@ -265,9 +326,14 @@ def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[s
             counts = writer.add("Less", [parts.rows(heads.rows, (1, 1, 1, heads.rows)), mask], "counts")
         biases.append(parts.hide("bias", counts, read_float(node, "mask_filter_value", MASKED)))
     if node.integer("unidirectional", 0):
-        later = np.triu(np.full((heads.tokens, heads.rows), MASKED), 1 + before)
-        biases.append(writer.constant("later", later[None, None], heads.dtype))
+        biases.append(_hide_later(parts))
     return biases + [name for name in (input_of(node, scores_at),) if name]
+
+
+def _hide_later(parts: Parts) -> str:
+    """Returns the bias of a causal mask: each query sees the keys of the cache and those up to its own place."""
+    later = np.triu(np.full((parts.heads.tokens, parts.heads.rows), MASKED), 1 + parts.heads.before)
+    return parts.writer.constant("later", later[None, None], parts.heads.dtype)
 
 
 # The inputs of GroupQueryAttention. Those after the bias are sinks, quantized caches, and norms of query and key.
@@ -279,13 +345,9 @@ _KEPT_WHOLE = (
 
 
 class _Case(Parts, kw_only=True):
-    """A GroupQueryAttention that can be split.
-
-    `past` is the number of rows in the cache input, `turned` how many elements of each head are rotated.
-    """
+    """A GroupQueryAttention that can be split; `past` is the number of rows in the cache input."""
 
     past: int
-    turned: int
     is_first: bool
 
 
@@ -323,13 +385,8 @@ def split_grouped_attention(writer: Writer) -> None:
     last = case.reshape(node.input[_LENGTHS], "last", [heads.batch, 1, 1, 1])
     column, row = _find_places(case, last)
     if case.turned:
-        # Cosines and sines of each token: [batch, 1, tokens, half of the rotated size].
-        rows = case.reshape(input_of(case.node, _POSITIONS) or row, "turns", [-1, 1, case.heads.tokens])
-        cos, sin = (
-            case.writer.add("Gather", [case.node.input[at], rows], part, axis=0)
-            for at, part in ((_COS, "cos"), (_SIN, "sin"))
-        )
-        query, key = (_rotate(case, given, part, (cos, sin)) for given, part in ((query, "query"), (key, "key")))
+        turns = _find_turns(case, input_of(node, _POSITIONS) or row, (node.input[_COS], node.input[_SIN]))
+        query, key = (_rotate(case, given, part, turns) for given, part in ((query, "query"), (key, "key")))
     key, value = (case.publish(_update_cache(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
     case.attend(
         (query, key, value),
@@ -388,7 +445,63 @@ def _find_places(case: _Case, last: str) -> tuple[str, str]:
     return case.writer.add("Add", [start, column], "places"), case.writer.add("Add", [start, row], "places_row")
 
 
-def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
+@node_rewrite(
+    "split-rotary",
+    {"RotaryEmbedding"},
+    "write {count} of RotaryEmbedding as halves, products and sums",
+    since=OPSET_SINCE,
+    floats=True,
+)
+def split_rotary(writer: Writer) -> None:
+    """Rewrites ONNX's RotaryEmbedding, since opset 23, or ONNX Runtime's, to products of halves and their sums.
+
+    Neighbours that are turned together stay. The last bits may differ (1e-6 relative).
+    """
+    graph, node = writer.graph, writer.node
+    at, order = (1, (2, 3)) if node.domain else (3, (1, 2))
+    places, tables = input_of(node, at), [input_of(node, each) for each in order]
+    shapes = [static_float(graph, name, 2 if places else 3) for name in tables]
+    is_flat, count = len(graph.value(node.input[0]).shape or ()) == 3, node.integer("num_heads", 0)
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        return
+    turned = 2 * shapes[0][-1]
+    if is_flat and node.domain and not count and turned:
+        count = (graph.dims(node.input[0])[-1] or 0) // turned
+    shape = _part_heads(graph, node.input[0], count)
+    is_open = any(read_float(node, name) for name in ("interleaved", "is_packed_batching"))
+    if shape is None or is_open or read_float(node, "scale", 1) != 1:
+        return
+    batch, count, tokens, size = shape
+    asked = graph.value(places).static_shape if places else shapes[0][:2]
+    whole = node.integer("rotary_embedding_dim", 0) or size
+    if asked != (batch, tokens) or turned != whole or turned > size:
+        return
+    heads = Heads(
+        batch=batch, tokens=tokens, rows=tokens, heads=count, keys=count, size=size, value_size=size, dtype=writer.dtype
+    )
+    if not heads.is_sound:
+        return
+    parts = Parts(writer=writer, heads=heads, turned=turned)
+    if places:
+        turns = _find_turns(parts, places, tables)
+    else:
+        each = [batch, 1, tokens, turned // 2]
+        turns = parts.reshape(tables[0], "cos", each), parts.reshape(tables[1], "sin", each)
+    x = parts.to_heads(node.input[0], "x", (count, tokens, size)) if is_flat else node.input[0]
+    parts.finish(_rotate(parts, x, "x", turns), merges=is_flat)
+
+
+def _find_turns(case: Parts, places: str, tables: Sequence[str]) -> tuple[str, str]:
+    """Returns cosines and sines of each token, [batch, 1, tokens, half of the rotated size], from rows of tables."""
+    rows = case.reshape(places, "turns", [-1, 1, case.heads.tokens])
+    cos, sin = (
+        case.writer.add("Gather", [table, rows], part, axis=0)
+        for table, part in zip(tables, ("cos", "sin"), strict=True)
+    )
+    return cos, sin
+
+
+def _rotate(case: Parts, x: str, part: str, turns: tuple[str, str]) -> str:
     """Adds a rotary embedding: the first `turned` elements of each head are rotated, the others are copied."""
     add, (cos, sin) = case.writer.add, turns
     rest = case.heads.size - case.turned
