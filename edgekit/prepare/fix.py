@@ -187,6 +187,8 @@ TARGET_REWRITES = _by_id(
     layout.pad_transposed,
     layout.write_pads,
     products.plain_gemm,
+    # Before matmul_to_2d, as it makes a MatMul.
+    products.affine_grid_to_matmul,
     products.matmul_to_2d,
     activations.plain_slope,
     activations.join_hard_swish,
@@ -206,6 +208,7 @@ TARGET_REWRITES = _by_id(
     norms.split_skip_norm,
     norms.split_layer_norm,
     norms.split_rms_norm,
+    norms.planar_instance_norm,
     # Before split_gelu: a provider that takes the exact Gelu needs no formula.
     activations.write_exact_gelu,
     activations.split_gelu,

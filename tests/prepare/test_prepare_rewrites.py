@@ -239,13 +239,20 @@ WITH = {
         "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
     ),
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
+    "affine-grid-to-matmul": """g (float[2,2,3] x, float[1,3,4] u)
+        => (float[2,4,5,2] y, float[2,3,1,2] z, float[1,2,3,4,3] v)
+        <int64[4] s = {2,7,4,5}, int64[4] t = {2,1,3,1}, int64[5] r = {1,2,2,3,4}>
+        { y = AffineGrid<align_corners=1>(x, s) z = AffineGrid(x, t) v = AffineGrid(u, r) }""",
+    "planar-instance-norm": """g (float[2,3,2,4,5] x) => (float[2,3,2,4,5] y) <float[3] s = {1,-2,3}, float[3] b = {3,2,1}>
+        { y = InstanceNormalization<epsilon=0.1>(x, s, b) }""",
     "einsum-to-matmul": f"""g (float[1,5,2,3] x, float[2,3,4] q, float[2,3,5] r, float[3] v)
-        => (float[1,5,2,4] y, float[2,4,5] z, float[5,2,3] t, float[2] s, float[6] p)
+        => (float[1,5,2,4] y, float[2,4,5] z, float[5,2,3] t, float[2] s, float[6] p, float[2,5,4] a, float[1,5,2,4] b)
         <float[2,3,4] w = {{{_count(0, 24)}}}, float[5,4] m = {{{_count(1, 20)}}}, float[3,2] k = {{{_count(2, 6)}}},
         float[3,4,6] n = {{{_count(3, 72)}}}>
         {{ y = Einsum<equation="btgi,gih->btgh">(x, w) z = Einsum<equation="bct,bcs->bts">(q, r)
         t = Einsum<equation="bti, hi -> hbt">(q, m) s = Einsum<equation="i,ij->j">(v, k)
-        h = ReduceMean<axes=[0], keepdims=0>(q) p = Einsum<equation="ij,ijk->k">(h, n) }}""",
+        h = ReduceMean<axes=[0], keepdims=0>(q) p = Einsum<equation="ij,ijk->k">(h, n)
+        a = Einsum<equation="...ki,... kj -> ...ji">(q, r) b = Einsum<equation="...gi,gij->...gj">(x, w) }}""",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
     "float-weights": """g (float[1,3,4,4] x) => (float[1,2,4,4] y)
@@ -468,6 +475,12 @@ WITHOUT = {
         <float s = {0.5}, uint8 z = {3}, int8 e = {0}> { a = Cast<to=1>(i) b = DequantizeLinear(i, s, z) y = Add(a, b)
         q = QuantizeLinear(x, s, e) v = DequantizeLinear(q, s, e) }""",
     "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
+    # A size that is fed, and one place from corner to corner.
+    "affine-grid-to-matmul": """g (float[2,2,3] x, int64[4] s) => (float[A,B,C,D] y, float[2,3,1,2] z)
+        <int64[4] t = {2,1,3,1}> { y = AffineGrid(x, s) z = AffineGrid<align_corners=1>(x, t) }""",
+    "planar-instance-norm": """g (float[2,3,4,5] x, float[N,3,4,5,2] u, float[0,3,4,5,2] z) => (float[2,3,4,5] y,
+        float[N,3,4,5,2] v, float[0,3,4,5,2] w) <float[3] s = {1,-2,3}> { y = InstanceNormalization(x, s, s)
+        v = InstanceNormalization(u, s, s) w = InstanceNormalization(z, s, s) }""",
     "split-embed-norm": """
         g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
         float[3] g = {1,2,3}> { y, m = com.microsoft.EmbedLayerNormalization(i, , w, w, , g, ) }""",
@@ -479,7 +492,7 @@ WITHOUT = {
     "einsum-to-matmul": """g (float[2,3,3] x, float[3,4] w, float[1,4] u, float[3,N] d, float[1,3,4] c, float[0,4] e)
         => (float[2,3,4] y, float[2,4] z, float[2,4] s, float[3,2,3] t, float[3,4] k, float[2,3,3] m, float[N,4] n,
         float[2,3,4] o, float[4,4] p)
-        { y = Einsum<equation="...ij,jk->...ik">(x, w) z = Einsum<equation="bii,ij->bj">(x, w)
+        { y = Einsum<equation="...ij,...jk->...ik">(x, c) z = Einsum<equation="bii,ij->bj">(x, w)
         s = Einsum<equation="bij,jk->bk">(x, w) t = Einsum<equation="bij->ibj">(x) k = Einsum<equation="ij,kj">(w, u)
         m = Einsum<equation="bij,jk,lk->bil">(x, w, w) n = Einsum<equation="ij,ik->jk">(d, w)
         o = Einsum<equation="bij,bjk->bik">(x, c) p = Einsum<equation="ij,ik->jk">(e, e) }""",
@@ -524,6 +537,7 @@ TOLERANCE = {
     "matmul-to-2d": 1e-6,
     "transposed-to-conv": 1e-6,
     "einsum-to-matmul": 1e-6,
+    "affine-grid-to-matmul": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,
     "split-lstm": 1e-6,
@@ -564,11 +578,11 @@ SITES = {
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
-    "einsum-to-matmul": 5, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
+    "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
-OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24}
+OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20}
 """The opset, if it is another than 17."""
 
 
@@ -602,6 +616,20 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
         ),
         ("plain-average", """(float[1,8,8,8] x) => (float[1,8,9,9] y)
             { y = AveragePool<kernel_shape=[2,2], pads=[1]>(x) }"""),
+        *(
+            (id_, f"(float[2,2,3] x) => (float[2,4,5,2] y) <int64[{size.count(',') + 1}] s = {{{size}}}> {{ {body} }}")
+            for id_, size, body in (
+                ("affine-grid-to-matmul", "2", "y = AffineGrid(x, s)"),
+                ("affine-grid-to-matmul", "2,1,0,5", "y = AffineGrid(x, s)"),
+                ("affine-grid-to-matmul", "2,1,4194305,5", "y = AffineGrid(x, s)"),
+                ("affine-grid-to-matmul", "1,1,4,5", "y = AffineGrid(x, s)"),
+                ("affine-grid-to-matmul", "2,1,4,5,6", "y = AffineGrid(x, s)"),
+            )
+        ),
+        *(
+            ("einsum-to-matmul", f'(float[2,3] x) => (float[2,3] y) {{ y = Einsum<equation="{wrong}">(x, x) }}')
+            for wrong in ("...abc,abc->...", "->ab", "ab->")
+        ),
         ("unsigned-weights", """(float[2,3] x) => (float[2,2] y)
             <float s = {0.5}, int32 z = {0}, int8[3,2] w = {1,2,3,4,5,6}>
             { e = DequantizeLinear(w, s, z) y = MatMul(x, e) }"""),
@@ -613,7 +641,7 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
 )  # fmt: skip
 def test_a_node_that_no_session_runs_stays(tmp_path: Path, id_: str, text: str) -> None:
     """A check judges such a model too, and says why no session opens it."""
-    assert rewrite(tmp_path, f"g {text}", id_, opset=18).fixes == ()
+    assert rewrite(tmp_path, f"g {text}", id_, opset=20).fixes == ()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Layer and RMS normalisation, fused into one node or split into ReduceMean, Sub, Sqrt and Div."""
 
+import math
 from itertools import permutations
 
 import msgspec
@@ -280,6 +281,23 @@ def split_embed_norm(writer: Writer) -> None:
         writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
     add("LayerNormalization", norm, axis=-1, epsilon=read_float(node, "epsilon", 1e-12))
+
+
+@node_rewrite(
+    "planar-instance-norm",
+    {"InstanceNormalization"},
+    "give {count} of InstanceNormalization of more axes four, between Reshapes, which is the same",
+    since=5,
+)
+def planar_instance_norm(writer: Writer) -> None:
+    """Rewrites an InstanceNormalization of five axes or more to one of four, as its mean is that of all of them."""
+    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
+    if shape is None or len(shape) <= max(_PLANES) or 0 in shape:
+        return
+    plane = writer.constant("plane", [*shape[:3], math.prod(shape[3:])], "int64")
+    flat = writer.add("Reshape", [node.input[0], plane], "flat")
+    normal = writer.add(node.op_type, [flat, *node.input[1:]], "normal", **node.attributes)
+    writer.add("Reshape", [normal, writer.constant("shape", shape, "int64")])
 
 
 _PLANES = (3, 4)

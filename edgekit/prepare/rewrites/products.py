@@ -1,6 +1,7 @@
 """Products, powers and sums in the form that most providers take: Gemm, MatMul, Neg, Pow and Sum."""
 
 import math
+import string
 from collections.abc import Mapping, Sequence
 from itertools import chain, permutations
 from typing import Any
@@ -138,14 +139,14 @@ _NO_BIAS_SINCE = 11
 def einsum_to_matmul(writer: Writer) -> None:
     """Rewrites an Einsum of two tensors, such as a layer in groups, to a MatMul between Transposes and Reshapes.
 
-    Letters of both inputs and the output number matrices; those of both inputs alone are summed. An Einsum with an
-    ellipsis, a letter twice in a term, or one summed in a single input stays.
+    Letters of both inputs and the output number matrices; those of both inputs alone are summed. An Einsum with a
+    letter twice in a term, or one summed in a single input, stays.
     """
     equation = str(writer.node.attributes.get("equation", "")).replace(" ", "")
-    terms = equation.replace("->", ",").split(",")
+    shapes = [writer.graph.value(name).static_shape or () for name in writer.node.input]
+    terms = _spell_out(equation.replace("->", ",").split(","), [len(shape) for shape in shapes])
     if "->" not in equation or len(terms) != 3 or not "".join(terms).isalpha():
         return
-    shapes = [writer.graph.value(name).static_shape or () for name in writer.node.input]
     sizes = dict(chain.from_iterable(map(zip, terms, shapes)))
     one, two, out = terms
     stack = "".join(letter for letter in out if letter in one and letter in two)
@@ -169,6 +170,18 @@ def einsum_to_matmul(writer: Writer) -> None:
         product = writer.add("Reshape", [product, shape], "split" if is_turned else "")
     if is_turned:
         writer.add("Transpose", [product], perm=[order.index(letter) for letter in out])
+
+
+def _spell_out(terms: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
+    """Returns the terms of an equation with letters for the axes of an ellipsis, which are aligned at the last one."""
+    free = [letter for letter in string.ascii_letters if letter not in "".join(terms)]
+    pairs = zip(terms, ranks, strict=False)
+    counts = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in pairs]
+    most = max(counts)
+    return [
+        term.replace("...", "".join(free[most - count : most]))
+        for term, count in zip(terms, [*counts, most], strict=False)
+    ]
 
 
 def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:
@@ -267,6 +280,40 @@ def sum_to_add(writer: Writer) -> None:
     total, *rest = writer.node.input
     for index, name in enumerate(rest, start=1):
         total = writer.add("Add", [total, name], f"add_{index}" if index < len(rest) else "")
+
+
+_GRID_SINCE = 20
+# The grid is a constant.
+_MOST_PLACES = 1 << 22
+
+
+@node_rewrite(
+    "affine-grid-to-matmul",
+    {"AffineGrid"},
+    "write {count} of AffineGrid of a fixed size as a product with a constant grid",
+    since=_GRID_SINCE,
+    floats=True,
+)
+def affine_grid_to_matmul(writer: Writer) -> None:
+    """Rewrites AffineGrid(theta, size) with a constant size to theta @ [x, y, 1], a Transpose and a Reshape.
+
+    With a third axis it is theta @ [x, y, z, 1]. The last bits may differ (1e-6 relative).
+    """
+    graph, node = writer.graph, writer.node
+    size, theta = graph.array(node.input[1]), graph.value(node.input[0]).static_shape
+    if size is None or size.shape not in {(4,), (5,)}:
+        return
+    batch, _, *sizes = size.tolist()
+    corners = bool(node.integer("align_corners", 0))
+    # One place between two corners is not defined.
+    if min(sizes) < 1 + corners or math.prod(sizes) > _MOST_PLACES or theta != (batch, len(sizes), len(sizes) + 1):
+        return
+    places = [np.linspace(-1, 1, count) if corners else (2 * np.arange(count) + 1) / count - 1 for count in sizes]
+    # The first number is that of the last axis.
+    axes = [*np.meshgrid(*places, indexing="ij")[::-1], np.ones(sizes)]
+    product = writer.add("MatMul", [node.input[0], writer.constant("grid", [axis.ravel() for axis in axes])], "product")
+    turned = writer.add("Transpose", [product], "turned", perm=[0, 2, 1])
+    writer.add("Reshape", [turned, writer.constant("shape", [batch, *sizes, len(sizes)], "int64")])
 
 
 # More than this many times the scale, a shift before padding would cost digits of what it is added to. A choice.
