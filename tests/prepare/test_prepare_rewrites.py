@@ -243,8 +243,8 @@ WITH = {
         => (float[2,4,5,2] y, float[2,3,1,2] z, float[1,2,3,4,3] v)
         <int64[4] s = {2,7,4,5}, int64[4] t = {2,1,3,1}, int64[5] r = {1,2,2,3,4}>
         { y = AffineGrid<align_corners=1>(x, s) z = AffineGrid(x, t) v = AffineGrid(u, r) }""",
-    "planar-instance-norm": """g (float[2,3,2,4,5] x) => (float[2,3,2,4,5] y) <float[3] s = {1,-2,3}, float[3] b = {3,2,1}>
-        { y = InstanceNormalization<epsilon=0.1>(x, s, b) }""",
+    "planar-instance-norm": """g (float[2,3,2,4,5] x) => (float[2,3,2,4,5] y)
+        <float[3] s = {1,-2,3}, float[3] b = {3,2,1}> { y = InstanceNormalization<epsilon=0.1>(x, s, b) }""",
     "einsum-to-matmul": f"""g (float[1,5,2,3] x, float[2,3,4] q, float[2,3,5] r, float[3] v)
         => (float[1,5,2,4] y, float[2,4,5] z, float[5,2,3] t, float[2] s, float[6] p, float[2,5,4] a, float[1,5,2,4] b)
         <float[2,3,4] w = {{{_count(0, 24)}}}, float[5,4] m = {{{_count(1, 20)}}}, float[3,2] k = {{{_count(2, 6)}}},
