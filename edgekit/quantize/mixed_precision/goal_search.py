@@ -75,7 +75,7 @@ def find_plan(
     plan, searched = search_plan(search, wanted, state)
     if searched is not None:
         searched = _widen_weights(search, searched, goal)
-        searched = _try_float(search, searched, goal, is_given=max_drop is not None)
+        searched = _try_float(search, searched, wanted)
         searched = _compare_with_minmax(search, searched, goal)
         searched = _cut_state(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
@@ -119,18 +119,18 @@ def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) ->
     return _adopt(searched, trial, max_drop) if trial is not None and is_better else searched
 
 
-def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given: bool) -> Searched:
+def _try_float(search: Search, searched: Searched, goal: Goal) -> Searched:
     """Returns the search result with more trials, if the chosen plan misses the goal: with more nodes in float.
 
     These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`). A trial is chosen if it meets
     the goal or saves more than a tolerated loss, the target still takes as much of the work, and enough of it stays in
     integers.
     """
-    before, first, memo = searched.chosen, searched.trials[0], search.memo
+    before, first, memo, max_drop = searched.chosen, searched.trials[0], search.memo, goal.max_drop
     if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
         return searched
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
-    least = (LEAST_INTEGER_SHARE if is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
+    least = (LEAST_INTEGER_SHARE if goal.is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
     def adopt(base: Trial, names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
@@ -141,7 +141,8 @@ def _try_float(search: Search, searched: Searched, max_drop: float, *, is_given:
         searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE or trial.integer_macs < least:
             return False
-        saves = searched.chosen.prediction.loss() > find_tolerated_loss([searched.chosen, trial])
+        enough = find_tolerated_loss([searched.chosen, trial], goal.most_changed)
+        saves = searched.chosen.prediction.loss(goal.most_changed) > enough
         if saves or trial.prediction.meets(max_drop):
             searched = _adopt(searched, trial, max_drop)
             return True

@@ -450,11 +450,12 @@ class _Attempts:
         return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
 
 
-def find_tolerated_loss(trials: Sequence[Trial], most_changed: float = MOST_CHANGED) -> float:
+def find_tolerated_loss(trials: Sequence[Trial], most_changed: float) -> float:
     """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
-    That is the least drop plus 0.2 points, or times 1.12 if that is more: a decibel is 12 % of the noise amplitude, to
-    which changed decisions are proportional. If the drop is unknown, it is one decibel less than the best.
+    Changed decisions count as lost beyond the share `most_changed`. That is the least drop plus 0.2 points, or times
+    1.12 if that is more: a decibel is 12 % of the noise amplitude, to which changed decisions are proportional. If the
+    drop is unknown, it is one decibel less than the best.
     """
     best = min((trial.prediction for trial in trials), key=lambda each: each.loss(most_changed))
     least = best.loss(most_changed)
