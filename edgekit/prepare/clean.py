@@ -41,6 +41,7 @@ from edgekit.model.model import (
     rename_tensors,
     save_proto,
 )
+from edgekit.model.soundness import read_opsets
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
@@ -53,11 +54,10 @@ _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axe
 
 
 def merge_domains(proto: onnx.ModelProto) -> None:
-    """Writes the domain "ai.onnx" as "" everywhere, in place: both mean the same."""
+    """Writes the domain "ai.onnx" as "" everywhere, and the last import of each domain, which counts, in place."""
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
-    for entry in proto.opset_import:
-        entry.domain = "" if entry.domain == "ai.onnx" else entry.domain
+    refill(proto.opset_import, [helper.make_opsetid(*each) for each in read_opsets(proto.opset_import).items()])
 
 
 def import_contrib(proto: onnx.ModelProto) -> None:

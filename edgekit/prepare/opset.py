@@ -158,7 +158,9 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     except _FAILURES as error:
         reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
         words = f"cannot convert opset {own} to {opset}: {reason}"
-        raise ModelError(words, hint=f"export the model with opset {opset}") from error
+        strange = ", ".join(name for name in newer if not defs.has(name))
+        hint = f"with operators of ONNX, which has no {strange}" if strange else f"with opset {opset}"
+        raise ModelError(words, hint=f"export the model {hint}") from error
     put_weights(converted.graph, weights)
     models.refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
     for node in models.iterate_nodes(converted.graph):

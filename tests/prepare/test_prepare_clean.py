@@ -409,8 +409,18 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
     text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ImageScaler(x) }"
     model = make_model(text, tmp_path / "old.onnx", opset=7, ir_version=3)
-    with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ImageScaler"):
+    with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ImageScaler") as refusal:
         prepare_model(model, tmp_path / "out.onnx", {})
+    assert refusal.value.hint == "export the model with operators of ONNX, which has no ImageScaler"
+
+
+def test_of_several_imports_of_a_domain_the_last_one_counts(tmp_path: Path) -> None:
+    model = make_model("g (float[1,4] x) => (float[1,1] y) { y = ReduceMean<axes=[1]>(x) }", tmp_path / "m.onnx")
+    proto = onnx.load(str(model.path))
+    del proto.opset_import[:]
+    proto.opset_import.extend(helper.make_opsetid(*each) for each in (("", 18), ("ai.onnx", 12)))
+    onnx.save(proto, str(tmp_path / "twice.onnx"))
+    assert prepare_model(load_model(tmp_path / "twice.onnx"), tmp_path / "out.onnx", {}).opsets == {"ai.onnx": 17}
 
 
 def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
