@@ -334,10 +334,10 @@ def test_an_overflow_counts_where_no_other_layer_stands_out_and_a_mask_is_none()
     other = replace(LAYER, name="other", offset_steps=3.0)
     assert find_first_bad([over, LAYER]) is over
     assert find_first_bad([over, other]) is other
-    wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0])
-    settled = align_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
-    assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]
-    assert settled[0][1] == settled[1][1] == 0.0
+    wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0, -np.inf, -np.inf])
+    settled = align_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf, -12.0, 1.1]))
+    assert [np.flatnonzero(~np.isfinite(side)).tolist() for side in settled] == [[6], [4]]
+    assert settled[0][1] == settled[1][1] == settled[1][5] == 0.0
 
 
 def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], tmp_path: Path) -> None:

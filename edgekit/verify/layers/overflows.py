@@ -58,15 +58,17 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
 
 
 def align_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
-    """Returns both tensors with 0 where they hold the same non-finite value, or both the value of a mask.
+    """Returns both tensors with 0 where they hold the same non-finite value, or where a mask still hides.
 
-    Other values that are not finite are errors.
+    What masks is raised before a model is quantized, and clamped by a grid and by half precision: it hides as long as
+    it is above no value that is not masked. Other values that are not finite are errors.
     """
-    if _lies_above(wanted, _MASK) and _lies_above(got, -HALF_MAX):
+    if _lies_above(wanted, _MASK) and _lies_above(got, -np.inf):
         return wanted, got
-    masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
+    masked = _widen(wanted) < _MASK
+    hidden = masked & (got <= got[~masked & ~np.isnan(got)].min(initial=np.inf))
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
-    meant = masked | (~np.isfinite(got) & both)
+    meant = hidden | (~np.isfinite(got) & both)
     return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
 
 
