@@ -204,6 +204,9 @@ def _hint(message: str) -> str:
     # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
     if "Op (If)" in message:
         return "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER"
+    # The session opened, so it is the values: an index beyond a table, sizes that do not fit each other.
+    if "while running" in message:
+        return "the inputs do not fit this node: give samples such as the app has, or look at the node's inputs"
     if "same node name" in message:
         return "give nodes names of their own: edgekit prepare MODEL --out FILE"
     if "serialization failed" in message:

@@ -25,6 +25,15 @@ def test_a_refusal_is_one_line_with_a_hint(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_values_that_a_node_refuses_are_told_from_a_model_that_does_not_open(tmp_path: Path) -> None:
+    text = "g (int64[1] i) => (float[1] y) <float[3] t = {1, 2, 3}> { y = Gather(t, i) }"
+    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    session = CpuSession(path, SessionSettings())
+    with pytest.raises(RuntimeRefusal, match="out of data bounds") as caught:
+        session.run({"i": np.array([3])})
+    assert str(caught.value.hint).startswith("the inputs do not fit this node: give samples such as the app has")
+
+
 BRANCHES = """g (bool c, float[2] x) => (y) {
     y = If(c) <then_branch = t () => (b) { b = Relu(x) }, else_branch = e () => (b) { b = Concat<axis = 3>(x, x) }>
 }"""
