@@ -190,15 +190,16 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     return searched.chosen.plan, searched
 
 
-def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial]) -> Searched:
-    """Returns the result of a search, whose chosen trial is measured over all samples.
+def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial], *, is_last: bool = True) -> Searched:
+    """Returns the result of a search, whose chosen trial is measured over all samples if it is the last choice.
 
     Trials that were measured over a part of the samples are measured over more, until they are clearly worse than it.
     """
     searched, best = choose_trial(trials, goal), ""
     while best != searched.chosen.step and not all(trial.is_whole for trial in searched.trials):
-        best, whole = searched.chosen.step, complete_trial(search, searched.chosen)
-        trials = [whole if each.step == best else _measure_against(search, each, whole) for each in trials]
+        chosen = complete_trial(search, searched.chosen) if is_last else searched.chosen
+        best = chosen.step
+        trials = [chosen if each.step == best else _measure_against(search, each, chosen) for each in trials]
         searched = choose_trial(trials, goal)
     return searched
 
@@ -417,7 +418,7 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        searched = _choose_measured(self._search, self._goal, self.in_order)
+        searched = _choose_measured(self._search, self._goal, self.in_order, is_last=False)
         self.trials = dict(zip(sorted(self.trials), searched.trials, strict=True))
         return next(count for count, trial in self.trials.items() if trial is searched.chosen)
 
