@@ -13,13 +13,11 @@ import numpy as np
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.graph.graph import Graph, read_graph
-from edgekit.machine import map_in_order, trim_heap
-from edgekit.model.external import skim_model
+from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.head_search import (
     DetectionList,
     find_head,
@@ -34,7 +32,7 @@ from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, c
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.effort import Effort, find_effort
-from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
+from edgekit.quantize.graph.sessions import EXACT_PRODUCTS, open_quantized
 
 MOST_SAMPLES = 256
 """The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
@@ -325,9 +323,7 @@ class FloatReference:
             ):
                 self._kept.keep(index, outputs)
         self._close()
-        harmful = (LAYOUT,) if find_cubics(skim_model(quantized.path).graph) else ()
-        trim_heap()
-        session = CpuSession(quantized.path, msgspec.structs.replace(_SETTINGS, disabled_optimizers=harmful))
+        session = open_quantized(quantized.path)
 
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=session.run(sample[1]))
