@@ -249,7 +249,8 @@ def rank_activations(
     # Rounded weights, and what rounding them left in the heap, would lie beside the session.
     del qdq
     release_memory()
-    switched = _Switched(graph, proto, names, compared, held, budget, {} if known is None else known)
+    switches = {name: f"{name}.edgekit.switched" for name in names}
+    switched = Switched(graph, proto, switches, compared, held, budget, known)
     samples: Sequence[int] = range(len(held))
     ratios, alone = [np.inf] * len(names), [range(index, index + 1) for index in range(len(names))]
     # For few activations, judging each by all samples takes no more runs than a search.
@@ -282,34 +283,34 @@ def measure_float16(
     """
     held = [*islice(read_held_out(statistics), _SAMPLES)]
     proto, found = switch_activations(qdq, graph, only=names, as_float16=True)
-    switched = _Switched(graph, proto, found, compared, held, NO_LIMIT, {})
+    switched = Switched(graph, proto, {name: f"{name}.edgekit.switched" for name in found}, compared, held)
     spans = [range(index, index + 1) for index in range(len(found))]
     return dict(zip(found, switched.judge(spans, range(len(held))), strict=True))
 
 
-class _Switched:
-    """The session that measures all activations: its graph has a switch for each.
+class Switched:
+    """The session that measures all activations, or all weights: its graph has a switch for each.
 
-    A run starts at the last cut before the first quantized activation.
+    `switched` maps each activation, or the output of each layer, to the first tensor that its switch changes. A run
+    starts at the last cut before the first of these.
     """
 
     def __init__(
         self,
         graph: Graph,
         proto: onnx.ModelProto,
-        names: Sequence[str],
+        switched: Mapping[str, str],
         compared: Sequence[ComparedTensor],
         held: Sequence[_Pair],
-        budget: Budget,
-        known: Noises,
+        budget: Budget = NO_LIMIT,
+        known: Noises | None = None,
     ) -> None:
-        switched = {name: f"{name}.edgekit.switched" for name in names}
         self._shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
         self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
-        self._places = [places[switched[name]] for name in names]
+        self._places = [places[name] for name in switched.values()]
         sources = {other: name for name, other in switched.items()}
 
         def find_shape(name: str) -> tuple[int, ...] | None:
@@ -320,14 +321,14 @@ class _Switched:
         nest_parts(proto, self._cuts, find_shape)
         self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
-        self._session = open_graph(proto, graph.folder, keep_float_weights=False)
-        self._held, self._noises = held, known
+        self._session = open_graph(proto, graph.folder, keep_float_weights=True)
+        self._held, self._noises = held, {} if known is None else known
         self._at_once = count_side_by_side(graph)
         self._floats: dict[int, Tensors] = {}
         self._budget = budget
 
     def judge(self, spans: Sequence[range], samples: Sequence[int]) -> Iterator[float]:
-        """Yields the ratio in dB with each span of activations quantized, while time is left."""
+        """Yields the ratio in dB with each span of activations or weights quantized, while time is left."""
         began = time.monotonic()
         for sample in samples:
             self._feed(sample)

@@ -4,23 +4,20 @@ In plans with 4-bit weights those that lose most for their size keep 8 bits, as 
 that cause much of the noise are tried in 16 bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import msgspec
-import numpy as np
 import onnx
 
 from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array
 from edgekit.progress import Budget
-from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
@@ -29,14 +26,9 @@ from edgekit.quantize.mixed_precision.relief import (
     relieve_tensors,
     rise_db,
 )
-from edgekit.quantize.mixed_precision.score import (
-    SWITCHES,
-    judge_candidate,
-    list_rounded,
-    strip_weights,
-    switch_weights,
-)
-from edgekit.quantize.objective import FAITHFUL_DB, measure_loss
+from edgekit.quantize.mixed_precision.score import judge_candidate, list_rounded, strip_weights, switch_weights
+from edgekit.quantize.mixed_precision.sensitivity import Switched
+from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq import round_weights
 from edgekit.quantize.residual import SPLIT_BITS
@@ -152,26 +144,14 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     layers = [layer for layer in read_layers(graph) if layer.node in rounded]
     layers = [layer for layer in layers if not plan.bits or layer.weight in plan.bits]
     proto = switch_weights(graph, {layer.node: rounded[layer.node] for layer in layers})
-    del proto.graph.output[:]
-    shown = dict.fromkeys(each.tensor for each in draft.compared)
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown)
-    session = open_graph(proto, graph.folder, keep_float_weights=True)
-    held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(draft.statistics), strict=False)]
-
-    def run(index: int) -> Iterator[Mapping[str, Array]]:
-        switches = np.arange(len(layers)) == index
-        yield from (session.run({**inputs, SWITCHES: switches}) for inputs, _ in held)
-
-    unrounded = list(run(-1))
-    found: list[WeightError] = []
-    for index, layer in enumerate(layers):
-        powers = np.zeros((len(draft.compared), 2))
-        for before, after in zip(unrounded, run(index), strict=True):
-            powers += [measure_loss(each, before[each.tensor], after[each.tensor]) for each in draft.compared]
-        noise = 10 ** (-join_ratios([ratio_db(*power) for power in powers]) / 10)
-        size = layer.groups * layer.outputs * layer.inputs
-        found.append(WeightError(name=layer.weight, size=size, noise=noise))
-    return tuple(found)
+    held = list(islice(read_held_out(draft.statistics), _SAMPLES))
+    made = {node.name: node.output[0] for node in graph.nodes}
+    switched = Switched(graph, proto, {made[layer.node]: made[layer.node] for layer in layers}, draft.compared, held)
+    ratios = switched.judge([range(index, index + 1) for index in range(len(layers))], range(len(held)))
+    return tuple(
+        WeightError(name=layer.weight, size=layer.groups * layer.outputs * layer.inputs, noise=10 ** (-ratio / 10))
+        for layer, ratio in zip(layers, ratios, strict=True)
+    )
 
 
 def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_macs: float) -> QuantPlan | None:
