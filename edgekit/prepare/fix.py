@@ -21,7 +21,16 @@ from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.external import point_into
-from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, iterate_nodes, read_proto, refill, save_proto
+from edgekit.model.model import (
+    MOST_INLINE_BYTES,
+    Model,
+    iterate_graphs,
+    iterate_nodes,
+    iterate_tensors,
+    read_proto,
+    refill,
+    save_proto,
+)
 from edgekit.prepare.clean import import_contrib, keeps_weights_on_disk, merge_domains, prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
@@ -40,6 +49,7 @@ from edgekit.prepare.rewrites import (
     signs,
     split_attention,
 )
+from edgekit.prepare.stripped import is_absent
 from edgekit.target import INTEGERS, Target
 
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
@@ -175,6 +185,7 @@ _WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}
 TARGET_REWRITES = _by_id(
     # First, so that the other rewrites see float32.
     float16.compute_in_float,
+    float16.compute_double_in_float,
     float16.store_float_weights,
     fused.split_qlinear,
     fused.spread_quantizers,
@@ -244,15 +255,15 @@ REWRITES: Mapping[str, Rewrite] = {**FIXES, **TARGET_REWRITES, **REQUIRED_REWRIT
 def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """Returns the ids of the rewrites that a target needs, whatever the check finds of the float model.
 
-    For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: float16
-    tensors get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
+    For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: other
+    floats get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
     quantizer needs in parts. One that is quantized for QNN has HardSwish in one node, which is rounded once, no
     BatchNormalization, no Pad whose value is zero, no powers that stay float, and no GatherND by constants.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
-    own = target.float_rewrites if stays_float else (float16.HALF_TO_FLOAT,) if takes_integers else ()
+    own = target.float_rewrites if stays_float else tuple(float16.TO_FLOAT) if takes_integers else ()
     if target.quantization.scheme == "qnn" and not stays_float:
         plain = (norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id, layout.plain_gather.id)
         own = (*own, activations.join_hard_swish.id, *plain)
@@ -294,14 +305,15 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     Raises:
         OutputError: `out` cannot be written.
     """
-    # Three rewrites need the values of weights: these two, and half-to-float, for which they are read below.
+    # Four rewrites need the values of weights: these two, and those to float32, for which they are read below.
     reads_weights = not {signs.UNSIGNED_WEIGHTS, signs.INT8_ACTIVATIONS}.isdisjoint(ids)
     on_disk = keeps_weights_on_disk(model) and not model.external_files and not reads_weights
     proto = point_into(model.path) if on_disk else read_proto(model, weights=False)
-    if float16.HALF_TO_FLOAT in ids and float16.computes_in_half(proto.graph):
-        # In float32 the weights take twice the bytes, inside the model file.
+    kinds = {kind for id_, kind in float16.TO_FLOAT.items() if id_ in ids}
+    if any(tensor.data_type in kinds and is_absent(tensor) for tensor in iterate_tensors(proto.graph)):
+        # In place of float16 the weights take twice the bytes, inside the model file.
         if 2 * model.size_bytes > MOST_INLINE_BYTES:
-            ids = set(ids) - {float16.HALF_TO_FLOAT}
+            ids = set(ids) - float16.TO_FLOAT.keys()
         else:
             proto = read_proto(model)
     merge_domains(proto)

@@ -58,6 +58,9 @@ CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
     "whole numbers are not rounded": (
         "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }", PAIR, (), round_to_half(PAIR).T
     ),
+    "a node may be called as edgekit calls a Cast": (
+        '(int64[1] x) => (float[1] y) { ["a/cast"] a = Cast<to = 1>(x) y = Neg(a) }', np.array([3]), (), np.array([-3])
+    ),
     "a change of type rounds nothing": (
         "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }", np.array([100_001]), (), np.array([100_001])
     ),

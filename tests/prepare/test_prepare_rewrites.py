@@ -43,6 +43,10 @@ WITH = {
         t = Mul(q, k) z = Cast<to=1>(t) y = If(c)
         <then_branch = a () => (float16[2,3] u) <float16[3] w = {17408, 15360, 16384}> { u = Mul(t, w) },
         else_branch = e () => (float16[2,3] v) { r = Neg(z) v = Cast<to=10>(r) }> }""",
+    "double-to-float": """g (double[2,3] x, float[2,3] f) => (double[2,3] y, float[2,3] z)
+        <double[3,3] w = {1.0,2.0,3.0,4.0,-5.0,6.0,7.0,8.0,9.0}, double[3] b = {0.5, -1.0e300, 3.0},
+        double h = {-9.0e9}, int64[2] s = {2, 3}> { m = MatMul(x, w) c = Max(b, h) p = Add(m, c)
+        e = ConstantOfShape<value = double[1] {3.0}>(s) y = Mul(p, e) t = Cast<to=1>(p) z = Sub(t, f) }""",
     "flat-bias": """g (float[2,3] x) => (float[2,2] y, float[2,4] z)
         <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}, float[4,2] v = {1,2,3,4,5,6,7,8}, float[1] c = {7}>
         { y = Gemm(x, w, b) z = Gemm<transB=1>(y, v, c) }""",
@@ -317,6 +321,9 @@ WITHOUT = {
         g (float[2,1,3] x, float[1,6,3] u, float[1,6,2] v) => (float[2,1,1,2] y, float[2,1,1,2] z) {
         y = GRU<hidden_size=2, activations=["Sigmoid", "Relu"]>(x, u, v) z = GRU<hidden_size=2>(x, u, v) }""",
     "half-to-float": "g (float16[2] x) => (float16[2] y) { a = Relu(x) y = my.Half(a) }",
+    # The layer computes in float32 already.
+    "double-to-float": """g (double[2] x, float[2,3] u) => (double[2] y, float[2,3] z)
+        <float[3,3] w = {1,2,3,4,5,6,7,8,9}> { y = Sin(x) z = MatMul(u, w) }""",
     "drop-copies": """g (float[2,3] x) => (float[2,3] y, bool[2,3] m, float[4,3] z)
         { a, m = Dropout(x) b = Neg(a) y = Identity(b) z = Concat<axis=0>(a, b) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
@@ -530,6 +537,7 @@ WITHOUT = {
 TOLERANCE = {
     # Without the rounding to 11 bits of the mantissa.
     "half-to-float": 2e-3,
+    "double-to-float": 1e-6,
     "plain-gemm": 1e-6,
     "part-silu": 1e-3,  # a step of the second pair
     "batch-norm-to-conv": 1e-5,
@@ -570,7 +578,7 @@ GONE = {
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 SITES = {
-    "flat-bias": 2,
+    "flat-bias": 2, "double-to-float": 6,
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
@@ -942,6 +950,31 @@ def test_what_computed_in_float16_computes_in_float32_with_the_same_inputs_and_o
     assert all(tensor.data_type != onnx.TensorProto.FLOAT16 for tensor in iterate_tensors(proto.graph))
     onnx.checker.check_model(proto, full_check=True)
     assert fix_model(fixed, tmp_path / "again.onnx", ["half-to-float"]).fixes == ()
+
+
+def test_thresholds_of_trees_stay_float64(tmp_path: Path) -> None:
+    text = """g (double[1,3] x) => (double[1,3] y, double[1,3] z)
+        <double[3,3] w = {1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0}>
+        { z = MatMul(x, w) y = ai.onnx.ml.Binarizer<threshold=0.5>(x) }"""
+    model = make_model(text, tmp_path / "m.onnx", imports=', "ai.onnx.ml" : 1')
+    assert fix_model(model, tmp_path / "out.onnx", ["double-to-float"]).fixes == ()
+    assert rewrite(
+        tmp_path, text.replace("y = ai.onnx.ml.Binarizer<threshold=0.5>(x)", "y = Abs(x)"), "double-to-float"
+    ).fixes
+
+
+def test_weights_of_float64_in_another_file_become_float32(tmp_path: Path) -> None:
+    weights = {"w": np.random.default_rng(0).standard_normal((64, 64))}
+    model = make_model(
+        "g (double[2,64] x) => (double[2,64] y) { y = MatMul(x, w) }",
+        tmp_path / "m.onnx",
+        weights=weights,
+        external=True,
+    )
+    fixed = fix_model(model, tmp_path / "out.onnx", ["double-to-float"])
+    (weight,) = onnx.load(str(fixed.model.path)).graph.initializer
+    assert weight.data_type == onnx.TensorProto.FLOAT
+    assert_same(tmp_path, fixed, 1e-6)
 
 
 def test_an_input_of_float16_that_is_an_output_stays_so(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
-    return helper.make_node("Cast", [source], [target], f"{target}/cast", to=kind)
+    return helper.make_node("Cast", [source], [target], f"{target}/rounded", to=kind)
 
 
 class Emulated(Device, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
-"""Graphs made to compute in float32: those in half precision, and those whose weights are stored as integers."""
+"""Graphs made to compute in float32: those in half or double precision, and those with weights stored as integers."""
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -11,17 +12,15 @@ from edgekit.graph.rewrite import rewrite
 from edgekit.model import model as models
 from edgekit.prepare.stripped import is_absent
 
-HALF_TO_FLOAT = "half-to-float"
-_HALF, _FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
+HALF_TO_FLOAT, DOUBLE_TO_FLOAT = "half-to-float", "double-to-float"
+_HALF, _FLOAT, _DOUBLE = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE
+TO_FLOAT = {HALF_TO_FLOAT: _HALF, DOUBLE_TO_FLOAT: _DOUBLE}
+"""The rewrites that change the element type of weights, and the type that they replace."""
 # Attributes that name the element type of an output.
 _TYPE_NAMES = frozenset({"to", "dtype", "output_dtype"})
 # An operator of another domain may exist in float16 only.
 _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN})
-
-
-def computes_in_half(graph: onnx.GraphProto) -> bool:
-    """Returns True if a tensor of a graph is float16."""
-    return _HALF in models.list_element_types(graph)
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 @rewrite(HALF_TO_FLOAT, "compute {count} in float32 in place of float16")
@@ -32,30 +31,51 @@ def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     and with them their rounding. Weights without data, or with external data, change only their type: enough for a
     check.
     """
-    if not computes_in_half(graph):
+    return _replace_type(graph, _HALF)
+
+
+@rewrite(DOUBLE_TO_FLOAT, "compute {count} in float32 in place of float64")
+def compute_double_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
+    """Makes float64 tensors float32, in place, where a layer computes in float64, and returns the names of the nodes.
+
+    scikit-learn's converter and exporters of numpy's numbers write such networks. Positions and seconds alone, which
+    may need the digits, stay float64, as do trees, whose thresholds would be other numbers. Inputs and outputs of the
+    graph keep their types by a Cast.
+    """
+    types = dict(_list_types(graph))
+    has_layer = any(
+        node.op_type in _LAYERS and types.get(node.input[0]) == _DOUBLE for node in graph.node if node.input
+    )
+    has_trees = any(node.domain == ML_DOMAIN and _DOUBLE in map(types.get, _list_ends(node)) for node in graph.node)
+    return _replace_type(graph, _DOUBLE) if has_layer and not has_trees else ()
+
+
+def _replace_type(graph: onnx.GraphProto, kind: int) -> tuple[str, ...]:
+    """Makes tensors of this element type float32, in place, and returns the names of the nodes that have them."""
+    if kind not in models.list_element_types(graph):
         return ()
     types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
     changed = [
-        node for node in models.iterate_nodes(graph) if any(types.get(name) == _HALF for name in _list_ends(node))
+        node for node in models.iterate_nodes(graph) if any(types.get(name) == kind for name in _list_ends(node))
     ]
     # This rewrite was applied before if all are Casts right after an input or before an output.
     is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
     if is_done or any(node.domain not in _KNOWN_DOMAINS for node in changed):
         return ()
     names = tuple(node.name for node in changed)
-    _drop_casts(graph, types)
-    before, after = _keep_interface(graph)
+    _drop_casts(graph, types, kind)
+    before, after = _keep_interface(graph, kind)
     for tensor in models.iterate_tensors(graph):
-        if tensor.data_type == _HALF:
-            _widen(tensor)
+        if tensor.data_type == kind:
+            _store_float(tensor)
     for node in models.iterate_nodes(graph):
         for attribute in node.attribute:
-            if attribute.name in _TYPE_NAMES and attribute.i == _HALF:
+            if attribute.name in _TYPE_NAMES and attribute.i == kind:
                 attribute.i = _FLOAT
     for part in models.iterate_graphs(graph):
         # Inputs and outputs of a subgraph change too.
         for value in (*part.value_info, *(() if part is graph else (*part.input, *part.output))):
-            if value.type.tensor_type.elem_type == _HALF:
+            if value.type.tensor_type.elem_type == kind:
                 value.type.tensor_type.elem_type = _FLOAT
     models.refill(graph.node, [*before, *graph.node, *after])
     return names
@@ -73,8 +93,8 @@ def _list_ends(node: onnx.NodeProto) -> tuple[str, ...]:
     return (*node.input, *node.output)
 
 
-def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
-    """Removes Casts between float16 and float32 whose result is no output, in place: both will be float32."""
+def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int], kind: int) -> None:
+    """Removes Casts between this type and float32 whose result is no output, in place: both will be float32."""
     shown = {value.name for part in models.iterate_graphs(graph) for value in part.output}
     sources: dict[str, str] = {}
     for part in models.iterate_graphs(graph):
@@ -82,7 +102,7 @@ def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
         for node in part.node:
             to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), 0)
             ends = {types.get(node.input[0]) if node.input else None, to}
-            if node.op_type == "Cast" and ends <= {_HALF, _FLOAT} and node.output[0] not in shown:
+            if node.op_type == "Cast" and ends <= {kind, _FLOAT} and node.output[0] not in shown:
                 sources[node.output[0]] = sources.get(node.input[0], node.input[0])
             else:
                 kept.append(node)
@@ -91,8 +111,8 @@ def _drop_casts(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
     models.rename_tensors(graph, sources)
 
 
-def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
-    """Renames float16 inputs and outputs inside the graph, in place, and returns the Casts to add at its start and end.
+def _keep_interface(graph: onnx.GraphProto, kind: int) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
+    """Renames inputs and outputs of a type inside the graph, in place; returns the Casts to add at its start and end.
 
     An output that is an input keeps its name.
     """
@@ -107,23 +127,26 @@ def _keep_interface(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[
 
     before, after = list[onnx.NodeProto](), list[onnx.NodeProto]()
     for value in graph.input:
-        if value.type.tensor_type.elem_type == _HALF:
+        if value.type.tensor_type.elem_type == kind:
             name = value.name
             inner = rename(name)
             before.append(helper.make_node("Cast", [name], [inner], name=f"{inner}/cast", to=_FLOAT))
     for value, name in zip(graph.output, shown, strict=True):
-        if value.type.tensor_type.elem_type == _HALF and name not in fed:
+        if value.type.tensor_type.elem_type == kind and name not in fed:
             inner = rename(name)
             value.name = name
-            after.append(helper.make_node("Cast", [inner], [name], name=f"{inner}/cast", to=_HALF))
+            after.append(helper.make_node("Cast", [inner], [name], name=f"{inner}/cast", to=kind))
     return before, after
 
 
-def _widen(tensor: onnx.TensorProto) -> None:
+def _store_float(tensor: onnx.TensorProto) -> None:
     if is_absent(tensor):
         tensor.data_type = _FLOAT
     else:
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype("float32"), tensor.name))
+        values, most = numpy_helper.to_array(tensor), np.finfo(np.float32).max
+        # The largest float64, as a mask has it, would become infinity.
+        values = np.where(np.isfinite(values), values.clip(-most, most), values).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
 @rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the model computes in float")
