@@ -102,6 +102,6 @@ def _split_layer(qdq: onnx.GraphProto, graph: Graph, layer: Layer, place: QdqLay
 
 def bound_outputs(layer: Layer, matrix: Array, moments: InputMoments) -> tuple[float, float]:
     """Returns the lowest and highest output that a matrix [groups, outputs, inputs] makes of a layer's inputs."""
-    ends = [expand_channel_factors(layer, each.astype(np.float64)) * matrix for each in (moments.low, moments.high)]
+    ends = [expand_channel_factors(layer, each[0].astype(np.float64)) * matrix for each in (moments.low, moments.high)]
     low, high = np.minimum(np.minimum(*ends), 0).sum(axis=2), np.maximum(np.maximum(*ends), 0).sum(axis=2)
     return float(low.min()), float(high.max())

@@ -44,8 +44,9 @@ from edgekit.target import Precision, Target, load_target
         ([16.0, 1.0], [1.0, 1.0], [1.0, 0.0], None, [1, 2**-7]),
         ([1.0, 0.0], [0.0, 0.0], None, None, [1, 2**13]),
         ([0.0, 0.0], [1.0, 1.0], None, None, [1, 1]),
-        # A Clip at 6: the first two touch it and stay, the others grow to at most 5.4.
+        # A Clip at 6: channels that touch it stay, and the others grow to at most 6.
         ([6.0, 5.5, 1.0, 0.3], [0.0] * 4, None, 6.0, [1, 1, 4, 16]),
+        ([6.0, 6.0], [0.0, 0.0], [1.0, 16.0], 6.0, [1, 1]),
         ([6.0, 1.0], [4.0, 0.0], None, 6.0, [1, 4]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 6.0, [1, 4, 8]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 300.0, [1, 4, 8]),
@@ -152,6 +153,12 @@ def ranges_again(model: Model, samples: Model, folder: Path) -> Mapping[str, Ten
     return again.ranges["minmax"]
 
 
+def calibrate_twice(model: Model, folder: Path) -> Calibration:
+    """Returns the calibration with each sample of `ranges_again` twice: no channel's extreme is that of one sample."""
+    rows = list(random_samples(model, count=48))
+    return calibrate_model(model, make_samples([*rows, *rows]), work=folder / "twice")
+
+
 def test_the_pairs_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(read_float_graph(unequal[0]))}
     assert list(pairs) == ["r", "p", "c", "f"]
@@ -173,8 +180,8 @@ def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path
 def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
     unequal: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = unequal
-    graph = read_float_graph(model)
+    model = unequal[0]
+    graph, calibration = read_float_graph(model), calibrate_twice(model, tmp_path)
     factors = choose_measured(graph, calibration)
     assert set(factors) >= {"r", "p", "c"}
     assert not scales_silu(graph, factors)
@@ -185,6 +192,30 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
         wide = span.high - span.low
         assert derived[name].low == pytest.approx(span.low, abs=0.01 * wide)
         assert derived[name].high == pytest.approx(span.high, abs=0.01 * wide)
+
+
+@pytest.mark.parametrize(
+    ("activation", "outlier", "low", "high"),
+    [("Relu", 1.0, [0, 0], [4, 1.5]), ("LeakyRelu<alpha=0.5>", -1.0, [4, -1.5], [4, 0.5])],
+)
+def test_a_channel_whose_extreme_is_that_of_one_sample_is_expected_to_go_as_far_again(
+    tmp_path: Path, activation: str, outlier: float, low: list[float], high: list[float]
+) -> None:
+    """All equalized channels reach the limits of their tensor, so new samples would exceed those of some."""
+    text = f"g (float[1,2] x) => (float[1,40] y) {{ h = MatMul(x, w1) r = {activation}(h) y = MatMul(r, w2) }}"
+    weights = {"w1": np.diag([8.0, 1.0]), "w2": np.linspace(-1, 1, 80).reshape(2, 40)}
+    constants: dict[str, Array] = {name: value.astype(np.float32) for name, value in weights.items()}
+    model = make_model(text, tmp_path / "m.onnx", constants=constants)
+    rows = np.full((12, 1, 2), 0.5, np.float32)
+    # 8 x 0.5 = 4 is seen in each sample; 1 in one, 0.5 in all others: 1.5 is expected.
+    rows[7, 0, 1] = outlier
+    calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
+    graph = read_float_graph(model)
+    (ranges,) = [found["r"] for _, found in measure_pairs(graph, tmp_path / "work", {})]
+    assert (ranges.low.tolist(), ranges.high.tolist()) == (low, high)
+    derived = equalize_calibration(graph, calibration, {"r": (1.0, 4.0)}).ranges
+    assert {its["r_equalized"].low for its in derived.values()} == {min(low[0], 4 * low[1])}
+    assert {its["r_equalized"].high for its in derived.values()} == {max(high[0], 4 * high[1])}
 
 
 def test_channels_are_scaled_through_slopes_below_zero(tmp_path: Path) -> None:
@@ -280,7 +311,7 @@ def silu_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibrati
 
 
 def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
-    model, calibration = silu_net
+    model, calibration = silu_net[0], calibrate_twice(silu_net[0], tmp_path)
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert choose_measured(graph, calibration, seen=seen) == {}
     factors = choose_measured(graph, calibration, seen=seen, through_silu=True)

@@ -228,7 +228,7 @@ def test_outputs_are_bounded_by_the_channels_of_the_input_and_by_padding(
         {"w": np.ones((1, 1, 2), np.float32)},
     )
     (layer,) = read_layers(read_graph(model))
-    low, high = (np.array([end], np.float32) for end in ends)
+    low, high = (np.array([[end], [0]], np.float32) for end in ends)
     zeros = np.zeros((1, 2), np.float32)
     moments = InputMoments(count=1, mean=zeros, spread=zeros, low=low, high=high, covariance=np.zeros((1, 2, 2)))
     assert bound_outputs(layer, np.array([[[1.0, -3.0]]]), moments) == bounds

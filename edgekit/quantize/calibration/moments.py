@@ -36,10 +36,10 @@ _QUIET = np.errstate(over="ignore", invalid="ignore")
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a layer's input patches: their `count`, mean [groups, inputs] and covariance.
 
-    `low` and `high` [channels] are the extremes over all positions of all samples, and `spread` [groups, inputs] is
-    their difference: it reveals an input that is seldom nonzero, which patches may miss. `covariance` is [groups x
-    pieces, size, size]. If there are several pieces, the inputs are divided into parts of `size`, and the covariance
-    between different parts is omitted.
+    `low` and `high` [2, channels] are the extremes over all positions of all samples, and of all but the sample with
+    the channel's extreme. `spread` [groups, inputs] is the difference of the first ones: it reveals an input that is
+    seldom nonzero, which patches may miss. `covariance` is [groups x pieces, size, size]. If there are several pieces,
+    the inputs are divided into parts of `size`, and the covariance between different parts is omitted.
     """
 
     count: int
@@ -119,13 +119,13 @@ class MomentCollector:
         self._pending.release()
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
-        """Returns the moments of all patches, given the source's extremes per channel, or for all channels at once."""
+        """Returns the moments of all patches, given the source's extremes [2, channels], or [2, 1] for all channels."""
         self._flush()
         count, taps = max(1, int(self._count)), math.prod(self._patches.kernel)
-        lows, highs = (np.broadcast_to(ends, self._sum.size // taps) for ends in (lows, highs))
+        lows, highs = (np.broadcast_to(ends, (2, self._sum.size // taps)) for ends in (lows, highs))
         # Padding adds zeros to the values of patches.
         padded = not all(inside.all() for inside in self._patches.inside)
-        spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
+        spread = np.maximum(highs[0], 0) - np.minimum(lows[0], 0) if padded else highs[0] - lows[0]
         return InputMoments(
             count=int(self._count),
             mean=(self._sum / count).astype(np.float32),
@@ -230,7 +230,7 @@ class StoredMoments:
         return InputMoments(count=int(self._counts[self._indices[node]]), **self._read(node, _FIELDS))
 
     def extremes(self, node: str) -> tuple[Array, Array] | None:
-        """Returns the lowest and highest value of each channel of a node's input, None if there are none."""
+        """Returns the `low` and `high` of the input of a node, None if there are none."""
         if node not in self._indices:
             return None
         ends = self._read(node, ("low", "high"))

@@ -144,15 +144,19 @@ class ActivationStatistics:
 
     def moments(self) -> Iterator[tuple[tuple[str, ...], InputMoments]]:
         """Yields the moments of layer inputs, each with the node names of the layers that read it."""
-        extremes = self._channel_extremes()
+        first, second = self._channel_extremes(), self._channel_extremes(second=True)
         axes = self._augmented.channel_axes
         for layers, moments in zip(self._layers, self._moments, strict=True):
-            first = layers[0]
-            yield tuple(layer.node for layer in layers), moments.freeze(*extremes[first.source, axes[first.node]])
+            at = layers[0].source, axes[layers[0].node]
+            lows, highs = (np.stack(ends) for ends in zip(first[at], second[at], strict=True))
+            yield tuple(layer.node for layer in layers), moments.freeze(lows, highs)
 
-    def _channel_extremes(self) -> dict[TensorAxis, tuple[Array, Array]]:
-        """Returns the lowest and highest value of each channel, for each channel axis that a layer uses."""
-        lows, highs = self._lows.entries(), self._highs.entries()
+    def _channel_extremes(self, *, second: bool = False) -> dict[TensorAxis, tuple[Array, Array]]:
+        """Returns the lowest and highest value of each channel, for each channel axis that a layer uses.
+
+        With `second` they are those of all samples but the one with the channel's extreme.
+        """
+        lows, highs = self._lows.entries(second=second), self._highs.entries(second=second)
         found: dict[TensorAxis, tuple[Array, Array]] = {}
         for each in self._augmented.extremes:
             low, high = self._augmented.bounds.get(each[0], (None, None))
@@ -184,7 +188,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples, and the sum over samples of each tensor's extreme.
+    """The lowest (or highest) value of each entry over samples, the second, and the sum of each tensor's extremes.
 
     An empty tensor has infinite extremes, which do not count.
     """
@@ -194,6 +198,7 @@ class _Extremes:
         self._starts = np.cumsum([0, *(count for _, count in parts)])
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
+        self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
         self._sums = np.zeros(len(parts))
 
     @property
@@ -204,16 +209,19 @@ class _Extremes:
     def add(self, values: Array | None) -> None:
         if values is not None:
             own = self._pick.reduceat(values, self._starts[:-1])
+            self._pick(self._second, self._drop(self._best, values), out=self._second)
             self._pick(self._best, values, out=self._best)
             self._runs += 1
             self._counts += np.isfinite(own)
             self._sums += _or_zero(own)
 
     def arrays(self) -> dict[str, Array]:
-        return {"runs": self._runs, "counts": self._counts, "best": self._best, "sums": self._sums}
+        best = {"best": self._best, "second": self._second}
+        return {"runs": self._runs, "counts": self._counts, "sums": self._sums, **best}
 
-    def entries(self) -> dict[TensorAxis, Array]:
-        return dict(zip(self._keys, np.split(self._best, self._starts[1:-1]), strict=True)) if self._keys else {}
+    def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
+        values = self._second if second else self._best
+        return dict(zip(self._keys, np.split(values, self._starts[1:-1]), strict=True)) if self._keys else {}
 
     def sometimes_empty(self) -> set[str]:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}

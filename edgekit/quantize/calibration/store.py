@@ -23,7 +23,7 @@ from edgekit.progress import Progress
 # A format of edgekit: magic, length of the header, header, arrays, sha256 of all these. Nothing is used before the
 # sha256 is checked, arrays take no more memory than the file has bytes, and none is copied. An .npz guarantees none of
 # this.
-_MAGIC = b"edgekit calibration 1\n"
+_MAGIC = b"edgekit calibration 2\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 # The allowed types: plain numbers and texts, little endian if that matters; no objects, no structures.

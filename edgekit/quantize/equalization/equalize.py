@@ -156,7 +156,7 @@ _MOST_DEVIATIONS = 6.0
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
-    """The lowest and highest value of each channel of a tensor."""
+    """The lowest and highest value [channels] of each channel of a tensor, as estimated for samples yet unseen."""
 
     low: Array
     high: Array
@@ -166,13 +166,24 @@ class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
         return np.asarray(np.maximum(np.abs(self.low), np.abs(self.high)))
 
 
+def _extrapolate(ends: Array) -> Array:
+    """Returns an estimate of each channel's extreme [channels], given the two most extreme samples [2, channels].
+
+    Once channels are equalized, all of them reach the limits of the tensor's range, so of 256 channels each new sample
+    would exceed some. The estimate 2 x1 - x2 removes the bias of the sample's extreme x1 (the jackknife of D. S. Robson
+    and J. H. Whitlock, "Estimation of a truncation point", Biometrika 51, 1964).
+    """
+    first, second = ends.astype(np.float64)
+    return np.asarray(2 * first - second)
+
+
 def read_channel_ranges(
     graph: Graph, pairs: Iterable[EqualizationPair], statistics: Path, seen: Mapping[str, TensorRange]
 ) -> Iterator[tuple[EqualizationPair, dict[str, ChannelRange]]]:
     """Yields the pairs that calibration measured, with the channel ranges of each of their tensors.
 
-    The ranges of the pair's own tensor are exact; those of tensors before it are computed from these. `seen` holds the
-    extremes of whole tensors.
+    The ranges of the pair's own tensor follow from the extremes of its samples; those of tensors before it are computed
+    from these. `seen` holds the extremes of whole tensors.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -180,7 +191,7 @@ def read_channel_ranges(
     with open_moments(statistics / "moments.npz") as stored:
         for pair in pairs:
             ends = stored.extremes(pair.consumers[0].node)
-            if ends is not None and len(ends[1]) == pair.channels:
+            if ends is not None and ends[1].shape[1] == pair.channels:
                 yield pair, _trace_back(graph, pair, ends, stored, seen)
 
 
@@ -191,8 +202,8 @@ def _trace_back(
     stored: StoredMoments,
     seen: Mapping[str, TensorRange],
 ) -> dict[str, ChannelRange]:
-    """Returns the channel ranges of a pair's tensors, computed from the extremes of its own tensor."""
-    low, high = (each.astype(np.float64) for each in ends)
+    """Returns the channel ranges of a pair's tensors, computed from the extremes [2, channels] of its own tensor."""
+    low, high = map(_extrapolate, ends)
     ranges = {pair.tensor: ChannelRange(low=low, high=high)}
     for step in pair.steps:
         is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
@@ -241,9 +252,6 @@ _PASSES, _PASSES_PER_CHANNEL = 4, 2
 _LEAST_SHARE = 1e-4
 MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
 """Pairs, each with the channel ranges of its tensors."""
-# Channels may grow up to this share of a Clip's upper bound, since samples do not show the largest values. Chosen by
-# hand.
-_CEILING_SHARE = 0.9
 
 
 def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange]) -> MeasuredPairs:
@@ -429,9 +437,9 @@ def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ce
         return _round_to_power(factors * magnitude.max() / (magnitude * factors).max())
     # A Clip cuts all channels at the same value, so it does not commute with factors. The paper replaces Relu6 by Relu;
     # here channels that reach the bound are not scaled, and the others stay below it.
-    full = magnitude > _CEILING_SHARE * ceiling
+    full = magnitude >= ceiling
     anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (magnitude * factors).max() / magnitude.max()
-    limit = 2 ** np.floor(np.log2(_CEILING_SHARE * ceiling / magnitude))
+    limit = 2 ** np.floor(np.log2(ceiling / magnitude))
     return np.where(full, 1.0, np.minimum(_round_to_power(factors / anchor), limit))
 
 
