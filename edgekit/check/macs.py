@@ -128,8 +128,9 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),
     "DynamicQuantizeMatMul": _matmul, "MatMulNBits": _nbits, "Einsum": _einsum,
     **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
-    "Attention": _packed_attention, "GroupQueryAttention": _grouped_attention, "MultiHeadAttention": _attention,
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrent),
+    **dict.fromkeys(("Attention", "QAttention"), _packed_attention),
+    "GroupQueryAttention": _grouped_attention, "MultiHeadAttention": _attention,
 }  # fmt: skip
 
 

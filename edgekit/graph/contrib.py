@@ -151,6 +151,12 @@ def _packed_attention(of: _Substitution) -> None:
         of.add("MatMul", [of.name(0), of.stub(weight.dtype, (weight.dims[0], width))])
 
 
+def _lstm(of: _Substitution) -> None:
+    # The weights are transposed and in integers; shapes come from the attributes.
+    of.made.append(helper.make_node("LSTM", of.node.input[:3], of.node.output, doc_string=_ADDED))
+    of.made[-1].attribute.extend(of.node.attribute)
+
+
 def _attention(of: _Substitution) -> None:
     # Without a bias for values or keys of another size, what comes out is as wide as the queries.
     if of.name(1):
@@ -195,9 +201,10 @@ _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     "FusedMatMul": _fused_matmul,
     "MatMulNBits": _nbits,
     "GatherBlockQuantized": _gather_blocks,
-    "Attention": _packed_attention,
+    **dict.fromkeys(("Attention", "QAttention"), _packed_attention),
     "MultiHeadAttention": _attention,
     "GroupQueryAttention": _attention,
+    "DynamicQuantizeLSTM": _lstm,
     "DynamicQuantizeMatMul": _float_matmul,
     "MatMulIntegerToFloat": _float_matmul,
 }  # fmt: skip

@@ -136,6 +136,15 @@ def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> Non
     assert (seen.value("y").shape, seen.value("w").shape, seen.array("w")) == ((1, 64, 1, 1), (64, 32, 8, 8), None)
 
 
+def test_what_dynamic_quantization_writes_has_types_and_shapes() -> None:
+    lstm = 'l, , c = com.microsoft.DynamicQuantizeLSTM<hidden_size=5, direction="bidirectional">(x, w, r)'
+    inputs = "float[6,1,4] x, int8[2,4,20] w, int8[2,5,20] r, float[1,6,8] e, int8[8,24] k, float[24] b, float s"
+    read = view(f"({inputs}) => (l) {{ {lstm} a = com.microsoft.QAttention<num_heads=2>(e, k, b, s, s) }}")
+    values = [read.value(name) for name in "lca"]
+    assert [value.shape for value in values] == [(6, 2, 1, 5), (2, 1, 5), (1, 6, 8)]
+    assert {value.dtype for value in values} == {"float32"}
+
+
 def test_contrib_nodes_in_the_body_of_a_contrib_node_stay_as_they_are() -> None:
     body = "b () => (float[2] u) { t = com.microsoft.Gelu(x) v = Abs(t) u = com.microsoft.QuickGelu(v) }"
     call = f"com.microsoft.GreedySearch <decoder = {body}> (x)"
