@@ -155,7 +155,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     samples = make_samples([{"x": row} for row in rows])
     good, off = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "off", "1, 0, -1, 0")
     guess, truth = predict_drop(good, off, samples), true_drop(good, off, samples, labels)
-    assert (guess.source, truth.source) == ("the float model's confidence", "labels")
+    assert (guess.source.split(";")[0], truth.source) == ("the float model's confidence", "labels")
     assert truth.drop_estimate is not None
     assert present(guess.drop_interval)[0] <= truth.drop_estimate <= present(guess.drop_interval)[1]
     assert truth.drop_estimate > 0.02
@@ -319,6 +319,40 @@ def test_landmarks_and_ratings_are_held_by_their_spread_and_scores_of_classes_ar
         found = predict_pair(tmp_path, text, values, rows)
         assert found.measure == measure
         assert found.meets(0.005) == (measure == "top-1 accuracy")
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "shift", "measure"),
+    [
+        (30, 3, 1.0, "spread of the values (R2)"),
+        (34, 2, 1.0, "spread of the values (R2)"),
+        (35, 2, 1.0, "top-1 accuracy"),
+        (28, 2, 1.0, "top-1 accuracy"),
+        (34, 2, 0.2, "top-1 accuracy"),
+    ],
+)
+def test_numbers_of_points_that_move_together_are_no_scores_of_classes(
+    tmp_path: Path, count: int, axes: int, shift: float, measure: str
+) -> None:
+    """A hand moves as a whole along each axis. A guess of classes is told, what the user or the graph says is none."""
+    rng = np.random.default_rng(0)
+    text = "(float[1,N] x) => (float[1,N] y) { scale = Constant<value_float = VALUE>() y = Mul(x, scale) }"
+    moved = np.stack([np.resize(rng.normal(size=axes) * shift, (1, count)) for _ in range(40)])
+    rows = [{"x": ((row + rng.normal(size=(1, count))) * 3).astype(np.float32)} for row in moved]
+    found = predict_pair(tmp_path, text.replace("N", str(count)), ("1.0", "1.1"), rows)
+    assert found.measure == measure
+    assert ("taken as classes" in found.source) == (measure == "top-1 accuracy")
+
+
+@pytest.mark.parametrize(("tail", "stated"), [("Softmax", False), ("Identity", True), ("Identity", False)])
+def test_classes_that_the_graph_or_the_user_states_are_no_guess(tmp_path: Path, tail: str, *, stated: bool) -> None:
+    text = f"g (float[1,12] x) => (float[1,12] y) {{ y = {tail}(x) }}"
+    model = make_model(text, tmp_path / "m.onnx")
+    drawn = np.random.default_rng(0).normal(size=(40, 1, 12)).astype(np.float32) * 3
+    samples = make_samples([{"x": row} for row in drawn])
+    outputs = {"y": StatedOutput(kind="classes")} if stated else None
+    found = FloatReference(model, samples, outputs).predict_drop(model)
+    assert (found.measure, "taken as classes" in found.source) == ("top-1 accuracy", tail == "Identity" and not stated)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,14 @@ def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]])
     return tuple(parts)
 
 
-def read_output(name: str, reading: Reading, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost."""
+def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known: bool) -> tuple[Part, ...]:
+    """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost.
+
+    With `is_known` the user or the graph says that it holds classes.
+    """
     readings, note = [reading], ""
+    if reading.kind == "classes" and not is_known:
+        note = "; its numbers are taken as classes, and [outputs] of a recipe states what they are"
     if reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"

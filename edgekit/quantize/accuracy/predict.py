@@ -30,7 +30,7 @@ from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels
-from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, find_squash, read_output_kinds
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS, open_quantized
 
@@ -207,7 +207,12 @@ class FloatReference:
         others = {name: reading for name, reading in others.items() if name not in state} or others
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
-        parts = [part for name, reading in others.items() for part in read_output(name, reading, shapes[name])]
+        known = {name for name in others if name in self._stated or find_squash(self._graph, name)}
+        parts = [
+            part
+            for name, reading in others.items()
+            for part in read_output(name, reading, shapes[name], is_known=name in known)
+        ]
         silenced = [
             msgspec.structs.replace(part, measure=SILENT) if silent & part.shapes.keys() else part for part in parts
         ]
