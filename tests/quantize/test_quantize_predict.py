@@ -338,7 +338,7 @@ def test_numbers_of_points_that_move_together_are_no_scores_of_classes(
     rng = np.random.default_rng(0)
     text = "(float[1,N] x) => (float[1,N] y) { scale = Constant<value_float = VALUE>() y = Mul(x, scale) }"
     moved = np.stack([np.resize(rng.normal(size=axes) * shift, (1, count)) for _ in range(40)])
-    rows = [{"x": ((row + rng.normal(size=(1, count))) * 3).astype(np.float32)} for row in moved]
+    rows: list[Tensors] = [{"x": ((row + rng.normal(size=(1, count))) * 3).astype(np.float32)} for row in moved]
     found = predict_pair(tmp_path, text.replace("N", str(count)), ("1.0", "1.1"), rows)
     assert found.measure == measure
     assert ("taken as classes" in found.source) == (measure == "top-1 accuracy")
