@@ -56,6 +56,9 @@ WITH = {
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
         { y = Pad(x, p, v) z = Pad<mode="constant">(x, q, v) }""",
+    "zero-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
+        <int64[4] p = {1,0,1,0}, int64[2] q = {1,1}, int64[1] a = {1}, float s = {0.1}, int8 o = {-128}>
+        { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p) z = Pad(d, q, , a) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose(x, w) }""",
     "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
@@ -329,6 +332,12 @@ WITHOUT = {
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "plain-pad": """g (float[2,3] x, float u) => (float[4,3] y, float[4,3] z, float[4,3] t)
         <int64[4] p = {1,0,1,0}, float v = {0.5}> { y = Pad(x, p, v) z = Pad(x, p, u) t = Pad(x, p) }""",
+    # A value, another mode, another zero point, none, and data that are not quantized.
+    "zero-pad": """g (float[2,3] x) => (float[4,3] y, float[4,3] z, float[4,3] t, float[4,3] u, float[4,3] w)
+        <int64[4] p = {1,0,1,0}, float v = {0.5}, float s = {0.1}, int8 o = {-128}, int8 k = {-127}>
+        { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p, v) z = Pad<mode="edge">(d, p)
+        j = QuantizeLinear(x, s, k) e = DequantizeLinear(j, s, k) t = Pad(e, p)
+        f = DequantizeLinear(j, s) u = Pad(f, p) w = Pad(x, p) }""",
     # An upper bound that matters, one that is fed, and another lower bound.
     "clip-to-relu": """g (float[2,3] x, float fed) => (float[2,3] y, float[2,3] z, float[2,3] t)
         <float low = {0}, float six = {6}> { y = Clip(x, low, six) z = Clip(x, low, fed) t = Clip(x, six) }""",
@@ -582,7 +591,7 @@ SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
-    "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "transposed-to-conv": 3,
+    "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "zero-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 4, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
@@ -590,7 +599,7 @@ SITES = {
     "join-layer-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
-OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20}
+OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}
 """The opset, if it is another than 17."""
 
 

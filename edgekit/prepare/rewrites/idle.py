@@ -180,6 +180,24 @@ def drop_pad_values(writer: Writer) -> None:
         writer.add("Pad", [*node.input[:2], *axes], **node.attributes)
 
 
+# The least of 8 bits.
+_LEAST_INT8 = -128
+
+
+@node_rewrite("zero-pad", {"Pad"}, since=13)
+def write_pad_value(writer: Writer) -> None:
+    """Writes the value of a Pad of int8 that has none, zero, if all quantized numbers are positive, for QNN.
+
+    Beside a zero point of -128 the HTP pads with another number; with a stated value it is right
+    (targets/qnn/NOTES.md).
+    """
+    graph, node = writer.graph, writer.node
+    read = made_by(graph, node.input[0], "DequantizeLinear")
+    least = read is not None and read.has_input(2) and graph.number(read.input[2]) == _LEAST_INT8
+    if least and not node.has_input(2) and node.attributes.get("mode", "constant") == "constant":
+        writer.add("Pad", [*node.input[:2], writer.constant("value", 0), *node.input[3:]], **node.attributes)
+
+
 @rewrite(
     "resize-empty-inputs", "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider"
 )
