@@ -4,10 +4,12 @@ onnx's converter can lower few operators. Here the opset is also lowered if all 
 both versions.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import onnx
 from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 
@@ -128,6 +130,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         words = f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}"
         raise ModelError(words, hint=f"export the model with opset {opset}")
+    if own < opset:
+        _replace_preview_nodes(proto.graph)
     nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain]
     for node in nodes if opset < own else ():
         _drop_defaults(node, own, opset)
@@ -169,6 +173,50 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if own < _RESIZE_SINCE <= opset:
         _map_positions(converted.graph)
     return converted
+
+
+def _replace_preview_nodes(graph: onnx.GraphProto) -> None:
+    """Writes Affine, ImageScaler and Crop of float32 as Mul, Add and Slice, in place.
+
+    ONNX had them as a preview, OnnxMLTools wrote them for Core ML's layers, and only ONNX Runtime's CPU has them still.
+    """
+    if not models.list_element_types(graph).isdisjoint({onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}):
+        return
+    for part in models.iterate_graphs(graph):
+        nodes: list[onnx.NodeProto] = []
+        for node in part.node:
+            known = node.op_type in _PREVIEW and not node.domain and len(node.input) == len(node.output) == 1
+            nodes += (_write_preview(node) if known else ()) or (node,)
+        models.refill(part.node, nodes)
+
+
+_PREVIEW = frozenset({"Affine", "Crop", "ImageScaler"})
+_TO_THE_END = np.iinfo(np.int64).max
+
+
+def _write_preview(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
+    """Returns the nodes that replace a node, none if its attributes are not those of the operator."""
+    given: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    (x,), (y,) = node.input, node.output
+    if node.op_type == "Crop":
+        # The borders are left, top, right, bottom; the scale is the height and width of what is kept.
+        border, size = list(given.get("border", ())), list(given.get("scale", ()))
+        if len(border) != 4 or len(size) not in {0, 2} or min(border) < 0:
+            return ()
+        left, top, right, bottom = border
+        ends = [top + size[0], left + size[1]] if size else [-each or _TO_THE_END for each in (bottom, right)]
+        return (helper.make_node("Slice", [x], [y], node.name, starts=[top, left], ends=ends, axes=[2, 3]),)
+    names = ("alpha", "beta") if node.op_type == "Affine" else ("scale", "bias")
+    factor, shift = (
+        np.asarray(given.get(name, default), np.float32) for name, default in zip(names, (1, 0), strict=True)
+    )
+    shift = shift.reshape(-1, 1, 1) if shift.ndim else shift
+    constants = [
+        helper.make_node("Constant", [], [f"{y}/{name}"], value=numpy_helper.from_array(value))
+        for name, value in zip(names, (factor, shift), strict=True)
+    ]
+    scaled = helper.make_node("Mul", [x, f"{y}/{names[0]}"], [f"{y}/scaled"])
+    return (*constants, scaled, helper.make_node("Add", [f"{y}/scaled", f"{y}/{names[1]}"], [y], node.name))
 
 
 def _map_positions(graph: onnx.GraphProto) -> None:

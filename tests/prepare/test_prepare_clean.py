@@ -401,17 +401,45 @@ def test_sparse_initializers_become_dense_and_an_output_is_listed_once(tmp_path:
     assert run_model(prepared.path, {"x": np.array([[1, 10, 100]], np.float32)})["y"].tolist() == [[-100, 2]]
 
 
+PREVIEW = """g (float[1,3,6,7] x) => (float[A,B,C,D] y) {
+    a = ImageScaler<scale=0.5, bias=[1.0,-2.0,3.0]>(x) b = Affine<alpha=2.0, beta=-1.0>(a) y = CROP(b) }"""
+
+
+@pytest.mark.parametrize("crop", ["border=[1,2,0,3]", "border=[0,0,0,0]", "border=[1,2,0,0], scale=[3,4]"])
+def test_operators_that_onnx_had_as_a_preview_become_others(tmp_path: Path, crop: str) -> None:
+    """OnnxMLTools wrote them, and ONNX Runtime's CPU still has them."""
+    model = make_model(PREVIEW.replace("CROP", f"Crop<{crop}>"), tmp_path / "m.onnx", opset=7)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Mul", "Add", "Mul", "Add", "Slice"]
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(model.path, inputs)["y"], run_model(prepared.path, inputs)["y"])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (PREVIEW.replace("CROP", "Crop<border=[1,2,0]>"), "Crop"),
+        (PREVIEW.replace("CROP", "Crop<border=[1,-2,0,1]>"), "Crop"),
+        (PREVIEW.replace("CROP", "Crop<border=[1,2,0,1], scale=[3]>"), "Crop"),
+        ("g (float16[2,3] x) => (float16[2,3] y) { y = Affine(x) }", "Affine"),
+    ],
+)
+def test_a_preview_that_no_session_runs_or_of_other_floats_is_refused(tmp_path: Path, text: str, name: str) -> None:
+    with pytest.raises(ModelError, match=f"it uses {name}"):
+        prepare_model(make_model(text, tmp_path / "m.onnx", opset=7), tmp_path / "out.onnx", {})
+
+
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="no opset '99'"):
         prepare_model(model, tmp_path / "out.onnx", {}, opset=99)
     with pytest.raises(ModelError, match="cannot convert opset 17 to 13: it uses HardSwish"):
         prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
-    text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ImageScaler(x) }"
+    text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ScaledTanh(x) }"
     model = make_model(text, tmp_path / "old.onnx", opset=7, ir_version=3)
-    with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ImageScaler") as refusal:
+    with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ScaledTanh") as refusal:
         prepare_model(model, tmp_path / "out.onnx", {})
-    assert refusal.value.hint == "export the model with operators of ONNX, which has no ImageScaler"
+    assert refusal.value.hint == "export the model with operators of ONNX, which has no ScaledTanh"
 
 
 def test_of_several_imports_of_a_domain_the_last_one_counts(tmp_path: Path) -> None:
