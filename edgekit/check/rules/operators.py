@@ -217,7 +217,8 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         shape, factors = subject.shape(0), _find_factors(subject)
-        if shape is None or None in shape:
+        # An open batch is not scaled.
+        if shape is None or None in shape[-self.spatial :]:
             yield "the shape of input 0 is not fully known"
             return
         if factors is None:
