@@ -50,6 +50,7 @@ from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
 
+_AXES_AS_INPUT = 13  # since this opset Unsqueeze reads its axes
 _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axes
 
 
@@ -104,6 +105,14 @@ def spread_scalars(writer: Writer) -> None:
             each = writer.constant("channels", np.full((channels, *(1 for _ in axes)), value), dtype)
             writer.add(node.op_type, [name, each])
             return
+
+
+@node_rewrite("list-axes", {"Unsqueeze"}, since=_AXES_AS_INPUT)
+def list_axes(writer: Writer) -> None:
+    """Writes an axis that is a number as a list of one: ONNX Runtime crashes where its Core ML provider reads it."""
+    data, axes = writer.node.input
+    if (tensor := writer.graph.constants.get(axes)) is not None and not tensor.dims:
+        writer.add("Unsqueeze", [data, writer.reshaped("axes", axes, [1])])
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
@@ -466,7 +475,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    for rewrite in (write_scalers, spread_scalars):
+    for rewrite in (write_scalers, spread_scalars, list_axes):
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 

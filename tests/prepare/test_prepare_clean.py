@@ -442,6 +442,17 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     assert refusal.value.hint == "export the model with operators of ONNX, which has no ScaledTanh"
 
 
+def test_an_axis_that_is_a_number_becomes_a_list(tmp_path: Path) -> None:
+    text = """g (float[1,3] x) => (float[1,1,3] y, float[1,3,1] z) <int64 a = {0}, int64[1] b = {2}>
+        { y = Unsqueeze(x, a) z = Unsqueeze(x, b) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert [list(tensor.dims) for tensor in onnx.load(str(prepared.path)).graph.initializer] == [[1], [1]]
+    given = {"x": np.arange(3, dtype=np.float32).reshape(1, 3)}
+    wanted, found = run_model(model.path, given), run_model(prepared.path, given)
+    assert all(np.array_equal(wanted[name], found[name]) for name in "yz")
+
+
 def test_of_several_imports_of_a_domain_the_last_one_counts(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,1] y) { y = ReduceMean<axes=[1]>(x) }", tmp_path / "m.onnx")
     proto = onnx.load(str(model.path))
