@@ -34,7 +34,7 @@ from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, read_constant_range
-from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph
+from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
 
@@ -317,8 +317,8 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
         return memo.ranked[key]
     bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
     errors = rank_activations(
-        draft.graph, build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate"), draft.compared,
-        draft.statistics, memo.budget, bound=bound, known=memo.noises.setdefault(measured, {}),
+        draft.graph, place_draft(unsigned), draft.compared, draft.statistics, memo.budget, bound=bound,
+        known=memo.noises.setdefault(measured, {}),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)

@@ -23,6 +23,7 @@ from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
+from edgekit.quantize.graph.float_graph import range_source
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.objective import measure_loss
 
@@ -82,13 +83,19 @@ def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
 
 
 def switch_activations(
-    qdq: onnx.ModelProto, graph: Graph, *, only: Collection[str] | None = None, as_float16: bool = False
+    qdq: onnx.ModelProto,
+    graph: Graph,
+    *,
+    only: Collection[str] | None = None,
+    as_float16: bool = False,
+    sources: bool = False,
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """Returns the float graph with a switch for each activation, and the names of these activations.
 
     The added input SWITCHES, bool [N], says for each activation whether its readers get it quantized by the Q and DQ of
     `qdq` (rounded to float16, if `as_float16`) or as it is. `only` are the activations that get a switch, by default
-    all that `qdq` quantizes.
+    all that `qdq` quantizes. With `sources`, those that only hold values of another one get none: rounding a value
+    twice to the same grid changes nothing.
     """
     proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
@@ -99,6 +106,8 @@ def switch_activations(
     }
     made = {*graph.producers, *graph.inputs}
     names = tuple(name for name in sites if name in made and (only is None or name in only))
+    if sources:
+        names = tuple(name for name in names if range_source(graph, name) not in sites.keys() - {name})
     switched = set(names)
     for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
         proto.graph.initializer.append(stored[parameter])

@@ -236,16 +236,17 @@ def rank_activations(
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With a `bound` the worst are searched by bisection (`search_spans`) over its samples, or over fewer of them if there
-    are many activations. The worst found are then judged by all samples of the bound; the others follow with
-    an equal share of their span's noise. Activations for which the budget leaves no time come last. `known` holds what
-    earlier rankings of the same graph measured, and is filled.
+    With a `bound` only sources of values count (`switch_activations`). The worst are searched by bisection
+    (`search_spans`) over its samples, or over fewer of them if there are many activations. The worst found are then
+    judged by all samples of the bound; the others follow with an equal share of their span's noise. Activations for
+    which the budget leaves no time come last. `known` holds what earlier rankings of the same graph measured, and is
+    filled.
 
     Raises:
         UsageError: the statistics are gone.
     """
     held = [*islice(read_held_out(statistics), 1 if bound is not None and bound.samples == 1 else _SAMPLES)]
-    proto, names = switch_activations(qdq, graph)
+    proto, names = switch_activations(qdq, graph, sources=bound is not None)
     # Rounded weights, and what rounding them left in the heap, would lie beside the session.
     del qdq
     release_memory()
