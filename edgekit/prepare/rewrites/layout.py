@@ -259,18 +259,25 @@ def plain_average(writer: Writer) -> None:
 
     The HTP's float kernels are wrong for planes where padding does not count and there are fewer than 32 channels, and
     for lines where it counts (targets/qnn/NOTES.md). The constant is the size of the window over how much of it lies
-    inside, or the inverse.
+    inside, or the inverse. They are wrong too for windows of two in a line with one pad at the end alone: there the
+    last element stands twice in place of the pad, whose mean with itself it is.
     """
     node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
     kernel, counts = node.entries("kernel_shape") or (), node.integer("count_include_pad", 0)
-    is_wrong = (len(kernel), counts) in {(2, 0), (1, 1)}
+    is_pair = (tuple(kernel), counts) == ((2,), 0)
+    is_wrong = is_pair or (len(kernel), counts) in {(2, 0), (1, 1)}
     if shape is None or not is_wrong or node.integer("ceil_mode", 0) or "dilations" in node.attributes:
         return
     if not has_windows(node, len(shape) - 2):
         return
     stride, _, begin, end, sizes = place_windows(node, shape[2:], kernel)
     pads = [*begin.tolist(), *end.tolist()]
-    if not any(pads):
+    if not any(pads) or (is_pair and pads != [0, 1]):
+        return
+    if is_pair:
+        last = _slice(writer, node.input[0], "last", 2, (-1, np.iinfo(np.int64).max, 1))
+        longer = writer.add("Concat", [node.input[0], last], "longer", axis=2)
+        writer.add("AveragePool", [longer], kernel_shape=kernel, strides=stride.tolist())
         return
     factor = np.ones(())
     for axis, count in enumerate(sizes):
