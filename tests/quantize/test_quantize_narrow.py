@@ -20,7 +20,7 @@ from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import find_float_constants, store_narrow
-from edgekit.quantize.mixed_precision.score import constants_to_inputs, open_judge
+from edgekit.quantize.mixed_precision.score import SWITCHES, constants_to_inputs, open_judge, switch_weights
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
@@ -83,6 +83,17 @@ def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
     assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
     assert whole < judge(other, 70.0) < 70
     assert judge(other, whole) == whole
+
+
+def test_the_features_before_a_layer_with_a_switch_are_compared(tmp_path: Path) -> None:
+    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
+    graph = open_float_graph(model, calibration)
+    compared = find_objective(graph, calibration)
+    (last,) = {each.reader for each in compared if each.reader}
+    rounded = {last: {1: graph.weight("w2") + np.float32(0.01)}}
+    judge = open_judge(switch_weights(graph, rounded), compared, Path(calibration.statistics))
+    assert judge({SWITCHES: np.array([True])}, -np.inf) < 60
+    assert judge({SWITCHES: np.array([False])}, -np.inf) == 80
 
 
 def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:

@@ -292,8 +292,9 @@ def _open_compared(
     qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool
 ) -> tuple[CpuSession, dict[ComparedTensor, str]]:
     """Returns a session whose outputs are the compared tensors, and their names in it."""
-    nodes = {node.name: node for node in qdq.graph.node}
-    names = {each: nodes[each.reader].input[0] if each.reader else each.tensor for each in compared}
+    # A layer with a switch (`switch_weights`) lies in the branches of a nameless If, and reads the float tensor.
+    nodes = {node.name: node for node in qdq.graph.node if node.name}
+    names = {each: nodes[each.reader].input[0] if each.reader in nodes else each.tensor for each in compared}
     # The outputs are replaced only while the session is made: a copy of the graph would hold every weight twice.
     given = list(qdq.graph.output)
     del qdq.graph.output[:]
