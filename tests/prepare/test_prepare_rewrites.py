@@ -62,8 +62,10 @@ WITH = {
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose(x, w) }""",
     "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
-        => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w, float[1,2,3] v, float[1,2,5] t, float[1,2,3] s)
-        { t = AveragePool<kernel_shape=[2], auto_pad="SAME_UPPER">(u)
+        => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w, float[1,2,3] v, float[1,2,5] t, float[1,2,3] s,
+        float[A,B,C,D] r)
+        { r = AveragePool<kernel_shape=[3,2], strides=[2,3], pads=[1,0,0,0], ceil_mode=1, count_include_pad=1>(x)
+        t = AveragePool<kernel_shape=[2], auto_pad="SAME_UPPER">(u)
         s = AveragePool<kernel_shape=[2], strides=[2], pads=[0,1]>(u)
         y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)
         z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
@@ -596,7 +598,7 @@ SITES = {
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "zero-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 6, "scale-to-conv": 4, "split-qlinear": 13,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 7, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2,

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx
 
+from edgekit.graph.graph import Node
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.graph.spatial import find_picks, has_windows, place_windows, read_modes
+from edgekit.model.tensors import Array
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -241,16 +243,22 @@ def floor_pool(writer: Writer) -> None:
         return
     if not has_windows(node, len(shape) - 2):
         return
-    stride, dilation, begin, end, _ = place_windows(node, shape[2:], kernel)
-    size, reach = np.array(shape[2:]), (np.array(kernel) - 1) * dilation + 1
-    last = np.ceil((size + begin + end - reach) / stride).astype(int)
-    last -= last * stride >= size + begin
-    needed = np.maximum(last * stride + reach - size - begin, 0)
+    begin, end = place_windows(node, shape[2:], kernel)[2:4]
+    _, needed = _round_up(node, shape[2:], kernel)
     # Pads that are stated count then, and those of ceil_mode do not.
     if node.integer("count_include_pad", 0) and (needed > end).any():
         return
     kept = {name: value for name, value in node.attributes.items() if name != "ceil_mode"}
     writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
+
+
+def _round_up(node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], Array]:
+    """Returns how many windows a `ceil_mode` makes along each axis, and the pads at the end that these need."""
+    stride, dilation, begin, end, _ = place_windows(node, spatial, kernel)
+    size, reach = np.array(spatial), (np.array(kernel) - 1) * dilation + 1
+    last = np.ceil((size + begin + end - reach) / stride).astype(int)
+    last -= last * stride >= size + begin
+    return tuple((last + 1).tolist()), np.maximum(last * stride + reach - size - begin, 0)
 
 
 @node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
@@ -260,17 +268,22 @@ def plain_average(writer: Writer) -> None:
     The HTP's float kernels are wrong for planes where padding does not count and there are fewer than 32 channels, and
     for lines where it counts (targets/qnn/NOTES.md). The constant is the size of the window over how much of it lies
     inside, or the inverse. They are wrong too for windows of two in a line with one pad at the end alone: there the
-    last element stands twice in place of the pad, whose mean with itself it is.
+    last element stands twice in place of the pad, whose mean with itself it is. Of a `ceil_mode`, of which `floor_pool`
+    leaves those with stated pads that count, the constant is the size of the window over how much of it counts.
     """
     node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
     kernel, counts = node.entries("kernel_shape") or (), node.integer("count_include_pad", 0)
     is_pair = (tuple(kernel), counts) == ((2,), 0)
-    is_wrong = is_pair or (len(kernel), counts) in {(2, 0), (1, 1)}
-    if shape is None or not is_wrong or node.integer("ceil_mode", 0) or "dilations" in node.attributes:
+    is_rounded = bool(node.integer("ceil_mode", 0))
+    is_wrong = is_pair or (len(kernel), counts) in ({(2, 1)} if is_rounded else {(2, 0), (1, 1)})
+    if shape is None or not is_wrong or "dilations" in node.attributes:
         return
     if not has_windows(node, len(shape) - 2):
         return
     stride, _, begin, end, sizes = place_windows(node, shape[2:], kernel)
+    low, high = (begin, end) if is_rounded else (0 * begin, 0 * end)
+    if is_rounded:
+        sizes, end = _round_up(node, shape[2:], kernel)
     pads = [*begin.tolist(), *end.tolist()]
     if not any(pads) or (is_pair and pads != [0, 1]):
         return
@@ -279,12 +292,12 @@ def plain_average(writer: Writer) -> None:
         longer = writer.add("Concat", [node.input[0], last], "longer", axis=2)
         writer.add("AveragePool", [longer], kernel_shape=kernel, strides=stride.tolist())
         return
-    factor = np.ones(())
+    factor, is_less = np.ones(()), counts and not is_rounded
     for axis, count in enumerate(sizes):
         first = np.arange(count) * stride[axis] - begin[axis]
-        inside = np.minimum(first + kernel[axis], shape[2 + axis]) - np.maximum(first, 0)
-        factor = np.multiply.outer(factor, inside / kernel[axis] if counts else kernel[axis] / inside)
-    settings = {"kernel_shape": kernel, "strides": stride.tolist(), "pads": pads, "count_include_pad": 1 - counts}
+        inside = np.minimum(first + kernel[axis], shape[2 + axis] + high[axis]) - np.maximum(first, -low[axis])
+        factor = np.multiply.outer(factor, inside / kernel[axis] if is_less else kernel[axis] / inside)
+    settings = {"kernel_shape": kernel, "strides": stride.tolist(), "pads": pads, "count_include_pad": int(not is_less)}
     averaged = writer.add("AveragePool", node.input, "average", **settings)
     writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
 
