@@ -11,7 +11,7 @@ divergence grows with the model's confidence (S. Amari and H. Nagaoka, "Methods 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import sample_positions
+from edgekit.quantize.ranges import TensorRange
 
 # Operators between logits and the output that keep logits logits: they move or interpolate values.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
@@ -124,6 +125,12 @@ def _list_following(graph: Graph, name: str, ops: frozenset[str] = _ORDERLY | {"
     for node in graph.readers(name):
         if node.op_type in ops:
             yield from _list_following(graph, node.output[0], ops)
+
+
+def set_range(graph: Graph, ranges: Mapping[str, TensorRange], name: str, span: TensorRange) -> dict[str, TensorRange]:
+    """Returns the ranges with `span` for a tensor and for tensors that only move its values."""
+    moved = frozenset(_list_following(graph, name, _ORDERLY))
+    return {each: span if each in moved else its for each, its in ranges.items()}
 
 
 def find_enlarged(graph: Graph, calibration: Calibration) -> tuple[str, ...]:

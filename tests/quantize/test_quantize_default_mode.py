@@ -500,6 +500,21 @@ def draw_encoder(folder: Path) -> tuple[Model, Samples]:
     return model, random_samples(model, count=24)
 
 
+@pytest.mark.parametrize(("loudest", "is_cut"), [(10_000, True), (1, False)])
+def test_the_tail_of_an_input_is_cut_only_where_what_reads_it_is_saturated_there(
+    tmp_path: Path, loudest: int, *, is_cut: bool
+) -> None:
+    model, _ = draw_encoder(tmp_path)
+    rng = np.random.default_rng(5)
+    rows = [{"x": np.exp(rng.normal(size=(10, 1, 16))).astype(np.float32)} for _ in range(32)]
+    rows[::4] = [{"x": row["x"] * np.float32(loudest)} for row in rows[::4]]
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
+    assert (plan.ranges["x"].high < calibration.ranges["minmax"]["x"].high) == is_cut
+    if is_cut:
+        assert plan.judged[0].sqnr_db > plan.judged[1].sqnr_db + 3
+
+
 def draw_classifier(folder: Path) -> tuple[Model, Samples]:
     """A small CNN, whose plan comes nearer than 30 dB."""
     model = conv_net(folder)

@@ -15,7 +15,8 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.relief import relieve_tensors
+from edgekit.quantize.mixed_precision.candidates import Draft, judge_plan
+from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
 from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
@@ -183,6 +184,27 @@ def test_dead_channels_are_computed_rightly_in_16_bits(tmp_path: Path) -> None:
     run = require_device("qnn-htp-sim", "qnn").run_job(make_job(made.path, "qnn", [sample]), tmp_path)
     wanted = CpuSession(made.path, SessionSettings()).run(sample)["y"]
     assert np.abs(next(iter(run.outputs))["y"] - wanted).max() < 0.005 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_input_is_cut_at_its_long_end_alone_while_the_outputs_gain(tmp_path: Path, sign: int) -> None:
+    model = make_model("g (float[1,64] x) => (float[1,32] y) { h = Tanh(x) y = MatMul(h, w) }", tmp_path / "m.onnx",
+                       {"w": (64, 32)})  # fmt: skip
+    rows = np.random.default_rng(0).uniform(-1, 1, (48, 1, 64)).astype(np.float32)
+    drafts = []
+    for tail in (1, 30):
+        rows[::2, 0, 0] = sign * tail
+        calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / f"{tail}")
+        plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+        drafts.append(Draft(graph=read_float_graph(model), calibration=calibration, plan=plan))
+    steady, tailed = drafts
+    assert fit_inputs(steady) == steady.plan
+    fitted = msgspec.structs.replace(tailed, plan=fit_inputs(tailed))
+    span, before = fitted.plan.ranges["x"], tailed.plan.ranges["x"]
+    ends = (span.low, span.high)[::sign]
+    assert ends[0] == (before.low, before.high)[::sign][0]
+    assert 0.5 < abs(ends[1]) < 8
+    assert judge_plan(fitted).sqnr_db > judge_plan(tailed).sqnr_db + 6
 
 
 STACKED = """<ir_version: 10, opset_import: ["" : 21]>

@@ -30,12 +30,14 @@ from edgekit.quantize.mixed_precision.candidates import (
     Memo,
     choose_ranges,
     judge_draft,
+    judge_plan,
     learn_roundings,
     sort_candidates,
 )
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
+    fit_inputs,
     relieve_class_maps,
     relieve_plan,
 )
@@ -79,6 +81,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def quick_db(self) -> float:
         """The ratio of the best candidate whose rounding does not learn from samples."""
         return max(each.sqnr_db for each in self.found.candidates if each.rounding in QUICK)
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan of a draft, its signal-to-noise ratio, and the candidates that were tried for it."""
+
+    plan: QuantPlan
+    ratio_db: float
+    tried: tuple[Candidate, ...] = ()
 
 
 def plan_quantization(
@@ -165,8 +175,8 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     lead = _learn(subject, prefer_draft(chosen, through_silu, LEAST_GAIN_DB))
     drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
-    plan, tried = _relieve(subject, lead.draft, lead.found.candidates[0])
-    return msgspec.structs.replace(plan, judged=sort_candidates([*sort_candidates([*judged]), *tried]))
+    best = _finish(subject, lead.draft, lead.found.candidates[0])
+    return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
 
 
 def _learn(subject: _Subject, judged: Judged) -> Judged:
@@ -216,8 +226,21 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
     return _judge(subject, factors, method, reached.best_db)
 
 
-def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> tuple[QuantPlan, tuple[Candidate, ...]]:
-    """Returns the best plan of a draft, and the candidates that were tried for it; `lead` is its best candidate."""
+def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
+    found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
+    # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
+    waits = not subject.relieve and found.ratio_db < COLLAPSED_DB and is_relievable(found.plan)
+    if waits or found.ratio_db >= GOOD_DB:
+        return found
+    draft = msgspec.structs.replace(draft, plan=found.plan)
+    plan = attempt("ranges of inputs", partial(fit_inputs, draft))
+    if plan is None or plan == found.plan:
+        return found
+    fitted = judge_plan(msgspec.structs.replace(draft, plan=plan))
+    return Finished(plan=plan, ratio_db=fitted.sqnr_db, tried=(*found.tried, fitted))
+
+
+def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     draft = draft.choose(lead.method, lead.rounding)
     budget = subject.memo.budget
     plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())
@@ -226,10 +249,10 @@ def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> tuple[QuantPla
     thorough = subject.method == "best"
     is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= COLLAPSED_DB)
     if not is_relievable(draft.plan) or is_enough:
-        return draft.plan, kept
+        return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
     # Float nodes do not run on the accelerator, so unless "best" is asked for, no more of them are used than needed.
     enough_db = GOOD_DB if widens or thorough else COLLAPSED_DB
     relieve = partial(relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
     plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())
-    return plan, (*kept, *tried)
+    return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from edgekit.model.model import Model
-from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.float_graph import float_activations, range_source
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo
@@ -64,9 +63,8 @@ def find_wide_range(
             return WideRange()
     draft = open_draft(model, calibration, plan)
     noise = rank_tensors(draft, memo)
-    # The largest step, of tensors with less noise than this, would not gain enough. What alone leaves less than GOOD_DB
-    # counts in any case: the noise of a worse tensor may hide it.
-    least = min(sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _COUNTS[-1], 10 ** (-GOOD_DB / 10))
+    # The largest step, of tensors with less noise than this, would not gain enough.
+    least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _COUNTS[-1]
     wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
     wide = wide[: _COUNTS[-1]]
 

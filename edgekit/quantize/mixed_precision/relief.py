@@ -4,27 +4,35 @@ A tensor that gets 16 bits or float instead of 8 bits is called relieved.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
+from edgekit.quantize._ort_quantizer import find_plan_grids
+from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision.candidates import (
+    NOTABLE_DB,
     Draft,
     Memo,
     choose_again,
     choose_rounding,
     judge_plan,
     place_draft,
+    plans_to_inputs,
 )
+from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
-from edgekit.quantize.objective import find_enlarged
+from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, read_constant_range
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
@@ -128,7 +136,59 @@ def relieve_step(
     if count > _MANY_RELIEVED and not plan.bits:
         rounding = choose_rounding(msgspec.structs.replace(draft, plan=relieved))
         return msgspec.structs.replace(relieved, rounding=rounding)
-    return relieved
+    if count > _FEW_RELIEVED:
+        return relieved
+    fitted = memo.budget.attempt("ranges of inputs", partial(fit_inputs, msgspec.structs.replace(draft, plan=relieved)))
+    return fitted or relieved
+
+
+def fit_inputs(draft: Draft) -> QuantPlan:
+    """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
+
+    Range methods clip rare values without regard to the outputs, and with 16 bits the only method is minmax. But the
+    tail of an input, such as the powers of a spectrum, may be too long for any step size, while the layer that reads it
+    is saturated there. Each end with such a tail is halved, which gives all other values one more bit, as long as that
+    gains NOTABLE_DB.
+    """
+    plan, ends = draft.plan, _find_tails(draft)
+    if not ends:
+        return plan
+    draft = draft.use_unsigned()
+    graph, fed = plans_to_inputs(draft, {"": draft.plan}, place_draft(draft))
+    effort = draft.effort
+    judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
+    reached = judge(fed[""], -math.inf)
+    for name, end in ends if reached < GOOD_DB else ():
+        while True:
+            span = plan.wide.get(name, plan.ranges[name])
+            shorter = msgspec.structs.replace(span, **{end: getattr(span, end) / 2})
+            ranges, wide = (set_range(draft.graph, own, name, shorter) for own in (plan.ranges, plan.wide))
+            tried = msgspec.structs.replace(plan, ranges=ranges, wide=wide)
+            unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned().plan
+            grids = find_plan_grids(draft.graph, unsigned, "the candidate")
+            found = judge({name: grids[name] for name in fed[""]}, reached + NOTABLE_DB)
+            if found <= reached + NOTABLE_DB:
+                break
+            plan, reached = tried, found
+    return plan
+
+
+def _find_tails(draft: Draft) -> list[tuple[str, str]]:
+    """Returns the ends of input ranges that may be worth halving, judging by the held-out samples.
+
+    A range of half the width gives each value inside it one bit more, and takes all 8 bits from each value outside, so
+    fewer than a ninth of the values may lie there. An image has no such end, so no session is made to try it.
+    """
+    ranges = {name: draft.plan.ranges[name] for name in draft.graph.inputs if name in draft.plan.ranges}
+    ends = {(name, end): sign * getattr(ranges[name], end) for name in ranges for end, sign in _SIGNS.items()}
+    beyond, size = Counter[tuple[str, str]](), Counter[str]()
+    for sample, _ in read_held_out(draft.statistics):
+        size.update({name: sample[name].size for name in ranges})
+        beyond.update({each: int((_SIGNS[each[1]] * sample[each[0]] > end / 2).sum()) for each, end in ends.items()})
+    return [each for each, end in ends.items() if end > 0 and beyond[each] * 9 < size[each[0]]]
+
+
+_SIGNS = {"low": -1, "high": 1}
 
 
 def bound_relief_by_count(
