@@ -12,6 +12,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.mixed_precision import goal_search
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.target import Precision, Target, load_target
@@ -74,6 +75,33 @@ def test_as_many_decisions_may_change_before_tensors_are_in_float_as_before_they
         compare=lambda _one, _two: 0.0, work=tmp_path,
     )  # fmt: skip
     assert bool(list_floats(present(find_plan(search, max_drop=None, narrow=False)[1]))) == is_float
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_float"), [(0.14, 0.004, True), (0.14, 0.03, False), (0.015, 0.006, False)]
+)
+def test_a_plan_that_loses_much_may_get_little_work_in_integers_if_that_saves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, after: float, *, is_float: bool
+) -> None:
+    """A speaker encoder lost 14 points in 16 bits, and 0.4 with 71 % of its work in integers, where 75 % are wanted."""
+    for name in ("DEFAULT_INTEGER_SHARE", "LEAST_INTEGER_SHARE"):
+        monkeypatch.setattr(goal_search, name, 1.01)  # any tensor in float is too much
+    model = make_powers(tmp_path, 100.0, 9)
+    calibration = calibrate_model(model, make_samples(draw_powers(100.0, 9)), work=tmp_path / "work")
+
+    def measure(quantized: Model) -> Prediction:
+        drop = after if "in float" in quantized.path.stem else before
+        return Prediction(
+            samples=48, sqnr_db=15.0, top1_agreement=1 - drop, drop_estimate=drop, drop_interval=None, source="test"
+        )
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int16", measure=measure,
+        compare=lambda _one, _two: 0.0, work=tmp_path,
+    )  # fmt: skip
+    found = present(find_plan(search, max_drop=None, narrow=False)[1])
+    assert any("in float" in trial.step for trial in found.trials)
+    assert bool(list_floats(found)) == is_float
 
 
 def test_what_16_bits_hold_is_in_16_bits(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _try_float(search: Search, searched: Searched, goal: Goal) -> Searched:
 
     These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`). A trial is chosen if it meets
     the goal or saves more than a tolerated loss, the target still takes as much of the work, and enough of it stays in
-    integers.
+    integers, unless it loses little where the plan before loses much.
     """
     before, first, memo, max_drop = searched.chosen, searched.trials[0], search.memo, goal.max_drop
     if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
@@ -139,7 +139,9 @@ def _try_float(search: Search, searched: Searched, goal: Goal) -> Searched:
             return False
         plan = partial(keep_tensors_float, search.model, search.calibration, base.plan, names)
         searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} tensors in float", plan)
-        if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE or trial.integer_macs < least:
+        if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE:
+            return False
+        if trial.integer_macs < least and (not loses_much(before.prediction) or loses_much(trial.prediction)):
             return False
         enough = find_tolerated_loss([searched.chosen, trial], goal.most_changed)
         saves = searched.chosen.prediction.loss(goal.most_changed) > enough
