@@ -132,6 +132,10 @@ LOOP = """y = Loop(n, , c) <body = body (int64 turn, bool go, float[1,8,10,10] s
 LISTED = "q = SplitToSequence<axis=1, keepdims=1>(c)"
 
 TAKEN: dict[str, Hard] = {
+    "double model": _hard(
+        "y = MatMul(x, w)", "double[1,8] x", "double[1,4] y", w=_normal(8, 4).astype(np.float64),
+        data={"x": _normal(COUNT, 1, 8).astype(np.float64)},
+    ),
     "names of scales": _renamed(c="x_scale", r="w_scale"),
     "names of integers": _renamed(c="x_QuantizeLinear_Output", r="w_quantized"),
     "names of biases": _renamed(c="w_quantized_scale", r="b_quantized", b="x_zero_point"),
@@ -208,11 +212,6 @@ REFUSED: dict[str, tuple[Hard, str]] = {
     ),
     "nothing to quantize": (
         _hard("y = Erf(x)", "float[1,4] x", "float[1,4] y", data=_rows(1, 4)), "no node of 'm.onnx' can be quantized"
-    ),
-    "double model": (
-        _hard("y = MatMul(x, w)", "double[1,8] x", "double[1,4] y", w=_normal(8, 4).astype(np.float64),
-              data={"x": _normal(COUNT, 1, 8).astype(np.float64)}),
-        "nothing in it computes in float32",
     ),
     "sequence input": (
         _hard("c = Conv(x, w) s = SequenceAt(q, i) y = Add(c, s)", f"{IMAGE}, seq(float) q", w=W1, i=np.array(0)),
