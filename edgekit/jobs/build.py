@@ -45,6 +45,8 @@ from edgekit.verify.run import verify_bundle
 # the memory that a second emulator would take. When nothing is left to plan, two are verified at once.
 _AT_ONCE = 1
 _MORE_AT_THE_END = 1
+FAULT = "edgekit ended in a fault of its own"
+"""How the failure of a bundle begins if an exception caused it that is no EdgekitError."""
 
 
 class _Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,7 +253,7 @@ def _catch_faults(
         lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]
         write_file(job.staging / name, "\n".join(lines).encode())
         return ModelError(
-            f"edgekit ended in a fault of its own, {type(error).__name__}: {quote_error(error)}",
+            f"{FAULT}, {type(error).__name__}: {quote_error(error)}",
             hint=f"send '{name}' of this build to its makers: it holds no weights and no data",
         )
 

@@ -121,6 +121,20 @@ def test_verdicts_that_contradict_the_oracle_are_counted() -> None:
     assert sum(line.startswith("WRONG net qnn") for line in lines) == 4
 
 
+def test_a_fault_of_edgekit_at_one_target_is_a_wrong_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = STRANGERS["steps of a sequence"]
+    write_stranger(stranger, tmp_path)
+
+    def fail(*_args: object, **_named: object) -> None:
+        raise KeyError("node_linear")
+
+    monkeypatch.setattr("edgekit.jobs.build.write_ready", fail)
+    net = Net(name="net", folder=tmp_path, answers=stranger.answers)
+    (finding,) = judge_net(net, ["cpu"], tmp_path / "out").findings
+    assert (finding.verdict, finding.is_wrong) == ("traceback", True)
+    assert "KeyError" in finding.reason
+
+
 def test_the_table_of_models_is_complete_and_has_no_model_twice() -> None:
     specs, packaged = read_specs()
     nets = list_nets()

@@ -23,7 +23,7 @@ from oracle import DEVICES, State, Truth, ask_oracle
 from table import CORPUS, Net
 
 from edgekit.errors import BundleError, EdgekitError
-from edgekit.jobs.build import build
+from edgekit.jobs.build import FAULT, build
 from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BundleSummary
@@ -103,7 +103,9 @@ def _used_cpu_s() -> float:
 def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
     """Returns edgekit's verdict on one target, with its reason, and the truth."""
     if bundle.path is None:
-        return Finding(target=bundle.target, verdict="no bundle", reason=bundle.failure or "")
+        reason = bundle.failure or ""
+        # A fault of edgekit at one target does not stop the others, so it ends in words in place of a traceback.
+        return Finding(target=bundle.target, verdict="traceback" if FAULT in reason else "no bundle", reason=reason)
     try:
         truth = ask_oracle(bundle.path, net)
     except BundleError as error:
