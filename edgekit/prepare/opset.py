@@ -191,11 +191,14 @@ def _replace_preview_nodes(graph: onnx.GraphProto) -> None:
 
 
 _PREVIEW = frozenset({"Affine", "Crop", "ImageScaler"})
+_NUMBERS = frozenset({onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS, onnx.AttributeProto.INTS})
 _TO_THE_END = np.iinfo(np.int64).max
 
 
 def _write_preview(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
     """Returns the nodes that replace a node, none if its attributes are not those of the operator."""
+    if any(each.type not in _NUMBERS for each in node.attribute):
+        return ()
     given: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     (x,), (y,) = node.input, node.output
     if node.op_type == "Crop":

@@ -421,6 +421,7 @@ def test_operators_that_onnx_had_as_a_preview_become_others(tmp_path: Path, crop
         (PREVIEW.replace("CROP", "Crop<border=[1,2,0]>"), "Crop"),
         (PREVIEW.replace("CROP", "Crop<border=[1,-2,0,1]>"), "Crop"),
         (PREVIEW.replace("CROP", "Crop<border=[1,2,0,1], scale=[3]>"), "Crop"),
+        ('g (float[2,3] x) => (float[2,3] y) { y = Affine<alpha="x">(x) }', "Affine"),
         ("g (float16[2,3] x) => (float16[2,3] y) { y = Affine(x) }", "Affine"),
     ],
 )
