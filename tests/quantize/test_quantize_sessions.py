@@ -88,10 +88,11 @@ def test_constants_beside_16_bits_are_folded_by_onnx_runtime(
     [
         ("v, vs, vz", "v, vs"),
         ("<axis = 0>(u, us, uz)", "<axis = 0>(u, us)"),
+        ("vd = DequantizeLinear(v, vs, vz)", "vi = Identity(vs)  vd = DequantizeLinear(v, vi, vz)"),
         ("DequantizeLinear(v, vs, vz)", "DequantizeLinear<axis = 0, block_size = 2>(v, bs, bz)"),
     ],
 )
-def test_constants_without_a_zero_point_or_with_scales_for_blocks_stay(
+def test_constants_without_a_zero_point_or_with_scales_that_are_computed_or_for_blocks_stay(
     given: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_net(tmp_path / "q.onnx", "uint16", given, other)

@@ -67,11 +67,11 @@ def _write_product(writer: Writer) -> None:
     beside = (graph.producers.get(name) for each in graph.readers(node.output[0]) for name in each.input)
     zeros = (graph.constants.get((*each.input, "")[2]) for each in beside if each and each.op_type == node.op_type)
     is_wide = any(zero is not None and zero.data_type in _WIDE for zero in zeros)
-    values, is_blocked = graph.constants.get(node.input[0]), node.integer("block_size", 0) > 0
-    if not is_wide or values is None or is_blocked or len(node.input) < 3:
+    is_fixed = len(node.input) == 3 and graph.constants.keys() >= {*node.input}
+    if not is_wide or not is_fixed or node.integer("block_size", 0) > 0:
         return
     scale, zero = (graph.weight(name) for name in node.input[1:])
-    rank, axis = len(values.dims), node.integer("axis", 1)
+    rank, axis = len(graph.constants[node.input[0]].dims), node.integer("axis", 1)
     shape = [-1 if scale.ndim and index == axis % rank else 1 for index in range(rank)]
     integers = writer.add("Cast", node.input[:1], "integers", to=onnx.TensorProto.FLOAT)
     shifted = writer.add("Sub", [integers, writer.constant("zero", zero.reshape(shape), "float32")], "shifted")
