@@ -128,9 +128,13 @@ def make_contents(
     )
 
 
+# Found before a test states a folder of its own, which goes with it.
+_TEMPORARY = tempfile.gettempdir()
+
+
 @functools.cache
 def _make_once(target: str, labels: tuple[int, ...] | None) -> tuple[tempfile.TemporaryDirectory[str], Bundle]:
-    folder = tempfile.TemporaryDirectory(prefix="edgekit-tests-")
+    folder = tempfile.TemporaryDirectory(prefix="edgekit-tests-", dir=_TEMPORARY)
     contents = make_contents(Path(folder.name), target=target, labels=labels)
     return folder, write_bundle(contents, Path(folder.name) / f"tiny-{target}")
 
