@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx
 
-from edgekit.graph.graph import Node
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
-from edgekit.graph.spatial import find_picks, has_windows, place_windows, read_modes
+from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
 from edgekit.model.tensors import Array
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
@@ -243,8 +242,8 @@ def floor_pool(writer: Writer) -> None:
         return
     if not has_windows(node, len(shape) - 2):
         return
-    begin, end = place_windows(node, shape[2:], kernel)[2:4]
-    _, needed = _round_up(node, shape[2:], kernel)
+    windows = place_windows(node, shape[2:], kernel)
+    begin, end, needed = *windows[2:4], _round_up(windows, shape[2:], kernel)[1]
     # Pads that are stated count then, and those of ceil_mode do not.
     if node.integer("count_include_pad", 0) and (needed > end).any():
         return
@@ -252,9 +251,9 @@ def floor_pool(writer: Writer) -> None:
     writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
 
 
-def _round_up(node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], Array]:
+def _round_up(windows: Windows, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], Array]:
     """Returns how many windows a `ceil_mode` makes along each axis, and the pads at the end that these need."""
-    stride, dilation, begin, end, _ = place_windows(node, spatial, kernel)
+    stride, dilation, begin, end, _ = windows
     size, reach = np.array(spatial), (np.array(kernel) - 1) * dilation + 1
     last = np.ceil((size + begin + end - reach) / stride).astype(int)
     last -= last * stride >= size + begin
@@ -280,10 +279,11 @@ def plain_average(writer: Writer) -> None:
         return
     if not has_windows(node, len(shape) - 2):
         return
-    stride, _, begin, end, sizes = place_windows(node, shape[2:], kernel)
+    windows = place_windows(node, shape[2:], kernel)
+    stride, _, begin, end, sizes = windows
     low, high = (begin, end) if is_rounded else (0 * begin, 0 * end)
     if is_rounded:
-        sizes, end = _round_up(node, shape[2:], kernel)
+        sizes, end = _round_up(windows, shape[2:], kernel)
     pads = [*begin.tolist(), *end.tolist()]
     if not any(pads) or (is_pair and pads != [0, 1]):
         return

@@ -39,6 +39,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     measure_plan,
     plan_step,
     quantize_step,
+    rescues,
     search_plan,
     widen_step,
 )
@@ -141,7 +142,7 @@ def _try_float(search: Search, searched: Searched, goal: Goal) -> Searched:
         searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE:
             return False
-        if trial.integer_macs < least and (not loses_much(before.prediction) or loses_much(trial.prediction)):
+        if trial.integer_macs < least and not rescues(trial.prediction, before.prediction):
             return False
         enough = find_tolerated_loss([searched.chosen, trial], goal.most_changed)
         saves = searched.chosen.prediction.loss(goal.most_changed) > enough

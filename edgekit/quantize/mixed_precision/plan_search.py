@@ -233,6 +233,11 @@ def loses_much(prediction: Prediction) -> bool:
     return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
 
 
+def rescues(prediction: Prediction, ruined: Prediction) -> bool:
+    """Returns True if a plan loses little where another loses much: then any share of its work may be in integers."""
+    return loses_much(ruined) and not loses_much(prediction)
+
+
 def changes_many(prediction: Prediction) -> bool:
     """Returns True if more than a tenth of the decisions change.
 
@@ -447,8 +452,8 @@ class _Attempts:
         if not is_kept and must_keep:
             return None
         trial = measure_plan(self._search, step, plan, work, look=look)
-        saves = loses_much(self.trials[0].prediction) and not loses_much(trial.prediction)
-        return trial if is_kept or saves or trial.prediction.meets(self._goal.max_drop) else None
+        is_enough = is_kept or rescues(trial.prediction, self.trials[0].prediction)
+        return trial if is_enough or trial.prediction.meets(self._goal.max_drop) else None
 
 
 def find_tolerated_loss(trials: Sequence[Trial], most_changed: float) -> float:
