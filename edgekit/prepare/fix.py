@@ -202,6 +202,7 @@ TARGET_REWRITES = _by_id(
     products.affine_grid_to_matmul,
     products.matmul_to_2d,
     activations.plain_slope,
+    activations.write_slope_as_leaky,
     activations.join_hard_swish,
     activations.split_hard_swish,
     activations.split_mish,
@@ -237,7 +238,8 @@ TARGET_REWRITES = _by_id(
 QNN_REWRITES = (
     activations.part_silu, activations.bound_exponent, activations.flatten_softplus, activations.put_gate_first,
     layout.cast_by_int32, layout.cast_by_floor, layout.pad_edge, layout.plain_average, recurrent.split_lstm,
-    activations.narrow_mask, products.divide_one, products.widen_kernel, idle.write_pad_value,
+    activations.narrow_mask, activations.write_leaky_as_max, products.divide_one, products.widen_kernel,
+    idle.write_pad_value,
 )  # fmt: skip
 """They avoid kernels of QNN's HTP that are wrong or inaccurate, in a quantized model; the order is that of REWRITES."""
 

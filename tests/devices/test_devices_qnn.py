@@ -360,6 +360,11 @@ QUANTIZED_WRONG = {
         a = Add(d, e) u = QuantizeLinear(a, t, n) v = DequantizeLinear(u, t, n) y = Softmax<axis=-1>(v) }}""",
     "cast-by-floor": """(float[1,64] x) => (float[1,64] y) <float s = {0.0314}, uint8 z = {128}>
         { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) c = Cast<to=7>(d) y = Cast<to=1>(c) }""",
+    "leaky-to-max": """(float[1,4,4,6,8] x) => (float[1,8,4,6,8] y) <float s = {0.0314}, uint8 z = {128},
+        float t = {0.016}, uint8 u = {3}, float v = {0.0317}, uint8 w = {126}>
+        { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) l = LeakyRelu(d) a = QuantizeLinear(l, t, u)
+        b = DequantizeLinear(a, t, u) c = Concat<axis=1>(d, b) e = QuantizeLinear(c, v, w)
+        y = DequantizeLinear(e, v, w) }""",
 }
 
 

@@ -78,6 +78,12 @@ def log(low: float) -> str:
     return between("r = Log(d)", "2,9", (0, 4), (low, 1.4), "uint16")
 
 
+def slope(shape: str) -> str:
+    one = ",".join("1" for _ in shape.split(","))
+    return f"""g (float[1,2,{shape}] x) => (float[1,2,{shape}] y)
+        <float[2,2,{one}] w = {{1, -2, 3, 4}}, float[2,{one}] s = {{0.2, 0.1}}> {{ c = Conv(x, w) y = PRelu(c, s) }}"""
+
+
 RMS = """g (float[1,4,8] x) => (float[1,4,8] y)
     <float[8] w = {1, -2, 3, 4, 5, 6, 7, 8}, float t = {2}, float e = {0.001}, int64[1] l = {-1}>
     { p = Pow(x, t) m = ReduceMean(p, l) a = Add(m, e) s = Sqrt(a) r = Reciprocal(s) n = Mul(x, r) y = Mul(w, n) }"""
@@ -123,6 +129,7 @@ NONE = {
         "g (float[1,2,3,4] x) => (float[1,2,3,4] y) { y = Tan(x) }",
         "rank 5 of input 0 is above 4",
     ),
+    "slopes": Pair(slope("2,2,3"), slope("2,6"), "rank 5 of input 0 is above 4"),
     "groups": Pair(GROUPS.replace("SHAPE", "2,3,4"), GROUPS.replace("SHAPE", "6,4"), "rank 5 of input 0 is above 4"),
     "norm of one number": Pair(
         between("r = RMSNormalization<axis=-1>(d, g)", "4,1", (-4, 4), (-4, 4)),

@@ -301,6 +301,13 @@ WITH = {
         "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
     ),
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
+    "leaky-slope": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float s = {0.2}, float[1,1] t = {-3}>
+        { y = PRelu(x, s) z = PRelu(x, t) }""",
+    "leaky-to-max": """g (float[1,2,1,2,3] x) => (float[1,4,1,2,3] y, float[1,12] z)
+        <float s = {0.02}, uint8 o = {128}, float t = {0.015}, uint8 p = {9}>
+        { q = QuantizeLinear(x, s, o) d = DequantizeLinear(q, s, o) a = LeakyRelu<alpha=0.2>(d)
+        b = QuantizeLinear(a, t, p) c = DequantizeLinear(b, t, p) y = Concat<axis=1>(d, c)
+        e = LeakyRelu(d) f = QuantizeLinear(e, t, p) h = DequantizeLinear(f, t, p) z = Flatten(h) }""",
 }
 WITHOUT = {
     # The gate is first already, has another slope, or is that of another value.
@@ -547,6 +554,24 @@ WITHOUT = {
     "plain-slope": """g (float[2,2,1,1] x, float[1,2,1,1] r) => (float[2,2,1,1] y, float[2,2,1,1] z, float[2,2,1,1] t)
         <float[2,1,1,1] s = {0.25, -2}, float[2,1,1] p = {0.25, -2}>
         { y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) }""",
+    # Two slopes, one that is computed, one that gives the result an axis, and integers.
+    "leaky-slope": """g (float[2,2] x, int32[2,2] i, float r)
+        => (float[2,2] y, float[2,2] z, float[A,B,C] t, int32[2,2] u)
+        <float[2] s = {0.25, -2}, float[1,1,1] p = {2}, int32 k = {2}>
+        { y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) u = PRelu(i, k) }""",
+    # 16 bits, four axes, no Concat behind it, slopes of 0 and 1, and floats before it.
+    "leaky-to-max": """g (float[1,1,1,2,3] x, float[1,1,2,3] u)
+        => (float[1,2,1,2,3] y, float[1,2,2,3] z, float[1,1,1,2,3] v, float[1,2,1,2,3] w, float[1,2,1,2,3] t,
+        float[1,2,1,2,3] k) <float s = {0.02}, uint8 o = {128}, uint16 p = {9}>
+        { a = com.microsoft.QuantizeLinear(x, s, p) b = com.microsoft.DequantizeLinear(a, s, p) c = LeakyRelu(b)
+        d = com.microsoft.QuantizeLinear(c, s, p) e = com.microsoft.DequantizeLinear(d, s, p)
+        y = Concat<axis=1>(e, e) f = QuantizeLinear(u, s, o) g = DequantizeLinear(f, s, o) h = LeakyRelu(g)
+        i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o) z = Concat<axis=1>(j, j) l = QuantizeLinear(x, s, o)
+        m = DequantizeLinear(l, s, o) n = LeakyRelu(m) q = QuantizeLinear(n, s, o) v = DequantizeLinear(q, s, o)
+        aa = LeakyRelu<alpha=0.0>(m) ab = QuantizeLinear(aa, s, o) ac = DequantizeLinear(ab, s, o)
+        w = Concat<axis=1>(ac, ac) ad = LeakyRelu<alpha=1.0>(m) ae = QuantizeLinear(ad, s, o)
+        af = DequantizeLinear(ae, s, o) t = Concat<axis=1>(af, af) ag = LeakyRelu(x) ah = QuantizeLinear(ag, s, o)
+        ai = DequantizeLinear(ah, s, o) k = Concat<axis=1>(ai, ai) }""",
 }
 TOLERANCE = {
     # Without the rounding to 11 bits of the mantissa.
@@ -581,11 +606,13 @@ TOLERANCE = {
     "planar-resize": 1e-6,
     "split-mish": 1e-6,
     "split-swish": 1e-6,
+    "leaky-to-max": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
+    "leaky-slope": "PRelu", "leaky-to-max": "LeakyRelu",
     "transposed-to-conv": "ConvTranspose",
     "split-qlinear": "QGemm QLinearConv QLinearMatMul QLinearLeakyRelu QLinearGlobalAveragePool QLinearAdd QLinearMul "
     "QLinearWhere QLinearSigmoid QLinearSoftmax QLinearConcat QLinearAveragePool",
@@ -601,7 +628,7 @@ SITES = {
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 7, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
-    "join-layer-norm": 2,
+    "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}

@@ -78,6 +78,21 @@ def plain_slope(writer: Writer) -> None:
     writer.add("PRelu", [node.input[0], reshaped])
 
 
+@node_rewrite(
+    "leaky-slope",
+    {"PRelu"},
+    "write {count} of PRelu with one slope as LeakyRelu, which is the same",
+    since=7,
+    floats=True,
+)
+def write_slope_as_leaky(writer: Writer) -> None:
+    """Rewrites a PRelu whose constant slope is one number to a LeakyRelu, with the same result to the bit."""
+    slope = writer.graph.number(writer.node.input[1])
+    ranks = [len(writer.graph.value(name).shape or ()) for name in writer.node.input]
+    if slope is not None and ranks[1] <= ranks[0]:
+        writer.add("LeakyRelu", writer.node.input[:1], alpha=slope)
+
+
 _HARD_SWISH_SINCE = 14
 
 
@@ -203,6 +218,35 @@ def _find_span(graph: Graph, node: Node | None) -> tuple[float, float, str] | No
     return scale * (limits.min - int(zero)), scale * (limits.max - int(zero)), zero.dtype.name
 
 
+# A LeakyRelu is fused with a Concat also through an operator that only names other axes.
+_JOINING = frozenset({"Concat", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+# The axes [N, C, D, H, W].
+_VOLUME_AXES = 5
+
+
+@node_rewrite("leaky-to-max", {"LeakyRelu"}, since=10)
+def write_leaky_as_max(writer: Writer) -> None:
+    """Writes a LeakyRelu of uint8 with five axes before a Concat as Max(x, alpha * x), for QNN.
+
+    The HTP fuses both nodes, and then takes the one's integers for those of the other's scale (targets/qnn/NOTES.md).
+    The product has the integers of x, with a scale that is smaller by alpha.
+    """
+    graph, (x, *_), alpha = writer.graph, writer.node.input, read_float(writer.node, "alpha", 0.01)
+    read, readers = _made_by(graph, x, "DequantizeLinear"), graph.readers(writer.node.output[0])
+    for _ in "QD":
+        readers = tuple(reader for each in readers for reader in graph.readers(each.output[0]))
+    is_joined = any(reader.op_type in _JOINING for reader in readers)
+    span = _find_span(graph, read)
+    if read is None or span is None or span[2] != "uint8" or not 0 < alpha < 1 or not is_joined:
+        return
+    if len(graph.value(x).shape or ()) == _VOLUME_AXES:
+        one = [writer.constant(part, value, "uint8") for part, value in (("one", 1), ("zero", 0))]
+        slope = writer.add("DequantizeLinear", [one[0], writer.constant("alpha", alpha, "float32"), one[1]], "slope")
+        scale = writer.constant("scale", alpha * (span[1] - span[0]) / np.iinfo(span[2]).max, "float32")
+        scaled = writer.add("Mul", [x, slope], "scaled")
+        writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], "scaled", read.domain)])
+
+
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
 def flatten_softplus(writer: Writer) -> None:
     """Computes a float or 16-bit Softplus of four axes in three axes, between Reshapes, for QNN.
@@ -232,8 +276,9 @@ def flatten_softplus(writer: Writer) -> None:
     if zero is None or zero.data_type != onnx.TensorProto.UINT16 or is_mish or not after.has_input(2):
         return
     three, four = _sizes_in_three(writer, shape)
-    flat = _requantize(writer, writer.add("Reshape", [node.input[0], three], "flat"), read, "flat")
-    made = _requantize(writer, writer.add("Softplus", [flat], "made"), after, "made")
+    flat = writer.add("Reshape", [node.input[0], three], "flat")
+    made = writer.add("Softplus", [_requantize(writer, flat, read.input[1:3], "flat", read.domain)], "made")
+    made = _requantize(writer, made, after.input[1:3], "made", after.domain)
     writer.add("Reshape", [made, four])
 
 
@@ -293,11 +338,10 @@ def bound_exponent(writer: Writer) -> None:
     writer.add(node.op_type, [writer.add("Clip", [node.input[0], *limits], "bounded")])
 
 
-def _requantize(writer: Writer, name: str, like: Node, part: str) -> str:
-    """Adds Q and DQ with the scale and zero point of another such node after a value, and returns the result."""
-    parameters = list(like.input[1:3])
-    values = writer.add("QuantizeLinear", [name, *parameters], f"{part}-values", domain=like.domain)
-    return writer.add("DequantizeLinear", [values, *parameters], f"{part}-again", domain=like.domain)
+def _requantize(writer: Writer, name: str, parameters: Sequence[str], part: str, domain: str) -> str:
+    """Adds Q and DQ with a scale and a zero point after a value, and returns the result."""
+    values = writer.add("QuantizeLinear", [name, *parameters], f"{part}-values", domain=domain)
+    return writer.add("DequantizeLinear", [values, *parameters], f"{part}-again", domain=domain)
 
 
 def _made_by(graph: Graph, name: str, op: str) -> Node | None:
