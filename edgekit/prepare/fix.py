@@ -186,6 +186,8 @@ TARGET_REWRITES = _by_id(
     # First, so that the other rewrites see float32.
     float16.compute_in_float,
     float16.compute_double_in_float,
+    # Before float-weights, whose layers compute in float.
+    fused.complete_units,
     float16.store_float_weights,
     fused.split_qlinear,
     fused.spread_quantizers,

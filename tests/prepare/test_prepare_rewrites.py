@@ -269,6 +269,14 @@ WITH = {
     "float-weights": """g (float[1,3,4,4] x) => (float[1,2,4,4] y)
         <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float[2] s = {0.5, 0.25}, int8[2] z = {0, 3}>
         { f = DequantizeLinear<axis=0>(w, s, z) y = Conv(x, f) }""",
+    # A layer, a Relu before a Reshape and a sum that are rounded, and a layer that is not.
+    "complete-units": """g (float[1,2,4] x) => (float[1,6] y, float[1,2,4] z, float[1,2,4] u)
+        <float s = {0.02}, int8 o = {0}, float t = {0.03}, int8[2,2,2] w = {127, -2, 3, -127, 5, -128, 9, 40},
+        float[2] c = {0.01, 0.02}, int8[2] n = {0, 0}, float[2] b = {0.3, -7.1}>
+        { q = QuantizeLinear(x, s, o) d = DequantizeLinear(q, s, o) f = DequantizeLinear<axis=0>(w, c, n)
+        a = Conv(d, f, b) r = Relu(a) e = Flatten(r) p = QuantizeLinear(e, t, o) y = DequantizeLinear(p, t, o)
+        i = Add(d, d) j = Relu(i) k = QuantizeLinear(j, t, o) z = DequantizeLinear(k, t, o)
+        g = DequantizeLinear<axis=0>(w, c, n) u = Conv<pads=[0,1]>(d, g, b) }""",
     # As onnx's converter raises opset 11, and along the last axis of what a Reshape joins.
     "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z)
         <int64[3] s = {2,4,3}, int64[2] r = {8,3}> { a = Flatten<axis=2>(x) b = Softmax(a) y = Reshape(b, s)
@@ -527,9 +535,23 @@ WITHOUT = {
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": """g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}>
         { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }""",
-    "float-weights": """
-        g (float[1,3,4,4] x) => (float[1,2,4,4] y) <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}>
-        { q = QuantizeLinear(x, s) d = DequantizeLinear(q, s) f = DequantizeLinear(w, s) y = Conv(d, f) }""",
+    # What is rounded behind the layer, and behind what moves it.
+    "float-weights": """g (float[1,3,4,4] x) => (float[1,2,4,4] y, float[1,32] z)
+        <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}>
+        { q = QuantizeLinear(x, s) d = DequantizeLinear(q, s) f = DequantizeLinear(w, s) c = Conv(d, f)
+        p = QuantizeLinear(c, s) y = DequantizeLinear(p, s) g = DequantizeLinear(w, s) h = Transpose<perm=[0,1,3,2]>(g)
+        e = Conv(d, h) k = Flatten(e) r = QuantizeLinear(k, s) z = DequantizeLinear(r, s) }""",
+    # A bias that is computed, is far from the products' scale, or has another size; what has two readers or leaves.
+    "complete-units": """g (float[1,2,4] x, float[2] v) => (float[1,2,4] y, float[1,2,4] z, float[1,2,4] u,
+        float[1,2,4] k, float[1,2,4] m, float[1,2,4] n, float[1,2,4] aa)
+        <float s = {0.02}, int8 o = {0}, int8[2,2,1] w = {1, -2, 3, -4}, float t = {0.01}, float[2] b = {1e9, 2},
+        float[3] c = {1,2,3}, float[3] l = {1,1,1}, float[2] e = {1, 2}>
+        { q = QuantizeLinear(x, s, o) d = DequantizeLinear(q, s, o) f = DequantizeLinear(w, t, o)
+        a = Conv(d, f, v) p = QuantizeLinear(a, s, o) y = DequantizeLinear(p, s, o)
+        g = Conv(d, f, b) h = QuantizeLinear(g, s, o) z = DequantizeLinear(h, s, o)
+        i = Conv(d, f, e) j = QuantizeLinear(i, s, o) u = DequantizeLinear(j, s, o) k = Relu(i)
+        m = Relu(d) r = Relu(x) ac = QuantizeLinear(r, s, o) n = DequantizeLinear(ac, s, o) ad = Relu(d)
+        ae = QuantizeLinear(ad, s, o) aa = DequantizeLinear(ae, s, o) }""",
     "plain-softmax": """g (float[2,4,3] x) => (float[2,4,3] y, float[2,3,4] z, float[2,4,3] u, float[8,3] t)
         <int64[3] s = {2,4,3}, int64[3] v = {2,3,4}>
         { a = Flatten<axis=1>(x) b = Softmax(a) y = Reshape(b, s) c = Flatten<axis=2>(x) d = Softmax(c)
@@ -628,7 +650,7 @@ SITES = {
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 7, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
-    "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2,
+    "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}

@@ -1,6 +1,6 @@
 """Graphs made to compute in float32: those in half or double precision, and those with weights stored as integers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -149,24 +149,30 @@ def _store_float(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
-@rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the model computes in float")
+MOVED = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators past which ONNX Runtime moves Q and DQ (qdq_propagation.cc), and Flatten, which becomes a Reshape."""
+
+
+@rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the layers behind compute in float")
 def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
-    """Replaces each DequantizeLinear of a constant by a float constant in a model that quantizes no activation.
+    """Replaces each DequantizeLinear of a constant by a float constant, where what reads it computes in float.
 
     In place; returns the names of the nodes. Weights without data become constants without data, which is enough for a
     check; those with external data stay.
     """
     stored = {tensor.name: tensor for tensor in graph.initializer}
     shown = {value.name for value in graph.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
     found = [
         node
         for node in graph.node
         if node.op_type == "DequantizeLinear" and stored.keys() >= {*node.input} and shown.isdisjoint(node.output)
         if all(stored[name].data_location != TensorProto.EXTERNAL for name in node.input)
-        if stored[node.input[1]].data_type == TensorProto.FLOAT
+        if stored[node.input[1]].data_type == TensorProto.FLOAT and not _is_quantized(readers, node)
     ]
-    if not found or any(node.op_type == "QuantizeLinear" for node in graph.node):
-        return ()
     for node in found:
         if not any(is_absent(stored[name]) for name in node.input):
             values = read_dequantized(node, lambda name: numpy_helper.to_array(stored[name]))
@@ -177,3 +183,13 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     names = {node.output[0]: node.name for node in found}
     models.refill(graph.node, [node for node in graph.node if node.output[0] not in names])
     return tuple(names.values())
+
+
+def _is_quantized(readers: Mapping[str, Sequence[onnx.NodeProto]], node: onnx.NodeProto, *, layers: int = 1) -> bool:
+    """Returns True if what a node makes gets to a QuantizeLinear through at most so many operators that compute."""
+    for name in node.output:
+        for reader in readers.get(name, ()):
+            left = layers - (reader.op_type not in {"Clip", *MOVED})
+            if reader.op_type == "QuantizeLinear" or (left >= 0 and _is_quantized(readers, reader, layers=left)):
+                return True
+    return False

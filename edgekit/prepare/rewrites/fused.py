@@ -8,8 +8,13 @@ provider makes the same of the plain operators whenever a session starts.
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import onnx
+
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.match import made_by
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
+from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 from edgekit.prepare.rewrites.split_attention import read_float
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
@@ -229,3 +234,58 @@ def _find_quantizers(graph: Graph, node: Node) -> Sequence[Node]:
     while len(read) == 1 and read[0].op_type in _MOVING:
         read = graph.readers(read[0].output[0])
     return read if all(each.op_type == "DequantizeLinear" for each in read) else []
+
+
+@rewrite("complete-units", "write what {count} miss between DQ and Q nodes: a bias in integers, a Q before a Relu")
+def complete_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes a float bias between Q and DQ nodes as int32, and a Q and DQ before a Relu, in place.
+
+    Training for quantization gives such layers, whose providers then compute in float. Weights of layers whose result
+    is not quantized become float constants.
+    """
+    changed = _complete_unit(graph, opset)
+    return (*changed, *store_float_weights(graph, opset)) if changed else ()
+
+
+@node_rewrite("complete-unit", {"Conv", "ConvTranspose", "Gemm", "Relu"}, since=_DQ_AXIS_SINCE)
+def _complete_unit(writer: Writer) -> None:
+    graph, node, after = writer.graph, writer.node, _read_on(writer.graph, writer.node)
+    source = graph.producers.get(node.input[0])
+    if source is None or after is None:
+        return
+    if node.op_type != "Relu":
+        last = _read_on(graph, after) if after.op_type == "Relu" else after
+        if last is not None and last.op_type == "QuantizeLinear":
+            _round_bias(writer, source)
+    elif after.op_type == "QuantizeLinear" and graph.number(after.input[1]) is not None:
+        reads_integers = any(made_by(graph, name, "DequantizeLinear") for name in source.input)
+        if reads_integers and source.op_type != "DequantizeLinear" and _read_on(graph, source) is node:
+            # What a Relu gives, rounded, is a Relu of what is rounded.
+            values = writer.add("QuantizeLinear", [node.input[0], *after.input[1:]], "quantized", **after.attributes)
+            writer.add("Relu", [writer.add("DequantizeLinear", [values, *after.input[1:]], "dequantized")])
+
+
+def _round_bias(writer: Writer, source: Node) -> None:
+    """Writes a constant bias as integers with the scale of the products, as ONNX Runtime does in a session."""
+    graph, node = writer.graph, writer.node
+    weight = made_by(graph, node.input[1], "DequantizeLinear")
+    if weight is None or source.op_type != "DequantizeLinear" or not node.has_input(2):
+        return
+    bias, one, other = (graph.inline(name) for name in (node.input[2], source.input[1], weight.input[1]))
+    if bias is None or one is None or other is None or not bias.dtype == one.dtype == other.dtype == np.float32:
+        return
+    scale = one * other
+    if one.size == 1 and scale.size in {1, bias.size} and bias.ndim == 1 and (scale > 0).all():
+        steps = np.round(bias / scale)
+        if np.abs(steps).max(initial=0) < np.iinfo(np.int32).max:
+            names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
+            rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
+            writer.copy(node).input[2] = rounded
+
+
+def _read_on(graph: Graph, node: Node) -> Node | None:
+    """Returns the only reader of what a node makes, behind operators that move values; None if others read it too."""
+    readers = graph.consumers.get(node.output[0], ())
+    if len(readers) != 1 or node.output[0] in graph.outputs:
+        return None
+    return _read_on(graph, readers[0]) if readers[0].op_type in MOVED else readers[0]
