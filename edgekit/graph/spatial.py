@@ -77,6 +77,8 @@ def find_picks(graph: Graph, node: Node, modes: Modes) -> list[Array] | None:
     before, after = (graph.value(name).static_shape for name in (node.input[0], node.output[0]))
     if node.since < 11 or node.attributes.get("mode", "nearest") != "nearest" or before is None or after is None:
         return None
+    if len(before) != len(after) or 0 in before:
+        return None
     given = graph.array(node.input[2]) if node.has_input(2) else None
     scales = np.divide(after, before) if given is None or given.size != len(before) else given
     picks: list[Array] = []

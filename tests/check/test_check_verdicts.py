@@ -79,6 +79,14 @@ def test_a_crash_is_not_prevented_by_what_is_refused_after_it(attributes: str, w
     assert (node.taken, node.fatal) == (False, fatal)
 
 
+@pytest.mark.parametrize(("before", "after"), [("1,2,4,4", "1,2,8"), ("1,2,0,4", "1,2,0,8")])
+@pytest.mark.parametrize("scales", [", f", ""])
+def test_a_resize_with_contradictory_or_empty_shapes_has_a_verdict(before: str, after: str, scales: str) -> None:
+    body = f"g (float[{before}] x) => (float[{after}] y) <float[4] f = {{1,1,2,2}}> {{ y = Resize(x, {scales}) }}"
+    for target in ("qnn", "coreml", "nnapi", "xnnpack"):
+        assert len(check_text(body.replace(", )", ")"), target)) == 1
+
+
 def test_a_quantized_resize_stops_xnnpack_before_1_29() -> None:
     body = """g (int8[1,2,4,4] x) => (int8[1,2,8,8] y) <float s = {0.1}, int8 z = {0}, float[4] f = {1,1,2,2}>
         { a = DequantizeLinear(x, s, z) b = Resize<mode="linear">(a, , f) y = QuantizeLinear(b, s, z) }"""

@@ -94,6 +94,8 @@ def serve(seed: int, numbers: list[int], folder: Path, commands: tuple[str, ...]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
+    # Else the compiled code of a library that a case imports would count as a file written outside.
+    sys.dont_write_bytecode = True
     sys.addaudithook(FENCE.watch)
     # A case that takes too much CPU time ends here, in its traceback.
     for number in numbers:
