@@ -109,8 +109,7 @@ def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
     """
     taken = {path.resolve(): "one that is read" for path in inputs}
     for path in outputs:
-        place = path.resolve()
-        if place in taken:
+        if (place := path.resolve()) in taken:
             raise OutputError(f"'{path}' would be written over {taken[place]}", hint="give it another name")
         taken[place] = "another one that is written"
 
@@ -371,9 +370,8 @@ def writing(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OutputError(
-            f"cannot write '{path}': {reason}", hint="choose a place you may write, with space"
-        ) from error
+        hint = "choose a place you may write, with space"
+        raise OutputError(f"cannot write '{path}': {reason}", hint=hint) from error
 
 
 class _Keyed(Protocol):
@@ -404,7 +402,6 @@ def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_b
         raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-    other = [name for name in key if stored.key.get(name) != key[name]]
-    if other:
+    if other := [name for name in key if stored.key.get(name) != key[name]]:
         raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
     return stored

@@ -126,11 +126,8 @@ class CpuSession:
         names = list(self.output_names if outputs is None else outputs)
         with translated(self._name):
             values = self._session.run(names, dict(inputs))
-        return {
-            part: array
-            for name, value in zip(names, values, strict=True)
-            for part, array in flatten_value(name, value).items()
-        }
+        parts = (flatten_value(name, value) for name, value in zip(names, values, strict=True))
+        return {name: array for part in parts for name, array in part.items()}
 
 
 def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:

@@ -137,10 +137,8 @@ def stream_process(
     child = _start(argv, (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE), setting or ChildSetting())
     wrong: list[BaseException] = []
     words = bytearray()
-    threads = [
-        Thread(target=_write_all, args=(child.stdin, feed, wrong), daemon=True),
-        Thread(target=_keep_tail, args=(child.stderr, words), daemon=True),
-    ]
+    work = ((_write_all, (child.stdin, feed, wrong)), (_keep_tail, (child.stderr, words)))
+    threads = [Thread(target=target, args=args, daemon=True) for target, args in work]
     for thread in threads:
         thread.start()
     try:

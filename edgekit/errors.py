@@ -93,8 +93,7 @@ def suggest_name(word: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     # NNAPI is nnapi.
     spellings = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(word.casefold(), spellings, n=1, cutoff=0.5)
-    if near:
+    if near := difflib.get_close_matches(word.casefold(), spellings, n=1, cutoff=0.5):
         return f"did you mean '{spellings[near[0]]}'?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"valid: {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to choose from"

@@ -33,9 +33,8 @@ def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
                 hint = f"help(edgekit.{function.__name__}) says what it takes"
                 if issubclass(wanted[0], msgspec.Struct):
                     hint = f"what makes one: help(edgekit.{kind})"
-                raise UsageError(
-                    f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}", hint=hint
-                )
+                words = f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}"
+                raise UsageError(words, hint=hint)
             if name in lists:
                 _check_list(function.__name__, name, value, _list_kinds(lists[name]))
         return function(*given, **named)

@@ -121,8 +121,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         # One that is made in Python is held to the types that a file is held to. Settings may be numbers; they are kept
         # as text.
         for field in msgspec.structs.fields(Recipe):
-            given = getattr(self, field.name)
-            if given is msgspec.UNSET:
+            if (given := getattr(self, field.name)) is msgspec.UNSET:
                 continue
             if field.name == "settings" and isinstance(given, dict):
                 given = {name: str(value) for name, value in given.items()}
@@ -193,12 +192,9 @@ def refuse_profiles(targets: Sequence[Target], inputs: Sequence[TensorSpec]) -> 
         if absent := sorted(open_inputs.keys() - names):
             raise UsageError(f"the profiles of '{target.name}' lack input '{absent[0]}'", hint=f"add it to {words}")
         for name, shape in ((name, shape) for profile in target.profiles for name, shape in profile.items()):
-            known = next((spec for spec in inputs if spec.name == name), None)
-            if known is None:
-                raise UsageError(
-                    f"the profiles of '{target.name}' name '{name}', which is no input",
-                    hint=suggest_name(name, [spec.name for spec in inputs]),
-                )
+            if (known := next((spec for spec in inputs if spec.name == name), None)) is None:
+                hint = suggest_name(name, [spec.name for spec in inputs])
+                raise UsageError(f"the profiles of '{target.name}' name '{name}', which is no input", hint=hint)
             fixed = known.shape or shape
             pairs = zip(fixed, shape, strict=False)
             if len(fixed) != len(shape) or any(isinstance(size, int) and size != own for size, own in pairs):
@@ -213,12 +209,9 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
     """
     if wanted == "auto":
         return target.precision
-    precision = _NAMED[wanted]
-    if precision not in target.precisions:
-        raise UsageError(
-            f"target '{target.name}' does not take {precision}: {target.precision_reason}",
-            hint=f"it takes {', '.join(target.precisions)}, or leave --precision out",
-        )
+    if (precision := _NAMED[wanted]) not in target.precisions:
+        hint = f"it takes {', '.join(target.precisions)}, or leave --precision out"
+        raise UsageError(f"target '{target.name}' does not take {precision}: {target.precision_reason}", hint=hint)
     return precision
 
 
@@ -250,16 +243,13 @@ def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[st
     """
     alone = sorted(set(wanted) - set(_SHARING)) if buckets else ()
     if alone:
-        raise UsageError(
-            f"the recipe wants the forms {', '.join(alone)}, which cannot share weights, and buckets",
-            hint='leave out forms, or say forms = ["onnx"]',
-        )
+        words = f"the recipe wants the forms {', '.join(alone)}, which cannot share weights, and buckets"
+        raise UsageError(words, hint='leave out forms, or say forms = ["onnx"]')
     forms = tuple(form for form in target.conversion.forms if not wanted or form in wanted)
     if not forms:
         loads = ", ".join(target.conversion.forms)
-        raise UsageError(
-            f"target '{target.name}' loads none of the forms {', '.join(wanted)}", hint=f"it loads {loads}"
-        )
+        words = f"target '{target.name}' loads none of the forms {', '.join(wanted)}"
+        raise UsageError(words, hint=f"it loads {loads}")
     if forms == target.conversion.forms:
         return target
     return msgspec.structs.replace(

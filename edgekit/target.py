@@ -338,9 +338,8 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
             # Both may be given if one implies the other: a SoC has one architecture, an architecture many SoCs.
             back = target.parameters[other].implies.get(given.get(other, ""), {}).get(key)
             if given.get(other, its) != its and back != value:
-                raise UsageError(
-                    f"'{key}={value}' contradicts '{other}={given[other]}'", hint=f"{key} {value} means {other} {its}"
-                )
+                words = f"'{key}={value}' contradicts '{other}={given[other]}'"
+                raise UsageError(words, hint=f"{key} {value} means {other} {its}")
             chosen[other] = its
     chosen |= given
     target = msgspec.structs.replace(target, settings=chosen, folder=folder)
@@ -381,12 +380,8 @@ def _refuse_unusable(target: Target, folder: Path) -> None:
     unusable = dict(target.conversion.unusable)
     if folder.parent != targets_folder():
         shipped = (_read_target(targets_folder() / name) for name in target_names())
-        unusable |= {
-            form: why
-            for one in shipped
-            if one.provider == target.provider
-            for form, why in one.conversion.unusable.items()
-        }
+        for one in (one for one in shipped if one.provider == target.provider):
+            unusable |= one.conversion.unusable
     variants = (variant.conversion for variant in target.variants if variant.conversion is not None)
     for form in (form for conversion in (target.conversion, *variants) for form in conversion.forms):
         if form in unusable:
@@ -411,21 +406,17 @@ def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) ->
         phone = find_phone(named.pop(key), read_phones(folder / parameter.names))
         stands_for = {"soc_model": str(phone.soc_model), "htp_arch": str(phone.htp)}
         if str(phone.htp) not in target.parameters["htp_arch"].choices:
-            raise UsageError(
-                f"{phone.name} has HTP v{phone.htp}, which {target.provider} does not run on",
-                hint="it begins with v68: build for xnnpack or cpu there",
-            )
+            words = f"{phone.name} has HTP v{phone.htp}, which {target.provider} does not run on"
+            raise UsageError(words, hint="it begins with v68: build for xnnpack or cpu there")
         for other, its in stands_for.items():
             if named.setdefault(other, its) != its:
-                raise UsageError(
-                    f"'{other}={named[other]}' contradicts '{key}={phone.name}'", hint=f"its {other} is {its}"
-                )
+                words = f"'{other}={named[other]}' contradicts '{key}={phone.name}'"
+                raise UsageError(words, hint=f"its {other} is {its}")
     return named
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:
-    parameter = target.parameters.get(key)
-    if parameter is None:
+    if (parameter := target.parameters.get(key)) is None:
         raise UsageError(f"target '{target.name}' has no parameter '{key}'", hint=suggest_name(key, target.parameters))
     if parameter.choices and value not in parameter.choices:
         raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=suggest_name(value, parameter.choices))
@@ -448,10 +439,8 @@ def _refuse_profiles(target: Target) -> None:
             low, high = one.get(name), other.get(name)
             if low is None or high is None or len(low) != len(high) or any(map(operator.gt, low, high)):
                 said = " to ".join(str(each.get(name)) for each in shapes)
-                raise UsageError(
-                    f"the profiles of input '{name}' do not rise: {said}",
-                    hint=f"{names}: shapes of as many axes for the same inputs, none smaller than in the one before",
-                )
+                hint = f"{names}: shapes of as many axes for the same inputs, none smaller than in the one before"
+                raise UsageError(f"the profiles of input '{name}' do not rise: {said}", hint=hint)
 
 
 _VARIED = tuple(name for name in Variant.__struct_fields__ if name not in {"when", "provider_options"})

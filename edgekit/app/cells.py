@@ -387,9 +387,8 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, externa
     """
     verify = app.table.verify
     verified_by_build = verify.enabled and not (verify.names_devices or verify.require)
-    (target,) = build_group(
-        cell.path, cell.data, folder, cell.recipe, verify=verified_by_build, progress=progress
-    ).targets
+    report = build_group(cell.path, cell.data, folder, cell.recipe, verify=verified_by_build, progress=progress)
+    (target,) = report.targets
     if target.path is not None and verify.enabled and not verified_by_build:
         devices = choosing(choose_for(app))
         found = verify_group(open_group(target.path), devices, required=verify.require, progress=progress)

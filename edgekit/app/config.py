@@ -421,9 +421,8 @@ def _check_target(app: App, name: str, table: TargetTable, source: Source) -> No
         try:
             target = load_target(target_name, settings if key != "target" else {})
             if key == "thresholds" and table.thresholds:
-                load_targets(
-                    Recipe(targets=(target_name,), settings=settings, thresholds={target.name: table.thresholds})
-                )
+                limits = {target.name: table.thresholds}
+                load_targets(Recipe(targets=(target_name,), settings=settings, thresholds=limits))
         except UsageError as error:
             raise source.refuse(("targets", name, key), error.message, hint=error.hint or "") from error
 

@@ -62,8 +62,7 @@ def draft_app(
     """
     if (data is None) == (images is None):
         raise UsageError("init wants sample inputs", hint="give --images FOLDER or --data DATA")
-    unknown = next((name for name in targets if name not in target_names()), None)
-    if unknown is not None:
+    if (unknown := next((name for name in targets if name not in target_names()), None)) is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
     side, stride, known = _read_metadata(source)

@@ -75,10 +75,8 @@ def list_inputs(cell: Cell, external: Iterable[str]) -> dict[str, tuple[Path, ..
         "target": Path(target) if "/" in target else None,
     }
     model = (cell.path, *(cell.path.parent / name for name in sorted(external)))
-    return {
-        "model": model,
-        **{what: (path,) for what, path in paths_by_kind.items() if path is not None and path.exists()},
-    }
+    others = {what: (path,) for what, path in paths_by_kind.items() if path is not None and path.exists()}
+    return {"model": model, **others}
 
 
 def make_key(app: App, cell: Cell, external: Iterable[str], digests: Digests) -> str:
@@ -203,15 +201,12 @@ def headline_app(report: AppReport) -> str:
     counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     summary = f"{passed} of {len(report.cells)} bundles passed ({states})"
-    not_passed = next((cell for cell in report.cells if not cell.passed), None)
-    if not_passed is not None:
+    if (not_passed := next((cell for cell in report.cells if not cell.passed), None)) is not None:
         return f"{summary}; {not_passed.model}/{not_passed.target}: {not_passed.headline}"
     failed_package = next((package for package in report.packages if package.failure is not None), None)
-    return (
-        f"{summary}."
-        if failed_package is None
-        else f"{summary}; package '{failed_package.name}': {failed_package.failure}"
-    )
+    if failed_package is None:
+        return f"{summary}."
+    return f"{summary}; package '{failed_package.name}': {failed_package.failure}"
 
 
 def render_app(report: AppReport) -> str:

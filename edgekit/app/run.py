@@ -82,9 +82,8 @@ def run_app(
         left = f", about {left_s:.0f} s left" if number < len(outdated) else ""
         landed(f"{number} of {len(outdated)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
     results = tuple(result for result in found.values() if result is not None)
-    results_by_cell = {
-        cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in all_cells if not bare
-    }
+    shown = () if bare else all_cells
+    results_by_cell = {cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in shown}
     digests.save()
     if not bare:
         sign_all(app, results)
@@ -131,9 +130,8 @@ def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]
     known = read_kept(app.out / _PACKAGES_FOLDER / _PACKAGES_FILE, dict[str, PackageResult]) or {}
     results = tuple(_pack(app, name, cells, known.get(name)) for name in app.table.packages)
     if results:
-        write_file(
-            app.out / _PACKAGES_FOLDER / _PACKAGES_FILE, encode_json({result.name: result for result in results})
-        )
+        packed = {result.name: result for result in results}
+        write_file(app.out / _PACKAGES_FOLDER / _PACKAGES_FILE, encode_json(packed))
     return results
 
 
@@ -143,8 +141,7 @@ def sign_all(app: App, cells: Sequence[CellResult]) -> None:
     Raises:
         EdgekitError: a key cannot be read, or a bundle is incomplete.
     """
-    keys = app.table.keys
-    if keys is None:
+    if (keys := app.table.keys) is None:
         return
     for cell in cells:
         if not cell.bundle or not _may_be_released(app, cell):
@@ -172,8 +169,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
     facts = {"package": table, "bundles": [cell.sha256 for cell in released], "keys": app.table.keys}
     key = digest_bytes(encode_json(facts))
     result = PackageResult(name=name, kind=table.kind, key=key, state="failed", left_out=left_out)
-    missing = next((target for target in table.targets if target in left_out), None)
-    if missing is not None:
+    if (missing := next((target for target in table.targets if target in left_out), None)) is not None:
         return msgspec.structs.replace(result, failure=f"{model}/{missing} did not pass, and is not packed")
     if known is not None and known.key == key and known.failure is None and (app.out / known.path).exists():
         return msgspec.structs.replace(known, state="kept")

@@ -100,9 +100,8 @@ def use_cluster(
         for rank, cell in enumerate(cells):
             try:
                 key, external = find_key(app, cell, digests)
-                inputs = {
-                    what: store_files(paths, store, digests) for what, paths in list_inputs(cell, external).items()
-                }
+                places = list_inputs(cell, external).items()
+                inputs = {what: store_files(paths, store, digests) for what, paths in places}
             except EdgekitError as error:
                 found[cell.name] = fail_cell(cell, error)
                 continue
@@ -198,8 +197,7 @@ def _collect_result(app: App, cell: Cell, future: Any, store: Store, scheduler: 
     result: CellResult | None = future.result()
     if result is not None and not result.bundle:
         return msgspec.structs.replace(result, model=cell.model, target=cell.target)
-    fetched = fetch_cell(app, cell, future.key.removeprefix(_KEY), store)
-    if fetched is None:
+    if (fetched := fetch_cell(app, cell, future.key.removeprefix(_KEY), store)) is None:
         return fail_cell(cell, f"store '{store.place}' does not hold what its worker found")
     return msgspec.structs.replace(fetched, state="kept" if result is None else "built")
 

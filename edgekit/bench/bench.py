@@ -139,15 +139,14 @@ def bench_subjects(
     report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:
         trials = [(subject, effort) for subject in subjects for effort in efforts]
-        found = run_each(
-            present,
-            lambda device: [_bench_device(subject, effort, report_progress, device) for subject, effort in trials],
-            timed=True,
-        )
+
+        def measure(device: Device) -> list[BenchRun]:
+            return [_bench_device(subject, effort, report_progress, device) for subject, effort in trials]
+
+        found = run_each(present, measure, timed=True)
         return msgspec.structs.replace(report, runs=tuple(run for runs in found for run in runs))
-    compared = run_each(
-        present, lambda device: compare_on(subjects[0], against, device, efforts[0], report_progress), timed=True
-    )
+    first, effort = subjects[0], efforts[0]
+    compared = run_each(present, lambda on: compare_on(first, against, on, effort, report_progress), timed=True)
     return msgspec.structs.replace(report, against=against.name, comparisons=compared)
 
 

@@ -133,14 +133,9 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
     run, outputs = _run(device, asked, slices=1, repeat=count, seconds=effort.seconds)
     # The queue is empty at first, so the first requests are not typical.
     warmup = count // 10
-    return Block(
-        latency_ms=run.latency_ms[warmup:],
-        run=run,
-        warmup=warmup,
-        first_ms=run.latency_ms[0],
-        pace_ms=run.elapsed_ms[0] / count,
-        outputs=outputs,
-    )
+    first_ms, pace_ms = run.latency_ms[0], run.elapsed_ms[0] / count
+    times = run.latency_ms[warmup:]
+    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=first_ms, pace_ms=pace_ms, outputs=outputs)
 
 
 def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: float) -> Block:

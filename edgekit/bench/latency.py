@@ -26,9 +26,8 @@ def describe_change(before: DeviceState | None, after: DeviceState | None) -> It
     sensor = max(warmer, key=lambda name: warmer[name], default=None)
     if sensor is not None and warmer[sensor] > MAX_WARMING_C:
         yield f"the device got {warmer[sensor]:.0f} °C warmer ({sensor})"
-    clocks = {
-        name: change / before.clocks_khz[name] for name, change in _changes(before.clocks_khz, after.clocks_khz).items()
-    }
+    changes = _changes(before.clocks_khz, after.clocks_khz)
+    clocks = {name: change / before.clocks_khz[name] for name, change in changes.items()}
     cpu = max(clocks, key=lambda name: abs(clocks[name]), default=None)
     if cpu is not None and abs(clocks[cpu]) > MAX_CLOCK_CHANGE:
         yield f"the clock of {cpu} changed by {clocks[cpu]:+.0%}"
@@ -114,9 +113,8 @@ def summarize_latency(latency_ms: Sequence[float]) -> Latency | None:
         return None
     series = np.asarray(latency_ms, dtype=np.float64)
     median, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 95.0, 99.0]))
-    return Latency(
-        median=median, p95=p95, p99=p99, runs=len(series), interval=median_interval(series), drift=find_drift(series)
-    )
+    interval, drift = median_interval(series), find_drift(series)
+    return Latency(median=median, p95=p95, p99=p99, runs=len(series), interval=interval, drift=drift)
 
 
 def median_interval(latency_ms: Sequence[float] | Series) -> tuple[float, float]:
@@ -165,9 +163,8 @@ def find_steady(latency_ms: Sequence[float], max_warmup: int) -> int:
     lazily in it.
     """
     count = len(latency_ms) // _MSER_BATCH
-    batches = np.median(
-        np.reshape(np.asarray(latency_ms[: count * _MSER_BATCH], dtype=np.float64), (count, _MSER_BATCH)), axis=1
-    )
+    whole = np.asarray(latency_ms[: count * _MSER_BATCH], dtype=np.float64)
+    batches = np.median(np.reshape(whole, (count, _MSER_BATCH)), axis=1)
     cuts = range(min(max_warmup // _MSER_BATCH, count // 2) + 1)
     if not count:
         return min(1, max_warmup)
@@ -191,8 +188,7 @@ def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | No
         return None
     if min(latency_ms) < _MIN_TIME_MS:
         return f"its times are left out: {min(latency_ms):g} ms is less than any session takes"
-    total_ms = sum(latency_ms)
-    if total_ms > _CLOCK_TOLERANCE * elapsed_ms:
+    if (total_ms := sum(latency_ms)) > _CLOCK_TOLERANCE * elapsed_ms:
         return f"its times are left out: it reports {total_ms:g} ms together, and answered after {elapsed_ms:g} ms"
     return None
 
@@ -210,8 +206,7 @@ def count_needed(latency_ms: Sequence[float], precision: float) -> int:
     """
     low, high = median_interval(latency_ms)
     median = float(np.median(latency_ms))
-    half = (high - low) / 2
-    if half <= precision * median:
+    if (half := (high - low) / 2) <= precision * median:
         return len(latency_ms)
     return math.ceil(len(latency_ms) * (half / (precision * median)) ** 2)
 

@@ -37,10 +37,8 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     if not (free := find_free(inputs)):
         words = "--batch means nothing here: no input has a dynamic first axis"
         raise UsageError(words, hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out")
-    return tuple(
-        msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) if spec.name in free else spec
-        for spec in inputs
-    )
+    cut = {spec.name: msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) for spec in inputs}
+    return tuple(cut[spec.name] if spec.name in free else spec for spec in inputs)
 
 
 def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | None) -> Samples:
@@ -51,9 +49,8 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
     kept = list(itertools.islice(samples, batch or 1))
     rows = list(itertools.islice(itertools.cycle(kept), batch or 1))
     free: frozenset[str] = find_free(inputs) if batch else frozenset()
-    stacked = {
-        name: np.concatenate([row[name] for row in rows]) if name in free else value for name, value in kept[0].items()
-    }
+    stacked = dict(kept[0])
+    stacked |= {name: np.concatenate([row[name] for row in rows]) for name in stacked if name in free}
     return list_samples([stacked], samples.source)
 
 

@@ -63,8 +63,7 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
     if len(end) < _ZIP_END.size or not end.startswith(b"PK\x05\x06") or not end.endswith(b"\0\0"):
         raise EOFError("it is cut off, or has a comment at its end")
     # Fields of the end record, the locator and the zip64 record: APPNOTE.TXT, 4.3.14 to 4.3.16.
-    directory_bytes = int(_ZIP_END.unpack(end)[5])
-    if directory_bytes == _ZIP64_MARK:
+    if (directory_bytes := int(_ZIP_END.unpack(end)[5])) == _ZIP64_MARK:
         file.seek(max(0, size_bytes - _ZIP_END.size - _ZIP64_RECORD_AND_LOCATOR_BYTES + 40))
         directory_bytes = int.from_bytes(file.read(8), "little")
     if directory_bytes > _MAX_DIRECTORY_BYTES:

@@ -114,8 +114,7 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], optional: Collec
         path = safe_join(folder, name)
         _check_regular(path, name, folder)
         # All sizes are checked before the first digest: a file of terabytes is refused without being read.
-        size_bytes = path.stat().st_size
-        if size_bytes != entry.size_bytes:
+        if (size_bytes := path.stat().st_size) != entry.size_bytes:
             words = f"{name!r} of bundle '{folder}' has {size_bytes} bytes, the manifest says {entry.size_bytes}"
             raise BundleError(words, hint="the bundle was altered or copied badly: build it again")
     for name, entry in files.items():
@@ -176,9 +175,8 @@ class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {key: replace(pattern) for key, pattern in values.items()}
 
 
-_OPTIONS = read_toml(
-    Path(__file__).parent / "session_options.toml", _SessionOptions, hint="edgekit is damaged: install it anew"
-)
+_OPTIONS_FILE = Path(__file__).parent / "session_options.toml"
+_OPTIONS = read_toml(_OPTIONS_FILE, _SessionOptions, hint="edgekit is damaged: install it anew")
 _SESSION: Mapping[str, str] = _OPTIONS.expand(_OPTIONS.session)
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     provider: _OPTIONS.expand(values) for provider, values in _OPTIONS.providers.items()

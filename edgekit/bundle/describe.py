@@ -89,11 +89,9 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
     # The inputs whose second axis is the channel, because such an operator reads them.
     graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
     channel_inputs = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
-    layouts = {
-        spec.name: contents.preprocess.layout if contents.preprocess else _LAYOUTS.get(len(spec.shape or ()), "")
-        for spec in contents.golden.inputs
-        if contents.preprocess or spec.name in channel_inputs
-    }
+    images = [spec for spec in contents.golden.inputs if contents.preprocess or spec.name in channel_inputs]
+    given = contents.preprocess.layout if contents.preprocess else None
+    layouts = {spec.name: given or _LAYOUTS.get(len(spec.shape or ()), "") for spec in images}
     return manifest.Manifest(
         **{key: read(target) for key, read in TARGET_FIELDS.items()},
         name=contents.source.name,

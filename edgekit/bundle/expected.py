@@ -77,9 +77,8 @@ def write_expected(
         OutputError: the file cannot be written.
     """
     form: Form | None = next((form for form in _RUNNABLE if files.get(form)), None)
-    no_self_test = GoldenFacts(
-        samples=golden.samples, has_labels=golden.has_labels, chosen=(), tolerance={}, expected_from=""
-    )
+    count, labelled = golden.samples, golden.has_labels
+    no_self_test = GoldenFacts(samples=count, has_labels=labelled, chosen=(), tolerance={}, expected_from="")
     if form is None:
         words = "nothing: the bundle has no file that runs on a CPU"
         return msgspec.structs.replace(no_self_test, expected_from=words)
@@ -92,11 +91,8 @@ def write_expected(
         candidates = [item for item in all_candidates if item.fed == most_common.fed]
         chosen = _choose(candidates)
         is_open = not all(spec.is_static for spec in golden.inputs)
-        fixed = {
-            spec.name
-            for spec in golden.outputs
-            if (is_open or spec.is_static) and len({item.shapes[spec.name] for item in candidates}) == 1
-        }
+        sized = [spec.name for spec in golden.outputs if is_open or spec.is_static]
+        fixed = {name for name in sized if len({item.shapes[name] for item in candidates}) == 1}
         if not fixed:
             words = "nothing: the shape of each output depends on the data"
             return msgspec.structs.replace(no_self_test, expected_from=words)
@@ -107,12 +103,9 @@ def write_expected(
         shifts = _measure_shift(files[form][0], inputs, rows)
     except RuntimeRefusal as error:
         return msgspec.structs.replace(no_self_test, expected_from=f"nothing: {error.message}")
-    return msgspec.structs.replace(
-        no_self_test,
-        chosen=chosen,
-        tolerance=_set_tolerance(candidates, fixed, _MIN_TOLERANCE[precision], shifts),
-        expected_from=f"'{form}' on CPUExecutionProvider, not optimised",
-    )
+    tolerance = _set_tolerance(candidates, fixed, _MIN_TOLERANCE[precision], shifts)
+    source = f"'{form}' on CPUExecutionProvider, not optimised"
+    return msgspec.structs.replace(no_self_test, chosen=chosen, tolerance=tolerance, expected_from=source)
 
 
 def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]:
@@ -120,9 +113,8 @@ def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]
     inputs, outputs = (select_samples(samples, rows) for samples in (read_inputs(golden), read_outputs(golden)))
     for row, sample, reference in zip(rows, inputs, outputs, strict=True):
         output = session.run(sample)
-        comparable = {
-            name: value for name, value in reference.items() if _is_real(value) and output[name].shape == value.shape
-        }
+        real = {name: value for name, value in reference.items() if _is_real(value)}
+        comparable = {name: value for name, value in real.items() if output[name].shape == value.shape}
         errors = {name: _subtract(output[name], value) for name, value in comparable.items()}
         yield _Candidate(
             row=row,
@@ -271,10 +263,8 @@ def adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
     for index, (own, other) in enumerate(zip(read_outputs(golden), theirs, strict=True)):
         for name, value in own.items():
             if not _is_near(value, other.get(name)):
-                raise UsageError(
-                    f"output '{name}' of golden sample {index} in '{recorded.folder}' is not what the model gives here",
-                    hint="build without --golden",
-                )
+                words = f"output '{name}' of golden sample {index} in '{recorded.folder}' is not what the model gives"
+                raise UsageError(f"{words} here", hint="build without --golden")
     _copy(file, golden.folder / OUTPUTS)
 
 

@@ -97,10 +97,8 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     # The minimum ONNX Runtime must read every file: newer opsets need a newer one.
     target = contents.target
     needed_ort = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
-    contents = msgspec.structs.replace(
-        contents,
-        target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed_ort, key=read_version)),
-    )
+    target = msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed_ort, key=read_version))
+    contents = msgspec.structs.replace(contents, target=target)
     for file in contents.golden.files:
         _files.replace_file(file, out / GOLDEN / file.name)
     if contents.unpadded is not None:
@@ -112,9 +110,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     if contents.layers is not None:
         _files.write_file(out / LAYERS, contents.layers)
     # Before the manifest, which names the digests of these files.
-    models: dict[Form, list[Path]] = {
-        form: [out / path.name for path in paths] for form, paths in contents.files.items()
-    }
+    models: dict[Form, list[Path]] = {form: [out / it.name for it in paths] for form, paths in contents.files.items()}
     recorded = contents.recorded
     golden = adopt_expected(recorded, models, out / GOLDEN) if recorded else None
     if recorded and golden and contents.layers is not None and LAYERS in recorded.manifest.files:
@@ -301,9 +297,8 @@ def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
         OutputError: the folder cannot be written.
     """
     names = [f"{GOLDEN}/{file.name}" for file in bundle.golden.files]
-    names += [
-        name for name in (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET) if name in bundle.manifest.files
-    ]
+    optional = (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET)
+    names += [name for name in optional if name in bundle.manifest.files]
     for form in forms:
         bundle.find_model(form)
         names += bundle.manifest.forms[form]

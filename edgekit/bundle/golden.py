@@ -91,10 +91,9 @@ class Rows:
         """
         if self.count and sample.keys() != self._columns.keys():
             before = ", ".join(self._columns)
-            raise DataError(
-                f"sample {self.count} for '{self._name}' holds {', '.join(sample)}; sample 0 {before}",
-                hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
-            )
+            words = f"sample {self.count} for '{self._name}' holds {', '.join(sample)}; sample 0 {before}"
+            hint = "a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)"
+            raise DataError(words, hint=hint)
         for place, (name, value) in enumerate(sample.items()):
             if name not in self._columns:
                 dtype = np.dtype(np.str_) if value.dtype.kind in "UO" else value.dtype
@@ -140,10 +139,9 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
         if not fits or not (self.dtype.kind == "U" if is_text else value.dtype == self.dtype):
             spec = TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=first)
             index, what = len(self.shapes), "rank or type" if ragged else "shape or type"
-            raise DataError(
-                f"'{self.name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]",
-                hint=f"a tensor of changing {what} cannot be kept: cut the model before it (prepare --outputs)",
-            )
+            words = f"'{self.name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]"
+            hint = f"a tensor of changing {what} cannot be kept: cut the model before it (prepare --outputs)"
+            raise DataError(words, hint=hint)
         self.shapes.append(value.shape)
         if not is_text:
             with self.path.open("ab") as file:
@@ -280,9 +278,8 @@ def make_golden(
             outputs.append(result)
     if labels is not None:
         write_labels(out, labels)
-    return Golden(
-        folder=out, samples=inputs.count, inputs=inputs.specs, outputs=outputs.specs, has_labels=labels is not None
-    )
+    count, labelled = inputs.count, labels is not None
+    return Golden(folder=out, samples=count, inputs=inputs.specs, outputs=outputs.specs, has_labels=labelled)
 
 
 def read_inputs(golden: Golden) -> Samples:

@@ -86,8 +86,7 @@ def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names:
 def list_open(inputs: Iterable[TensorSpec]) -> Iterator[tuple[str, str, int]]:
     """Yields each open dimension of inputs: its name as in `--dim`, its input and its axis."""
     for spec in inputs:
-        for axis, name in spec.name_axes().items():
-            yield name, spec.name, axis
+        yield from ((name, spec.name, axis) for axis, name in spec.name_axes().items())
 
 
 def measure_open(inputs: Sequence[TensorSpec], samples: Iterable[Tensors]) -> dict[str, tuple[int, ...]]:

@@ -174,9 +174,8 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     if target not in by_target:
         raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
     variant, shared = by_target[target], multi.index.shared
-    return folders.extract_nested(
-        multi.folder, variant.folder, variant.manifest, partial(_find_places, shared=shared), out
-    )
+    find = partial(_find_places, shared=shared)
+    return folders.extract_nested(multi.folder, variant.folder, variant.manifest, find, out)
 
 
 def choose_variant(
@@ -202,9 +201,7 @@ def choose_variant(
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
     """Returns the index of variants with these manifests and the digests of their files, each target once."""
     ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
-    shared = folders.find_shared(
-        {entry.sha256: entry for entry in _sharable(manifest).values()} for manifest, _ in ordered
-    )
+    shared = folders.find_shared({it.sha256: it for it in _sharable(manifest).values()} for manifest, _ in ordered)
     first = manifests[0][0]
     return Index(
         name=first.name,
@@ -282,10 +279,8 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         folder = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
         inside = sorted(place.parent.name for place in folder.glob(f"bundles/*/{MANIFEST}"))
         if unpacked != path and inside and not (folder / MANIFEST).is_file():
-            raise BundleError(
-                f"'{path}' is a package of {', '.join(inside[:8])}",
-                hint="verify the bundles that it was made of; packed --with all, also those in it, once it is unpacked",
-            )
+            hint = "verify the bundles that it was made of; packed --with all, also those in it, once it is unpacked"
+            raise BundleError(f"'{path}' is a package of {', '.join(inside[:8])}", hint=hint)
         yield open_any(folder, key=key)
 
 
@@ -335,9 +330,7 @@ def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
     Raises:
         BundleError: it is no bundle, was altered, or is not signed with the key.
     """
-    if (folder / INDEX).is_file():
-        return open_index(folder, key=key)
-    return open_bundle(folder, key=key)
+    return (open_index if (folder / INDEX).is_file() else open_bundle)(folder, key=key)
 
 
 def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:

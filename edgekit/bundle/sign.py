@@ -174,10 +174,8 @@ def make_key(path: Path) -> Path:
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     # Created with its mode, so that others can never read the key.
     write_new(path, [pem], mode=0o600)
-    write_file(
-        public,
-        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo),
-    )
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    write_file(public, key.public_key().public_bytes(serialization.Encoding.PEM, form))
     return public
 
 

@@ -85,11 +85,8 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     """
     folder = target.folder / "app"
     environment = make_environment(folder)
-    values = {
-        "manifest": manifest,
-        "interface": describe_interface(manifest),
-        "runtime_version": manifest.versions.get("onnxruntime", manifest.minimum_ort),
-    }
+    version = manifest.versions.get("onnxruntime", manifest.minimum_ort)
+    values = {"manifest": manifest, "interface": describe_interface(manifest), "runtime_version": version}
     snippets: dict[str, str] = {}
     for path in sorted(folder.glob("*.j2")):
         try:

@@ -71,9 +71,8 @@ def build_command(
     report = build(
         model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
     )
-    return Answer(
-        report, lambda: show_build(report), options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    )
+    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
+    return Answer(report, lambda: show_build(report), code)
 
 
 @as_command
@@ -90,11 +89,8 @@ def demo_command(
     """
     recipe = Recipe(targets=("nnapi", "coreml", "qnn", "xnnpack"))
     with as_file(files("edgekit") / "demo") as folder:
-        data = Data(
-            source=str(folder / "calibration.npz"),
-            evaluation=str(folder / "evaluation.npz"),
-            labels=folder / "evaluation_labels.npy",
-        )
+        calibration, evaluation = (str(folder / f"{name}.npz") for name in ("calibration", "evaluation"))
+        data = Data(source=calibration, evaluation=evaluation, labels=folder / "evaluation_labels.npy")
         report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
     return Answer(report, lambda: show_build(report), options.exit_code(report.verdict, accept_unproven=True))
 

@@ -63,14 +63,12 @@ def show_checks(summary: checked.CheckSummary) -> None:
         show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     for line in summary.fixed_axes:
         show_line(f"fixed axis: {line}")
-    fates = checked.describe_fates(next(iter(summary.targets.values())))
-    if fates:
+    if fates := checked.describe_fates(next(iter(summary.targets.values()))):
         show_line(fates)
     for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
         show_line(line)
     show_line(checked.describe_runtimes(summary.minimum_ort))
-    show_line(
-        f"recommendation: {checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)}"
-    )
+    chosen = checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)
+    show_line(f"recommendation: {chosen}")
     if summary.forecast is not None:
         show_line(describe_forecast(summary.forecast))

@@ -124,9 +124,8 @@ def convert_command(
         raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
     fixed_options = [option for option in ("--style", "--level", "--cpu") if option in given]
     if target is not None and (fixed_options or with_onnx):
-        _refuse_fixed_options(
-            load_target_here(target), fixed_options, _STYLES[style] if style else (), with_onnx=with_onnx
-        )
+        styles = _STYLES[style] if style else ()
+        _refuse_fixed_options(load_target_here(target), fixed_options, styles, with_onnx=with_onnx)
     if len(levels) > 1 and (style or not with_onnx):
         words = "a file in ORT format has one level, and several were given"
         raise UsageError(words, hint="give one --level, or leave --style out and add --onnx")
@@ -171,9 +170,7 @@ def _read_release(text: str) -> str:
     return text
 
 
-def _refuse_fixed_options(
-    target: Target, given_options: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool
-) -> None:
+def _refuse_fixed_options(target: Target, given: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
     """Checks that no option contradicts the target, which sets style, level and CPU.
 
     Raises:
@@ -184,8 +181,8 @@ def _refuse_fixed_options(
         if style in target.conversion.unusable:
             words = f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}"
             raise UsageError(words, hint=f"'{target.name}' loads {forms}: leave --style out")
-    if given_options:
-        words = f"target '{target.name}' sets style, level and CPU: {' and '.join(given_options)} would have no effect"
+    if given:
+        words = f"target '{target.name}' sets style, level and CPU: {' and '.join(given)} would have no effect"
         raise UsageError(words, hint=f"leave them out ('{target.name}' loads {forms}), or leave --target out")
     if with_onnx and "onnx" not in target.conversion.forms:
         words = f"target '{target.name}' loads no ONNX file: that of --onnx would not be used"

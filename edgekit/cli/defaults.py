@@ -52,8 +52,7 @@ def check_defaults(path: Path) -> None:
     """
     context = click.Context(group, info_name="edgekit")
     for name, table in read_defaults(path).items():
-        command = group.get_command(context, name)
-        if command is None:
+        if (command := group.get_command(context, name)) is None:
             hint = suggest_name(name, COMMANDS)
             raise Source(path, path.read_text()).refuse((SECTION, name), "there is no such command", hint=hint)
         map_defaults(path, name, table, command)

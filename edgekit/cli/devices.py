@@ -95,9 +95,8 @@ def targets_command(name: Annotated[str | None, Argument()], settings: options.S
     """
     if name is None:
         targets = [load_target(known) for known in target_names()]
-        rows = [
-            (one.name, one.title, one.precision, ", ".join(each.device for each in one.verification)) for one in targets
-        ]
+        verified = [", ".join(each.device for each in one.verification) for one in targets]
+        rows = [(one.name, one.title, one.precision, by) for one, by in zip(targets, verified, strict=True)]
         table = make_table("target", "what it is", "precision", "verified here by", rows=rows)
         return Answer({"targets": targets}, lambda: print_table(table))
     target = load_target(name, settings)
@@ -181,9 +180,8 @@ def doctor_command(
 def _show_phone(report: PhoneReport) -> None:
     """Prints the facts of a phone, then each finding with its cause and its remedy."""
     facts = report.facts
-    shown_facts = (
-        (name.replace("_", " "), getattr(facts, name)) for name in facts.__struct_fields__ if name != "lists"
-    )
+    names = (name for name in facts.__struct_fields__ if name != "lists")
+    shown_facts = ((name.replace("_", " "), getattr(facts, name)) for name in names)
     show_line(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in shown_facts if value))
     for finding in report.findings:
         show_line(f"- {finding.level}: {finding.symptom}: {finding.cause}. What to do: {finding.fix}")

@@ -145,13 +145,11 @@ def group(config: Path | None) -> None:
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
     """Sets the defaults of a command's options from the file of --config, and prints which."""
     # A file in the current folder is not read by itself: it could load libraries, or name a key to trust.
-    path = context.params["config"]
-    if path is None:
+    if (path := context.params["config"]) is None:
         return
     # Imported only if needed: half of all commands read no TOML.
     defaults = importlib.import_module("edgekit.cli.defaults")
-    table = defaults.read_defaults(path).get(name)
-    if table is None:
+    if (table := defaults.read_defaults(path).get(name)) is None:
         return
     context.default_map = {name: defaults.map_defaults(path, name, table, command)}
     if not {"-q", "--quiet"} & set(args) and "quiet" not in table:

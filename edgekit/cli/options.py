@@ -28,8 +28,7 @@ class _Time(click.ParamType[float]):
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]+)?) ?([smh]?)", str(value).strip())
-        if match is None:
+        if (match := re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]+)?) ?([smh]?)", str(value).strip())) is None:
             self.fail(f"'{value}' is no time: give 90s, 5m or 1h", param, ctx)
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 

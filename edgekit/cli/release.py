@@ -71,9 +71,8 @@ def package_command(
     """
     require_suffix(out, f".{kind}" if kind in KINDS else "")
     names = Identity(name=name, group=group, version=package_version)
-    report, doubts = package_verified(
-        bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
-    )
+    added = parse_extras(extras)
+    report, doubts = package_verified(bundles, kind, out, allowed=allowed, key=key, names=names, extras=added)
     show_doubts(doubts)
     return Answer({**to_builtins(report), "allowed": doubts}, lambda: _show_package(report))
 

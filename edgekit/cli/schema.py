@@ -22,10 +22,8 @@ def schema_command() -> Answer:
       edgekit schema --json
     """
     schema = describe_file()
-    commands = {
-        name: {"help": COMMANDS[name], "parameters": [_describe(each) for each in command.params]}
-        for name, command in _list_commands().items()
-    }
+    parameters = {name: list(map(_describe, command.params)) for name, command in _list_commands().items()}
+    commands = {name: {"help": COMMANDS[name], "parameters": each} for name, each in parameters.items()}
     value = {"schema_version": 1, "edgekit.toml": schema, "commands": commands}
     return Answer(value, lambda: show_json(schema))
 
@@ -69,7 +67,6 @@ def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))
       edgekit completion zsh > ~/.zfunc/_edgekit
       edgekit completion fish > ~/.config/fish/completions/edgekit.fish
     """
-    made = get_completion_class(shell)
-    if made is not None:
+    if (made := get_completion_class(shell)) is not None:
         show_line(made(group, {}, "edgekit", "_EDGEKIT_COMPLETE").source())
     return YES

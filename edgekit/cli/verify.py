@@ -322,11 +322,8 @@ def diff_command(before: Annotated[int, Argument()], now: Annotated[int, Argumen
     """Say what was different about two verifications. Exit code 1: something became worse."""
     found = diff_runs(read_run(history, before), read_run(history, now))
     count = len(found.regressions)
-    lines = (
-        *(f"changed: {change}" for change in found.changes),
-        *(f"worse: {line}" for line in found.regressions),
-        f"{count} figures became worse" if count else "nothing became worse",
-    )
+    lines = [*(f"changed: {change}" for change in found.changes), *(f"worse: {line}" for line in found.regressions)]
+    lines.append(f"{count} figures became worse" if count else "nothing became worse")
     return Answer(found, lambda: show_lines(lines), NO if count else YES)
 
 
@@ -401,18 +398,16 @@ def compare_command(
             report = compare_models(first, second, samples_to_compare, layers=layers)
         else:
             opening_target = load_target_here(target) if target else default_target(device, first="nnapi")
-            report = compare_on_device(
-                first, second, samples_to_compare, find_device(device, opening_target), opening_target, layers=layers
-            )
+            found = find_device(device, opening_target)
+            report = compare_on_device(first, second, samples_to_compare, found, opening_target, layers=layers)
         if metric is not None and labels is not None:
             limit = load_metric(metric)
             if max_metric_drop is not None:
                 limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
             report = add_task(report, first, second, samples_to_compare, limit, labels=(labels, all_samples))
     if html is not None:
-        write_file(
-            html, render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr).encode()
-        )
+        page = render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)
+        write_file(html, page.encode())
     code = options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
     return Answer(report, lambda: show_comparison(report, min_sqnr), code)
 

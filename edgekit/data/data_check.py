@@ -213,9 +213,8 @@ class _Input:
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
         # In any image nearer neighbours are more alike; if three channels are interleaved, every third value is.
         if self._rank == 4 and third > near + chance:
-            return (
-                "repeats every third value in a row, as NHWC pictures do that were reshaped and not transposed to NCHW"
-            )
+            mistake = "as NHWC pictures do that were reshaped and not transposed to NCHW"
+            return f"repeats every third value in a row, {mistake}"
         if self._folded / self._values > chance:
             return "has three rows of pixels in each, as NCHW pictures do that were reshaped and not transposed to NHWC"
         return ""
@@ -264,10 +263,9 @@ class _Input:
         for what, mine in self.measures.items():
             theirs = golden.measures[what]
             if max(mine) < min(theirs) or min(mine) > max(theirs):
-                yield (
-                    f"input '{name}' has a {what} of {min(mine):g} to {max(mine):g} in the samples to calibrate with"
-                    f" and of {min(theirs):g} to {max(theirs):g} in the golden ones: {ALIKE}"
-                )
+                here = f"a {what} of {min(mine):g} to {max(mine):g} in the samples to calibrate with"
+                there = f"of {min(theirs):g} to {max(theirs):g} in the golden ones"
+                yield f"input '{name}' has {here} and {there}: {ALIKE}"
                 return
 
     def doubts(self, name: str) -> Iterator[str]:
@@ -279,10 +277,8 @@ class _Input:
         if self.order():
             yield f"input '{name}' {self.order()}: ranges and plans that are made from it hold for nothing else"
         if self._colored and not any(self._colored):
-            yield (
-                f"input '{name}' holds gray pictures alone, in each of which the three channels are one: what the model"
-                " makes of colors is not seen"
-            )
+            unseen = "in each of which the three channels are one: what the model makes of colors is not seen"
+            yield f"input '{name}' holds gray pictures alone, {unseen}"
         if self.raw():
             yield _doubt(name, self.raw())
         if line := self.pixels(name):
@@ -291,10 +287,8 @@ class _Input:
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         # Compared with the median, which the outlier itself does not move.
         if self._is_float and reach[farthest] > _OUTLIER * usual > 0:
-            yield (
-                f"sample {self._place(farthest)} reaches {reach[farthest]:g} in input '{name}',"
-                f" half of them no more than {usual:g}: it stretches every range"
-            )
+            reached = f"sample {self._place(farthest)} reaches {reach[farthest]:g} in input '{name}'"
+            yield f"{reached}, half of them no more than {usual:g}: it stretches every range"
 
 
 def _doubt(name: str, looks: str) -> str:
@@ -308,10 +302,8 @@ def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
         return
     least, most = min(reaches, key=lambda name: reaches[name]), max(reaches, key=lambda name: reaches[name])
     if reaches[most] > _OUTLIER * reaches[least]:
-        yield (
-            f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g} in half of the samples:"
-            " check that both are normalised as the model wants"
-        )
+        both = f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g}"
+        yield f"{both} in half of the samples: check that both are normalised as the model wants"
 
 
 def _repeated(contents: Sequence[bytes], place: Callable[[int], int]) -> Iterator[str]:

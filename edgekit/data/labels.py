@@ -46,10 +46,8 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
         order = {name: place for place, name in enumerate(sorted(set(names)))}
         return tuple(order[name] for name in names)
     unread = DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line")
-    malformed = DataError(
-        f"'{path}' holds no classes, which are whole numbers, one a line",
-        hint="labels of another kind need a metric: --metric NAME, or [metric] in the --recipe of a build",
-    )
+    hint = "labels of another kind need a metric: --metric NAME, or [metric] in the --recipe of a build"
+    malformed = DataError(f"'{path}' holds no classes, which are whole numbers, one a line", hint=hint)
     with reraised(MALFORMED, malformed), reraised(OSError, unread):
         values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:

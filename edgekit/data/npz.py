@@ -130,8 +130,7 @@ def _read_row(column: _Column, path: Path) -> Array:
         if any(not 0 <= dim <= _MAX_ROW_BYTES for dim in dims):
             raise DataError(f"'{path}' has a row of the shape {list(dims)}", hint="build it again")
         column = msgspec.structs.replace(column, shape=dims, shapes=None)
-    size_bytes = column.dtype.itemsize * math.prod(column.shape)
-    if size_bytes > _MAX_ROW_BYTES:
+    if (size_bytes := column.dtype.itemsize * math.prod(column.shape)) > _MAX_ROW_BYTES:
         raise DataError(f"'{path}' claims samples of {size_bytes} bytes", hint="one sample may have 4 GiB at most")
     with reraised(MALFORMED, DataError(f"'{path}' is damaged", hint="write it again with numpy.savez")):
         data = column.file.read(size_bytes)

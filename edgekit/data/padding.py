@@ -82,12 +82,9 @@ def find_padding(
             raise UsageError(f"input '{name}' has no dimension '{dim}' to fill", hint=suggest_name(name, places))
     kinds = {spec.name: spec.dtype for spec in next(iter(inputs.values()))}
     moving = ((spec.name, tuple(_find_shares(shapes))) for spec, shapes in _trace_shapes(outputs))
-    return Padding(
-        dim=dim,
-        inputs=places,
-        outputs={name: axes for name, axes in moving if axes},
-        values={name: _check_value(name, values.get(name, 0), kinds[name]) for name in places},
-    )
+    outputs_moving = {name: axes for name, axes in moving if axes}
+    checked = {name: _check_value(name, values.get(name, 0), kinds[name]) for name in places}
+    return Padding(dim=dim, inputs=places, outputs=outputs_moving, values=checked)
 
 
 _Shapes = dict[int, tuple[int | str | None, ...]]
@@ -128,13 +125,13 @@ def _check_value(name: str, value: float, dtype: str) -> float:
 
 def free_axes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Returns the specs with these axes of theirs open to any size."""
-    return tuple(
-        msgspec.structs.replace(
-            spec,
-            shape=tuple(None if axis in axes.get(spec.name, ()) else dim for axis, dim in enumerate(spec.shape or ())),
-        )
-        for spec in tensors
-    )
+
+    def free(spec: TensorSpec) -> TensorSpec:
+        sizes = enumerate(spec.shape or ())
+        shape = tuple(None if axis in axes.get(spec.name, ()) else dim for axis, dim in sizes)
+        return msgspec.structs.replace(spec, shape=shape)
+
+    return tuple(map(free, tensors))
 
 
 def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
@@ -148,10 +145,8 @@ def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
             length = padding.measure(sample)
             if not 0 < length <= size:
                 where = f"sample {samples.place(index)} of '{samples.source}'"
-                raise DataError(
-                    f"{where} has {length} of '{padding.dim}', the largest bucket {size}",
-                    hint=f"add a larger bucket, or leave out the sample: --dim {padding.dim}=...,{length}",
-                )
+                hint = f"add a larger bucket, or leave out the sample: --dim {padding.dim}=...,{length}"
+                raise DataError(f"{where} has {length} of '{padding.dim}', the largest bucket {size}", hint=hint)
             yield padding.fill(sample, size)
 
     return msgspec.structs.replace(samples, read=read)
@@ -170,8 +165,7 @@ def cut_samples(padding: Padding, outputs: Samples, lengths: Sequence[int], size
     """Returns the outputs of a model of one size, each cut to what belongs to a sample of its length."""
 
     def read() -> Iterator[Tensors]:
-        for length, sample in zip(lengths, outputs, strict=False):
-            yield padding.cut(sample, length, size)
+        yield from (padding.cut(sample, length, size) for length, sample in zip(lengths, outputs, strict=False))
 
     return msgspec.structs.replace(outputs, read=read)
 

@@ -96,8 +96,7 @@ def load_samples(
     """
     # The name `module:function` is no path, and stays as it is.
     source = source if isinstance(source, str) else str(as_path(source))
-    other = next((spec for spec in inputs if not spec.is_tensor), None)
-    if other is not None:
+    if (other := next((spec for spec in inputs if not spec.is_tensor), None)) is not None:
         words = f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors"
         raise DataError(words, hint="export the model with tensors as inputs")
     given = [spec for spec in inputs if not absent or spec.name not in absent]
@@ -249,8 +248,7 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     for name in sample:
         if name not in names:
             raise DataError(f"{where} has '{name}', which is no model input", hint=suggest_name(name, names))
-    missing = next((name for name in names if name not in sample), None)
-    if missing is not None:
+    if (missing := next((name for name in names if name not in sample), None)) is not None:
         held = ", ".join(sample) or "nothing"
         hint = f"it has {held}; a number that never changes can be a constant: --freeze {missing}=NUMBER"
         raise DataError(f"{where} lacks the model input '{missing}'", hint=hint)
@@ -431,8 +429,7 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
         return None
 
     for spec in inputs:
-        axes = len(spec.shape or ())
-        if axes > MOST_AXES:
+        if (axes := len(spec.shape or ())) > MOST_AXES:
             words = f"input '{spec.name}' has {axes} dimensions, numpy has {MOST_AXES} at most"
             raise DataError(words, hint="merge dimensions that always stand together, by a Reshape in the model")
         count_values = math.prod(dim for dim in spec.shape or () if isinstance(dim, int))
@@ -441,8 +438,7 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
             raise DataError(words, hint="give it smaller dimensions")
 
     def read() -> Iterator[Tensors]:
-        for index in range(count):
-            yield {spec.name: _draw(spec, index) for spec in inputs}
+        yield from ({spec.name: _draw(spec, index) for spec in inputs} for index in range(count))
 
     return Samples(source="drawn at random", count=count, read=read)
 

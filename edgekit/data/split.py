@@ -105,10 +105,9 @@ def load_sequences(
     absent = {spec.name: first_state(spec) for spec in inputs if spec.name in state.feeds} if state.steps > 1 else {}
     samples = load_samples(source, inputs, preprocess, idle=idle, absent=absent)
     if samples.count % state.steps:
-        raise DataError(
-            f"'{source}' holds {samples.count} samples, which make no whole sequences of {state.steps} steps",
-            hint=f"give {samples.count // state.steps * state.steps or state.steps} samples, or other steps",
-        )
+        words = f"'{source}' holds {samples.count} samples, which make no whole sequences of {state.steps} steps"
+        fitting = samples.count // state.steps * state.steps or state.steps
+        raise DataError(words, hint=f"give {fitting} samples, or other steps")
     return samples
 
 

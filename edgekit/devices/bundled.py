@@ -94,14 +94,10 @@ def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
     If the kind is not known, it is the setting that was found on that very device.
     """
     kind, address = find_class(device), address_of(device)
-    return next(
-        (
-            tuned.setting
-            for tuned in manifest.tuned or ()
-            if (tuned.machine.holds(kind) if kind else tuned.evidence.device == address)
-        ),
-        None,
-    )
+    for tuned in manifest.tuned or ():
+        if tuned.machine.holds(kind) if kind else tuned.evidence.device == address:
+            return tuned.setting
+    return None
 
 
 def set_job(job: Job, setting: SessionSetting) -> Job:

@@ -320,10 +320,10 @@ Devices = Sequence[Device]
 
 def find_present(devices: Iterable[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
     """Returns the devices that can run here, and why the others cannot."""
-    found = [(device, device.find_missing()) for device in devices]
-    skipped = (
-        SkippedDevice(device=device.name, reason=missing.reason, command=missing.command)
-        for device, missing in found
-        if missing is not None
-    )
-    return [device for device, missing in found if missing is None], tuple(skipped)
+    present, skipped = list[Device](), list[SkippedDevice]()
+    for device in devices:
+        if (missing := device.find_missing()) is None:
+            present.append(device)
+        else:
+            skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
+    return present, tuple(skipped)

@@ -300,11 +300,8 @@ def find_lost(run: DeviceRun, check: CheckReport) -> list[CheckedNode]:
     known = places.keys() & {node.name for node in check.node_list}
     unknown = [node for node in run.placement if node.provider == CPU_PROVIDER and node.name not in known]
     unexplained = Counter(FAMILIES[node.op] for node in unknown if node.op in FAMILIES)
-    expected = Counter(
-        FAMILIES[node.op]
-        for node in check.node_list
-        if not node.taken and node.op in FAMILIES and node.name not in known
-    )
+    left = (node for node in check.node_list if not node.taken and node.name not in known)
+    expected = Counter(FAMILIES[node.op] for node in left if node.op in FAMILIES)
     for family, count in sorted((unexplained - expected).items()):
         lost += [node for node in taken if FAMILIES.get(node.op) == family and node.name not in known][:count]
     return lost

@@ -80,9 +80,8 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
             except EdgekitError as error:
                 checks, versions = (SelfCheck(name=name, passed=False, detail=error.message),), {}
             named = (msgspec.structs.replace(check, name=label + check.name) for check in checks)
-            test = msgspec.structs.replace(
-                test, checks=(*test.checks, *named), versions=dict(sorted({**test.versions, **versions}.items()))
-            )
+            all_versions = dict(sorted({**test.versions, **versions}.items()))
+            test = msgspec.structs.replace(test, checks=(*test.checks, *named), versions=all_versions)
     return test
 
 
@@ -101,9 +100,8 @@ def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> 
     )
     run = device.run_job(job, work / "run")
     rows_back = [{name: value.copy() for name, value in row.items()} for row in run.outputs]
-    return msgspec.structs.replace(
-        run, outputs=Samples(source=run.device, count=len(rows_back), read=lambda: iter(rows_back))
-    )
+    outputs = Samples(source=run.device, count=len(rows_back), read=lambda: iter(rows_back))
+    return msgspec.structs.replace(run, outputs=outputs)
 
 
 def _judge(change: Change, run: DeviceRun, device: Device, target: Target) -> Iterator[SelfCheck]:

@@ -117,8 +117,7 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def too_slow(self) -> tuple[str, ...]:
         """The devices whose fastest forecast exceeds `max_ms`; none if no limit is set."""
-        limit = self.max_ms
-        if limit is None:
+        if (limit := self.max_ms) is None:
             return ()
         best: dict[str, float] = {}
         for row in self.rows:
@@ -129,8 +128,7 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unproven(self) -> tuple[str, ...]:
         """The devices that have no forecast, or whose interval includes `max_ms`; none if no limit is set."""
-        limit = self.max_ms
-        if limit is None:
+        if (limit := self.max_ms) is None:
             return ()
         proven = {row.device for row in self.rows if row.high_ms is not None and row.high_ms <= limit}
         devices = dict.fromkeys(row.device for row in self.rows)
@@ -200,9 +198,8 @@ def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceFore
     other_work, own_work = (fitted.sum(list_amounts(each.kinds)) for each in (other, work))
     if not other_work > 0:
         raise UsageError(f"{machine}: that model does no work to scale by", hint="give one that multiplies")
-    middle, low, high = (
-        _round(ms * own_work / other_work * math.exp(value)) for value in (0.0, fitted.low, fitted.high)
-    )
+    scaled_ms = ms * own_work / other_work
+    middle, low, high = (_round(scaled_ms * math.exp(value)) for value in (0.0, fitted.low, fitted.high))
     return DeviceForecast(
         device=machine, chipset="CPU", soc_model=None, htp=None, precision="float", basis="scaled",
         ms=middle, low_ms=low, high_ms=high, note=f"scaled by the work from {ms:g} ms of another model there",
@@ -242,10 +239,8 @@ class _Estimate:
         for time in self.known:
             fit = self.model.precisions[time.precision]
             if (device := find_measured(time.device, fit)) is None:
-                raise UsageError(
-                    f"no network was measured on '{time.device}' in {time.precision}",
-                    hint=f"a time on one of these moves the forecast: {', '.join(sorted(fit.devices)[:6])}, ...",
-                )
+                hint = f"a time on one of these moves the forecast: {', '.join(sorted(fit.devices)[:6])}, ..."
+                raise UsageError(f"no network was measured on '{time.device}' in {time.precision}", hint=hint)
             device_free_log_ms = math.log(time.ms) - fit.devices[device]
             guess = fit.sum(list_amounts(self.work.kinds))
             if abs(device_free_log_ms - math.log(guess)) > math.log(_MAX_ERROR_FACTOR):
@@ -272,9 +267,8 @@ class _Estimate:
         )  # fmt: skip
         if (device := find_measured(phone.name, self.fitted)) is None:
             no_float_unit = self.precision == "float" and not phone.fp16
-            return msgspec.structs.replace(
-                row, note=_NO_FLOAT if no_float_unit else "no network was measured on its chip in this precision"
-            )
+            note = _NO_FLOAT if no_float_unit else "no network was measured on its chip in this precision"
+            return msgspec.structs.replace(row, note=note)
         own = next((t for t in self.known if t.device == phone.name and t.precision == self.precision), None)
         if own is not None:
             # The spread between runs of that phone is not known.

@@ -82,11 +82,9 @@ def warn_if_random(model: models.Model) -> tuple[str, ...]:
     graph = skim_model(model.path).graph
     drawn = [node.output[0] for node in graph.node if node.op_type in RANDOM_OPS]
     names = shlex.quote(",".join([*(value.name for value in graph.input), *drawn]))
-    warning = (
-        f"the model draws random numbers ({', '.join(drawn[:4])}): its outputs differ from run to run, so that no"
-        f" comparison of them is right; make the numbers inputs: edgekit prepare --inputs {names}"
-    )
-    return (warning,) if drawn else ()
+    harm = "its outputs differ from run to run, so that no comparison of them is right"
+    remedy = f"make the numbers inputs: edgekit prepare --inputs {names}"
+    return (f"the model draws random numbers ({', '.join(drawn[:4])}): {harm}; {remedy}",) if drawn else ()
 
 
 def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, ...]:
@@ -95,10 +93,8 @@ def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, .
     A first axis of size 1 is the single row of the exporter's example, if the input has further axes. The second axis
     of an integer input of rank 2 (tokens) has the length of that example. Phones want fixed sizes; servers do not.
     """
-    argument = next(
-        (how for name, how in _DYNAMIC_AXES_ARGUMENTS.items() if name in producer.lower()),
-        "its exporter's dynamic axes, {axes}",
-    )
+    known = (how for name, how in _DYNAMIC_AXES_ARGUMENTS.items() if name in producer.lower())
+    argument = next(known, "its exporter's dynamic axes, {axes}")
     lines: list[str] = []
     for spec in inputs:
         shape = spec.shape or ()

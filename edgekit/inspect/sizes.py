@@ -97,12 +97,8 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
     model = load_model(path)
     graph, graphs = assume_sizes(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
     weights = {name: _measure_weight(tensor) for part in graphs for name, tensor in list_constants(part).items()}
-    nodes = [
-        node
-        for part in graphs
-        for node, proto in zip(as_nodes(part), part.node, strict=True)
-        if read_constant(proto) is None
-    ]
+    pairs = (pair for part in graphs for pair in zip(as_nodes(part), part.node, strict=True))
+    nodes = [node for node, proto in pairs if read_constant(proto) is None]
     # Identified by output: nodes need not have names.
     return _assign_weights(nodes, weights, {node.output[0]: count_macs(graph, node) for node in graph.nodes})
 
@@ -160,8 +156,7 @@ def _assign_weights(
 
 
 def _measure_weight(tensor: onnx.TensorProto) -> _Weight:
-    data = tensor.raw_data
-    if not data:
+    if not (data := tensor.raw_data):
         bare = onnx.TensorProto()
         bare.CopyFrom(tensor)
         # Names change with every export; only a change of the content makes it another layer.

@@ -85,9 +85,8 @@ def build(
         EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is unchanged.
     """
     model, out = as_path(model), as_path(out)
-    build_cache = (
-        cache if isinstance(cache, BuildCache) else BuildCache(folder=None if cache is None else as_path(cache))
-    )
+    if not isinstance(cache, BuildCache):
+        cache = BuildCache(folder=None if cache is None else as_path(cache))
     start, watch = time.monotonic(), Stopwatch()
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
@@ -102,22 +101,20 @@ def build(
             targets=targets,
             work=work,
             staging=staging,
-            cache=build_cache,
+            cache=cache,
             progress=progress,
             origin=original.sha256,
             end=deadline,
             watch=watch,
-            memo=msgspec.structs.replace(build_cache.memo, budget=Budget()),
+            memo=msgspec.structs.replace(cache.memo, budget=Budget()),
         )
         inputs, results = _build_all(read_build_inputs(original, data, job), job, verify=verify)
         facts, feeds = inputs.samples.facts, inputs.state.feeds
         warnings = [*warn_if_random(inputs.source), *(warn_if_few(facts) if inputs.calibration else facts.warnings)]
         if feeds and inputs.state.steps == 1:
             pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
-            warning = (
-                f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
-            )
-            warnings.insert(0, warning)
+            first = f"the model has state ({pairs}), and each sample ran as a first step"
+            warnings.insert(0, f"{first}: --steps N runs sequences of N")
         if isinstance(inputs.calibration, Calibration):
             warnings += inputs.calibration.notes
         report = BuildReport(
@@ -167,7 +164,7 @@ def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[Bui
                     inputs = calibrate_inputs(inputs, job)
             limited = job.limit_planning(planned_share * job.seconds_left(targets_left))
             candidates = ready_bundles(inputs, target, limited, job.work / target.name)
-            ready = _ready_target(candidates, target, job)
+            ready = _ready_target(candidates, target, job, "")
             # Freed memory would otherwise stay with this process while emulators need it.
             release_memory()
             if isinstance(ready, ReadyBundle):
@@ -175,10 +172,8 @@ def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[Bui
             else:
                 results[target.name] = _Finished(built=ready)
         job.watch.begin("verify" if verify else "write")
-    results |= {
-        name: _try_next_best(end.result(), candidates, target, job)
-        for name, (end, candidates, target) in verifying.items()
-    }
+    for name, (end, candidates, target) in verifying.items():
+        results[name] = _try_next_best(end.result(), candidates, target, job)
     return inputs, [results[target.name] for target in job.targets]
 
 
@@ -191,9 +186,7 @@ def _rank(target: Target) -> tuple[bool, bool]:
     return target.provider == NNAPI, not any(planned.form == "context" for planned in target.verification)
 
 
-def _ready_target(
-    candidates: _Candidates, target: Target, job: BuildJob, refusal: str = ""
-) -> ReadyBundle | EdgekitError:
+def _ready_target(candidates: _Candidates, target: Target, job: BuildJob, refusal: str) -> ReadyBundle | EdgekitError:
     """Returns the best bundle of a target, or with `refusal`, a device's reason against the last one, the next best."""
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
@@ -205,8 +198,7 @@ def _try_next_best(finished: _Finished, candidates: _Candidates, target: Target,
     while isinstance(finished.built, BuiltBundle) and finished.report is not None:
         # A device that crashed reports no version of ONNX Runtime: that is no refusal.
         responsive = (run for run in finished.report.runs if not run.load_ms and "onnxruntime" in run.versions)
-        refusal = next((run.failure for run in responsive if run.failure), None)
-        if refusal is None:
+        if (refusal := next((run.failure for run in responsive if run.failure), None)) is None:
             break
         shutil.rmtree(finished.built.bundle.folder)
         ready = _ready_target(candidates, target, job, refusal)
@@ -252,10 +244,8 @@ def _catch_faults(
         facts = {"target": target.name, "settings": target.settings, "model sha256": job.origin, **list_versions()}
         lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]
         write_file(job.staging / name, "\n".join(lines).encode())
-        return ModelError(
-            f"{FAULT}, {type(error).__name__}: {quote_error(error)}",
-            hint=f"send '{name}' of this build to its makers: it holds no weights and no data",
-        )
+        hint = f"send '{name}' of this build to its makers: it holds no weights and no data"
+        return ModelError(f"{FAULT}, {type(error).__name__}: {quote_error(error)}", hint=hint)
 
 
 def _verify(result: BuiltBundle, job: BuildJob, targets_left: int) -> VerifyReport:

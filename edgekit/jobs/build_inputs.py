@@ -163,8 +163,7 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
         words = f"--labels '{data.labels}' say what --eval samples are, and there is no --eval"
         raise UsageError(words, hint="add --eval DATA, the samples that the labels belong to")
     key = _find_key(given, data, metric, job)
-    inputs = job.cache.inputs.get(key)
-    if inputs is None:
+    if (inputs := job.cache.inputs.get(key)) is None:
         folder = job.work if job.cache.work is None or not key else job.cache.work / key
         inputs = _read_inputs(given, data, metric, job, folder)
         if key:
@@ -240,11 +239,9 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     if not all(spec.is_static for spec in prepared.inputs):
         # A dimension that the model leaves open stays open, even if all samples have the same size.
         names = {name for name, _, _ in list_open(prepared.inputs)}
-        golden = msgspec.structs.replace(
-            golden,
-            inputs=tuple(open_specs(golden.inputs, prepared.inputs, names)),
-            outputs=tuple(open_specs(golden.outputs, prepared.outputs, names)),
-        )
+        inputs = tuple(open_specs(golden.inputs, prepared.inputs, names))
+        outputs_golden = tuple(open_specs(golden.outputs, prepared.outputs, names))
+        golden = msgspec.structs.replace(golden, inputs=inputs, outputs=outputs_golden)
     recorded: dict[str, Recorded] = {}
     if data.golden is not None:
         recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
@@ -340,9 +337,8 @@ def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | 
     if job.cache.folder is not None:
         cache = CacheSettings(folder=job.cache.folder, digests=samples.facts.digests)
     try:
-        options = CalibrationOptions(
-            work=work, cache=cache, outputs=inputs.outputs, progress=job.progress, keep=inputs.reference.keep
-        )
+        outputs, keep = inputs.outputs, inputs.reference.keep
+        options = CalibrationOptions(work=work, cache=cache, outputs=outputs, progress=job.progress, keep=keep)
         return calibrate_for(inputs.prepared, samples.calibration, options)
     except ModelError as error:
         return error

@@ -185,9 +185,7 @@ def convert_for(
             )  # fmt: skip
         else:
             forms: Sequence[Form] = (*options.styles, "onnx") if options.with_onnx else options.styles
-            kinds: dict[Form, OrtOptions] = {
-                style: msgspec.structs.replace(options.ort, style=style) for style in ORT_FILES
-            }
+            kinds: dict[Form, OrtOptions] = {it: msgspec.structs.replace(options.ort, style=it) for it in ORT_FILES}
             conversion_source = Source(model=current, origin=source, samples=samples, checked=options.checked)
             converted = convert_forms(current, conversion_source, forms, kinds, staging)
         coreml, coreml_options = None, options.coreml
@@ -205,9 +203,8 @@ def convert_for(
             if current is prepared and recipe.dims:
                 proto = read_proto(source)
                 fix_dims(proto.graph, recipe.dims, may_stay_open=True)
-                session_model = msgspec.structs.replace(
-                    save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops
-                )
+                sized = save_proto(proto, work / "given.onnx")
+                session_model = msgspec.structs.replace(sized, custom_ops=source.custom_ops)
             levels = optimize_levels(
                 session_model, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
             )
@@ -235,9 +232,7 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     Raises:
         UsageError: it is newer than `runtime`.
     """
-    models = {
-        form: [folder / name for name in names if name.endswith((".onnx", ".ort"))] for form, names in files.items()
-    }
+    models = {form: [folder / it for it in names if it.endswith((".onnx", ".ort"))] for form, names in files.items()}
     needs = {form: find_needed_ort(paths) for form, paths in models.items()}
     needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
     newest = max(needs, key=lambda name: read_version(needs[name]))

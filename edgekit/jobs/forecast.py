@@ -76,12 +76,9 @@ def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
     ms = _read_ms(given)
     if not device or ms is None:
         raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
-    default_precision = precisions[0] if len(precisions) == 1 else "float"
-    return KnownTime(
-        device=find_phone(device, load_phones()).name,
-        precision=read_precisions(precision_name)[0] if precision_name else default_precision,
-        ms=ms,
-    )
+    precision = precisions[0] if len(precisions) == 1 else "float"
+    precision = read_precisions(precision_name)[0] if precision_name else precision
+    return KnownTime(device=find_phone(device, load_phones()).name, precision=precision, ms=ms)
 
 
 def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
@@ -104,8 +101,7 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
             soc = run.versions.get("soc", "")
             number = numbers.get(soc.casefold())
             known = (phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone")
-            phone = next(known, None)
-            if phone is None:
+            if (phone := next(known, None)) is None:
                 words = f"{source}: '{run.device}' says that its chip is '{soc}', which edgekit has no name for"
                 raise UsageError(words, hint=f'give the time by hand: --measured "DEVICE={ms:.4g}ms"')
             found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=ms, source=source)
@@ -245,17 +241,14 @@ def forecast(
     unlike: tuple[Bits, ...] = tuple(bit for bit, far in distances.items() if far > fitted[bit].farthest)
     remarks: list[str] = []
     if unlike:
-        remarks.append(
-            f"no measured network is like this one in {', '.join(unlike)}: it is further from them than any on which"
-            " the forecast was tested, so that even the wide interval is not reliable"
-        )
+        far = "it is further from them than any on which the forecast was tested"
+        alone = f"no measured network is like this one in {', '.join(unlike)}"
+        remarks.append(f"{alone}: {far}, so that even the wide interval is not reliable")
     if counted.recurrent:
         remarks.append(f"{counted.recurrent} recurrent layers run step by step on an NPU; the fit has no such networks")
     if on_cpu:
-        remarks.append(
-            "times on a CPU are scaled from another model's by the work; the interval is that of float networks on a PC"
-            " with one thread"
-        )
+        interval = "the interval is that of float networks on a PC with one thread"
+        remarks.append(f"times on a CPU are scaled from another model's by the work; {interval}")
     moved = "corrects the forecast of every device"
     remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in known]
     table = load_table()
@@ -299,8 +292,7 @@ def _open(subject: Path) -> tuple[Path, Bits | None]:
     if not subject.is_dir():
         return subject, None
     bundle = open_bundle(subject)
-    precision = bundle.manifest.precision
-    if precision not in BITS_OF:
+    if (precision := bundle.manifest.precision) not in BITS_OF:
         words = f"bundle '{subject}' is in {precision}, in which no network was measured"
         raise UsageError(words, hint="forecast the float model, or a bundle in int8 or int16")
     return bundle.find_model("onnx"), BITS_OF[precision]
@@ -313,17 +305,15 @@ def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
         UsageError: sizes are unknown, so that the work cannot be counted.
     """
     with work_folder() as work:
-        sketch = sketch_model(source, work / "sketch.onnx", dims)
-        proto = infer_model(skim_model(sketch.path))
+        proto = infer_model(skim_model(sketch_model(source, work / "sketch.onnx", dims).path))
     name_nodes(proto.graph)
     joined = onnx.ModelProto()
     joined.CopyFrom(proto)
     counted = measure_work(join_graph(joined))
     if counted.unsized:
-        raise UsageError(
-            f"the work of '{source.name}' cannot be counted: {counted.unsized} nodes multiply values of unknown size",
-            hint="give every size with --dim or --shape, or make shapes static with edgekit prepare",
-        )
+        unsized = f"{counted.unsized} nodes multiply values of unknown size"
+        hint = "give every size with --dim or --shape, or make shapes static with edgekit prepare"
+        raise UsageError(f"the work of '{source.name}' cannot be counted: {unsized}", hint=hint)
     return view_model(proto), counted
 
 

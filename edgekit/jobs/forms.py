@@ -179,8 +179,7 @@ def deploy_model(made: ModelForTarget, inputs: BuildInputs, job: BuildJob, work:
         converted = convert(target=target)
     except MissingExtraError as error:
         # A context needs the vendor's compiler; the other forms do not.
-        forms = tuple(form for form in target.conversion.forms if form != "context")
-        if not forms:
+        if not (forms := tuple(form for form in target.conversion.forms if form != "context")):
             raise
         notes.append(f"no context model: {error}")
         conversion = msgspec.structs.replace(target.conversion, forms=forms)
@@ -199,8 +198,7 @@ def make_sizes(
     Raises:
         EdgekitError: a model cannot be made at a smaller size.
     """
-    buckets = inputs.buckets
-    if buckets is None:
+    if (buckets := inputs.buckets) is None:
         return None
     models = {buckets.models.largest: _load(deployed, inputs)}
     for size, prepared in buckets.models.smaller.items():
@@ -267,9 +265,5 @@ def _share(
         f"a model for each {sized.models.padding.dim} of {sizes}: {shared_bytes} bytes together, {separate_bytes} if"
         " they shared no weights; only in ONNX form, because files in ORT format and contexts cannot share any"
     )
-    buckets = Buckets(
-        padding=sized.models.padding,
-        sizes=tuple(Bucket(size=size, file=files_by_size[size][0].name) for size in sized.models.sizes),
-        lengths=sized.lengths,
-    )
-    return files, buckets
+    buckets = tuple(Bucket(size=size, file=files_by_size[size][0].name) for size in sized.models.sizes)
+    return files, Buckets(padding=sized.models.padding, sizes=buckets, lengths=sized.lengths)

@@ -66,11 +66,8 @@ class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _TABLES = (GroupFile, MemberFile, wires.Stage, wires.Text, wires.Crop, wires.Tokens, TaskLimit)
 # The hint about an unknown key: the most similar key of any table, or the list of the file's keys.
-_KEYS = partial(
-    suggest_key,
-    valid={key for table in _TABLES for key in table.__struct_fields__},
-    otherwise=f"the keys are {', '.join(GroupFile.__struct_fields__)}",
-)
+_VALID_KEYS = {key for table in _TABLES for key in table.__struct_fields__}
+_KEYS = partial(suggest_key, valid=_VALID_KEYS, otherwise=f"the keys are {', '.join(GroupFile.__struct_fields__)}")
 
 
 def read_group_file(path: Path) -> GroupFile:
@@ -122,10 +119,8 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
 
     def run(samples: Samples, part: str, limit: int) -> Iterator[dict[str, Array]]:
         with contextlib.ExitStack() as opened:
-            rows = {
-                name: opened.enter_context(writing_rows(folder / name / f"{part}.npz", ragged=True))
-                for name in sessions
-            }
+            files = {name: writing_rows(folder / name / f"{part}.npz", ragged=True) for name in sessions}
+            rows = {name: opened.enter_context(file) for name, file in files.items()}
             calls, strides = dict.fromkeys(sessions, 0), dict.fromkeys(sessions, 1)
 
             def run_member(name: str, given: Sequence[Tensors]) -> list[Tensors]:
@@ -166,13 +161,7 @@ _SHARING_FORMS: tuple[Form, ...] = ("context", "onnx")
 
 
 def build_group(
-    path: Path,
-    data: Data,
-    out: Path,
-    recipe: Recipe | None = None,
-    *,
-    verify: bool = True,
-    progress: Progress = say_nothing,
+    path: Path, data: Data, out: Path, recipe: Recipe, *, verify: bool, progress: Progress = say_nothing
 ) -> GroupBuild:
     """Makes the folder of a group for each target, verifies it end to end, and writes both and a report into `out`.
 
@@ -182,7 +171,7 @@ def build_group(
     Raises:
         EdgekitError: the file, a model, the data or the recipe is wrong; then `out` is unchanged.
     """
-    start, recipe = time.monotonic(), recipe or Recipe()
+    start = time.monotonic()
     file, targets = read_group_file(path), load_targets(choose_here(recipe))
     with work_folder() as work, staged_entries(out) as staging:
         group = _open_members(path, file, work, is_free=takes_any_size(targets))
@@ -207,13 +196,10 @@ def build_group(
                 samples=None,
                 forms=_SHARING_FORMS if shares_weights and not recipe.forms else recipe.forms,
             )
-            member_data = Data(
-                source=str(member_samples / "calibration.npz"), evaluation=str(member_samples / "evaluation.npz")
-            )
-            report_step = name_steps(progress, name)
-            built[name] = build(
-                model.path, member_data, work / "built" / name, member_recipe, verify=False, progress=report_step
-            )
+            calibration, evaluation = (str(member_samples / f"{part}.npz") for part in ("calibration", "evaluation"))
+            member_data, place = Data(source=calibration, evaluation=evaluation), work / "built" / name
+            said = name_steps(progress, name)
+            built[name] = build(model.path, member_data, place, member_recipe, verify=False, progress=said)
         truncation_notes = tuple(_describe_truncation(group, sets))
 
         def finish(target: Target) -> GroupTarget:
@@ -227,9 +213,8 @@ def build_group(
                 bundles[name] = open_bundle(summary.path)
             try:
                 sharing, shared_bytes = share_weights(bundles, work / "shared" / target.name, target.folder)
-                written = write_group(
-                    file.name, group.wiring, sharing, golden, file.metric, GROUP_PROGRAMS, staging / place
-                )
+                folder = staging / place
+                written = write_group(file.name, group.wiring, sharing, golden, file.metric, GROUP_PROGRAMS, folder)
                 found = verify_group(written, choosing(DeviceChoice()), progress=progress) if verify else None
             except EdgekitError as error:
                 return GroupTarget(target=target.name, failure=str(error), notes=tuple(notes))
@@ -277,8 +262,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
             raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
         interfaces[name] = wires.describe_interface(ready.inputs, ready.outputs)
     wiring = wires.resolve_wiring(wires.Wiring(stages=file.stages, tokens=file.tokens), interfaces)
-    fault = wires.find_fault(wiring, interfaces)
-    if fault is not None:
+    if (fault := wires.find_fault(wiring, interfaces)) is not None:
         raise UsageError(f"'{path}' {fault[0]}", hint=fault[1])
     if file.metric == DEFAULT_METRIC and not any(stage.text or stage.crop for stage in wiring.stages):
         raise UsageError(f"'{path}' names no metric", hint='[metric] with name = "top1", ...')

@@ -163,17 +163,11 @@ def plan_for(
     """
     how = msgspec.structs.replace(options or QuantizeOptions(), plan=None, state=None)
     with work_folder() as work:
-        return _choose_plan(_open_job(model, data, recipe, how, work, progress), how.method)[0]
+        return _choose_plan(_open_job(model, data, recipe, how, work, progress, None), how.method)[0]
 
 
 def _open_job(
-    model: Path,
-    data: Data,
-    recipe: Recipe,
-    how: QuantizeOptions,
-    work: Path,
-    progress: Progress,
-    out: Path | None = None,
+    model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, progress: Progress, out: Path | None
 ) -> _Job:
     budget = Budget(end=time.monotonic() + (how.time_budget_s or math.inf), progress=progress)
     targets = load_targets(choose_here(recipe, alone=True))
@@ -255,10 +249,8 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
         UsageError: the target takes no integers, or the recipe contradicts the plan.
     """
     if not any(precision in INTEGERS for precision in target.precisions):
-        raise UsageError(
-            f"target '{target.name}' takes no quantized model: {target.precision_reason}",
-            hint=f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16",
-        )
+        hint = f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16"
+        raise UsageError(f"target '{target.name}' takes no quantized model: {target.precision_reason}", hint=hint)
     if plan is None:
         return choose_precision(target, recipe.precision)
     if recipe.precision not in {"auto", plan.precision}:

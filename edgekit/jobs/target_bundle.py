@@ -102,11 +102,8 @@ class _NoSessionError(ModelError):
         nodes = [node for node in nodes if not node.is_quantizer] or nodes
         first = next((node for node in nodes if node.reasons), nodes[0])
         why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
-        super().__init__(
-            f"no session of the {strategy.precision} model starts on {target.name}, {len(nodes)} nodes stop it:"
-            f" {first.op} '{first.name}': {why}",
-            hint=hint,
-        )
+        stopped = f"no session of the {strategy.precision} model starts on {target.name}"
+        super().__init__(f"{stopped}, {len(nodes)} nodes stop it: {first.op} '{first.name}': {why}", hint=hint)
         self.stopping = {node.name for node in nodes}
         self.left = {node.name for node in check.node_list if not node.taken}
 
@@ -135,10 +132,9 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
             continue
         loss_note = (f"{_describe_loss(first, strategy)}, because {first_reason}",) if first_reason else ()
         refusal = yield msgspec.structs.replace(ready, notes=(*loss_note, *ready.notes))
-        strategies.failed = ModelError(
-            f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}",
-            hint="edgekit check --observe MODEL shows which nodes the provider takes",
-        )
+        words = f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}"
+        hint = "edgekit check --observe MODEL shows which nodes the provider takes"
+        strategies.failed = ModelError(words, hint=hint)
         first_reason = first_reason or strategies.failed.message
     if isinstance(strategies.failed, EdgekitError):
         raise _say_where_to_end(strategies.failed, inputs.prepared, target)
@@ -253,8 +249,7 @@ class _Strategies:
             makers = {graph.producers[name].name for node in region for name in node.input if name in graph.producers}
             readers = {node.name for each in region for name in each.output for node in graph.readers(name)}
             for wider in (names | makers & failure.left, names | makers, names | makers | readers):
-                added = wider - floats - {*strategy.kept}
-                if added:
+                if added := wider - floats - {*strategy.kept}:
                     return tuple(node.name for node in graph.nodes if node.name in added)
             if wider == names:
                 return ()
@@ -262,11 +257,8 @@ class _Strategies:
 
     def _takes_more(self, fixed: BuildInputs) -> bool:
         """Returns True if the target takes more of the work of the rewritten model than of the unchanged one."""
-        models = fixed.prepared, self._inputs.prepared
-        rewritten_share, unchanged_share = (
-            check_model(model, self._target, advises=False).taken_macs for model in models
-        )
-        return rewritten_share > unchanged_share + SAME_SHARE
+        check = partial(check_model, target=self._target, advises=False)
+        return check(fixed.prepared).taken_macs > check(self._inputs.prepared).taken_macs + SAME_SHARE
 
     def _refuse(self, strategy: Strategy, check: CheckReport) -> None:
         if not check.is_refused:
@@ -306,10 +298,8 @@ class _Strategies:
             plan = change_plan(planned.plan, strategy, inputs.prepared, inputs.calibration, target)
             quantized = write_chosen(planned.search, plan, planned.searched, work / "quantized.onnx")
             model = quantized.model
-            notes += [
-                *planned.notes,
-                *(f"left out, since it failed: {step} ({why})" for step, why in self._job.memo.budget.failed.items()),
-            ]
+            failed = self._job.memo.budget.failed.items()
+            notes += [*planned.notes, *(f"left out, since it failed: {step} ({why})" for step, why in failed)]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
             notes += list_large("in 16 bits, which 8 bits do not hold", quantized.wide_constants)
         check = check_model(model, target)

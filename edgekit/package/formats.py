@@ -60,9 +60,8 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
             for library in self.libraries
             if library.abi not in _64_BIT_ABI and library.alignment % PAGE_BYTES
         ]
-        unmatched = [
-            (abi, _64_BIT_ABI[abi]) for abi in self.abis if abi in _64_BIT_ABI and _64_BIT_ABI[abi] not in self.abis
-        ]
+        pairs = ((abi, _64_BIT_ABI[abi]) for abi in self.abis if abi in _64_BIT_ABI)
+        unmatched = [(abi, wide) for abi, wide in pairs if wide not in self.abis]
         lines += [f"'{self.archive}' has libraries for {abi} and none for {wide}" for abi, wide in unmatched]
         return tuple(lines)
 
@@ -177,18 +176,9 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
         source_file.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     (work / "classes").mkdir()
     # The optimizing compiler costs more than it saves here.
-    argv = [
-        javac,
-        "-J-XX:TieredStopAtLevel=1",
-        "-J-XX:+UseSerialGC",
-        "--release",
-        "8",
-        "-Xlint:-options",
-        "-encoding",
-        "UTF-8",
-        "-proc:none",
-    ]
-    argv += ["-implicit:none", "-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
+    argv = [javac, "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC", "--release", "8", "-Xlint:-options"]
+    argv += ["-encoding", "UTF-8", "-proc:none", "-implicit:none"]
+    argv += ["-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
     argv += ["-d", str(work / "classes")]
     result = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
     if not result.succeeded:
@@ -420,10 +410,8 @@ def list_remarks(parts: Sequence[Part]) -> Iterator[str]:
         yield f"onnxruntime-react-native {PLUGIN} has no option '{entry}': {_HARMLESS[entry]}"
     minimum_ort = find_minimum_ort(parts)
     if read_version(minimum_ort) > read_version(PLUGIN):
-        yield (
-            f"the bundles need ONNX Runtime {minimum_ort}, and the plug-in's newest release is {PLUGIN}: the README"
-            f" pins {snippets.choose_android_release(minimum_ort)} for Gradle and CocoaPods"
-        )
+        pin = f"the README pins {snippets.choose_android_release(minimum_ort)} for Gradle and CocoaPods"
+        yield f"the bundles need ONNX Runtime {minimum_ort}, and the plug-in's newest release is {PLUGIN}: {pin}"
 
 
 def _pairs(entries: Mapping[str, str]) -> tuple[str, ...]:

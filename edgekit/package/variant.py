@@ -212,9 +212,8 @@ def make_parts(
     for bundle, name in zip(bundles, names, strict=True):
         files, self_test = _select_files(bundle, extras, sorted(rows[_inputs_digest(bundle)]), work, share=share)
         package_name = name if names.count(name) == 1 else f"{name}-{bundle.sha256[:8]}"
-        parts.append(
-            Part(bundle=bundle, files=files, variant=_describe(bundle, files, self_test, package_name, platform))
-        )
+        variant = _describe(bundle, files, self_test, package_name, platform)
+        parts.append(Part(bundle=bundle, files=files, variant=variant))
     return parts
 
 
@@ -237,10 +236,9 @@ def _select_files(
         names |= manifest.files.keys()
     if not chosen or {"all", "golden"} & {*extras}:
         if manifest.open_dims:
-            raise UsageError(
-                f"golden samples of '{bundle.folder}' have several sizes, and a loader's self-test reads rows of one",
-                hint="leave out --with: those of the self-test go along",
-            )
+            words = f"golden samples of '{bundle.folder}' have several sizes"
+            hint = "leave out --with: those of the self-test go along"
+            raise UsageError(f"{words}, and a loader's self-test reads rows of one", hint=hint)
         golden = {name: bundle.folder / GOLDEN / name for name in (INPUTS, OUTPUTS)}
         self_test: dict[str, Any] = {"samples": manifest.golden.samples, "reference": "outputs"}
     else:
@@ -337,9 +335,7 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     return tuple(map(fix, manifest.inputs)), tuple(map(fix, outputs))
 
 
-def _describe(
-    bundle: Bundle, paths: Mapping[str, Path], self_test: Mapping[str, Any], name: str, platform: str
-) -> Variant:
+def _describe(bundle: Bundle, paths: Mapping[str, Path], test: Mapping[str, Any], name: str, platform: str) -> Variant:
     manifest, files = bundle.manifest, {name: BundledFile.describe(path) for name, path in paths.items()}
     # Loaders compare the file in the package with the digest compiled into them.
     if files[MANIFEST].sha256 != bundle.sha256:
@@ -349,7 +345,7 @@ def _describe(
     options = platform_options.provider_options if platform_options is not None else manifest.provider_options
     inputs, outputs = _fix_shapes(bundle)
     return Variant(
-        **self_test,
+        **test,
         name=name,
         target=manifest.target,
         precision=manifest.precision,
@@ -368,9 +364,7 @@ def _describe(
             # A loader has one limit for all outputs: top-1 agreement is required only if all of them hold classes.
             min_top1_agreement=0.0 if has_numbers else manifest.thresholds.min_top1_agreement,
             # In the few samples of a self-test, two classes with close scores may swap ranks within the tolerance.
-            granted_samples=self_test["samples"]
-            if self_test["reference"] == "expected"
-            else manifest.thresholds.granted_samples,
+            granted_samples=test["samples"] if test["reference"] == "expected" else manifest.thresholds.granted_samples,
         ),
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),

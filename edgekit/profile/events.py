@@ -239,6 +239,5 @@ def _contains(outer: _Event, event: _Event) -> bool:
 
 def _read_tensors(shapes: _Shapes) -> tuple[Tensor, ...]:
     # A list of dicts with one entry each, whose key is the type.
-    return tuple(
-        Tensor(dtype=printable(dtype, 40), shape=tuple(shape)) for entry in shapes for dtype, shape in entry.items()
-    )
+    pairs = (pair for entry in shapes for pair in entry.items())
+    return tuple(Tensor(dtype=printable(dtype, 40), shape=tuple(shape)) for dtype, shape in pairs)

@@ -350,9 +350,8 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
 def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
     """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
     with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
-    without_arena: Mapping[Phase, tuple[int, int]] = (
-        {} if measured.without_arena is None else measured.without_arena.memory
-    )
+    bare = measured.without_arena
+    without_arena: Mapping[Phase, tuple[int, int]] = {} if bare is None else bare.memory
     runs = trace.executions
     traced = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
     arenas = {phase: arena for phase, arena in traced.items() if arena is not None}
@@ -377,15 +376,11 @@ def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
         yield f"silent fallback: {found.provider} took no node"
     if rounds < ROUNDS:
-        yield (
-            f"{rounds} of {ROUNDS} rounds fitted into the time, because a session takes long to start and"
-            " run here; give more time: --seconds"
-        )
+        why = "because a session takes long to start and run here; give more time: --seconds"
+        yield f"{rounds} of {ROUNDS} rounds fitted into the time, {why}"
     if found.overhead is not None and found.overhead.value > DISTURBED and found.overhead.interval[0] > 1:
-        yield (
-            f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"
-            " shares tell more than milliseconds here"
-        )
+        longer = f"the profiler makes these runs {found.overhead.value:.2g} times as long"
+        yield f"{longer}, most of it between the kernels: shares tell more than milliseconds here"
     elif found.covered + found.recording < _MIN_COVERAGE:
         yield (
             f"kernels make {found.covered:.1%} of a run and the profiler's own writing {found.recording:.1%}: the rest"
@@ -395,10 +390,8 @@ def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:
     if found.roof is not None and (
         fast := sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)
     ):
-        yield (
-            f"{fast} kernels are faster than the probe: the machine was busy when that ran, or a cache holds their"
-            " data; --probe-again measures it anew"
-        )
+        why = "the machine was busy when that ran, or a cache holds their data"
+        yield f"{fast} kernels are faster than the probe: {why}; --probe-again measures it anew"
     if found.npu and found.evidence is not Evidence.DEVICE:
         yield (
             "cycles inside the NPU's graph are this PC's: QNN counts what its simulator took, which differs from run to"

@@ -189,8 +189,7 @@ def list_sources(graph: Graph) -> dict[str, Source]:
 def find_source(name: str, sources: Mapping[str, Source]) -> Source:
     """Returns the node of the model that a kernel stands for, an empty one if ONNX Runtime inserted the kernel."""
     while name not in sources:
-        shorter = _SUFFIX.sub("", name)
-        if shorter == name:
+        if (shorter := _SUFFIX.sub("", name)) == name:
             return Source()
         name = shorter
     return sources[name]
@@ -359,14 +358,10 @@ def make_probe() -> onnx.ModelProto:
         nodes.append(helper.make_node("Expand", [source, size], [expanded]))
         nodes.append(helper.make_node(op, [expanded, other], [result], name=name))
         nodes.append(helper.make_node("ReduceMax", [result], [output], keepdims=0))
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]),
-        helper.make_tensor_value_info("u", TensorProto.UINT8, [1]),
-    ]
-    outputs = [
-        helper.make_tensor_value_info(output, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [])
-        for *_, output, dtype in _PROBE_KERNELS
-    ]
+    describe = helper.make_tensor_value_info
+    inputs = [describe("x", TensorProto.FLOAT, [1]), describe("u", TensorProto.UINT8, [1])]
+    types = {output: helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for *_, output, dtype in _PROBE_KERNELS}
+    outputs = [describe(output, kind, []) for output, kind in types.items()]
     initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(nodes, "probe", inputs, outputs, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)

@@ -226,8 +226,7 @@ def _extra_work(sides: SlowAndFast) -> Iterator[Cause]:
 
 def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the kernels of a quantized graph that compute in float between DQ and Q nodes."""
-    graph = sides.graph
-    if graph is None:
+    if (graph := sides.graph) is None:
         return
     by_name = {node.name: node for node in graph.nodes}
     islands: list[NodeTime] = []
@@ -236,9 +235,8 @@ def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
         is_float = bool(node.inputs) and node.inputs[0].startswith("float[") and not node.integers
         if graph_node is None or node.kind or not is_float:
             continue
-        follows_dq = any(
-            (maker := graph.producers.get(name)) and maker.op_type == DEQUANTIZE for name in graph_node.input[:1]
-        )
+        maker = graph.producers.get(graph_node.input[0]) if graph_node.input else None
+        follows_dq = maker is not None and maker.op_type == DEQUANTIZE
         readers = [reader.op_type for name in graph_node.output for reader in graph.consumers.get(name, ())]
         if follows_dq and readers and all(op == QUANTIZE for op in readers):
             islands.append(node)
@@ -272,12 +270,8 @@ def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
             nodes=_name(integers),
         )
     ops = {node.op for node in integers}
-    slower = [
-        (pair, slow, fast)
-        for pair, slow, fast in sides.layers
-        if fast > 0 and slow > fast and ops & {*pair.a_ops, *pair.b_ops}
-    ]
-    if slower:
+    concerned = (layer for layer in sides.layers if ops & {*layer[0].a_ops, *layer[0].b_ops})
+    if slower := [(pair, slow, fast) for pair, slow, fast in concerned if slow > fast > 0]:
         pair, slow, fast = max(slower, key=lambda one: one[1] - one[2])
         yield Cause(
             id="slow-integer-layers",
@@ -298,12 +292,8 @@ def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
     single = [node for node in sides.slow.nodes if not node.spread]
     fast_ms = sum(node.self_ms for node in sides.fast.nodes if not node.spread)
     slow_ms = sum(node.self_ms for node in single)
-    yield Cause(
-        id="one-thread",
-        message=f"{len(single)} kernels keep to one thread: {slow_ms:.3g} ms, against {fast_ms:.3g} ms",
-        milliseconds=slow_ms - fast_ms,
-        nodes=_name(single),
-    )
+    words = f"{len(single)} kernels keep to one thread: {slow_ms:.3g} ms, against {fast_ms:.3g} ms"
+    yield Cause(id="one-thread", message=words, milliseconds=slow_ms - fast_ms, nodes=_name(single))
 
 
 def _between(sides: SlowAndFast) -> Iterator[Cause]:
@@ -324,12 +314,8 @@ def _layers(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the three layers that lose most time to the other side; other causes may explain them too."""
     for pair, slow, fast in sorted(sides.layers, key=lambda one: one[2] - one[1])[:3]:
         ops = " and ".join(" ".join(side) or "nothing" for side in (pair.a_ops, pair.b_ops))
-        yield Cause(
-            id="layer",
-            message=f"'{pair.tensor}' takes {slow:.3g} ms, against {fast:.3g} ms ({ops})",
-            milliseconds=slow - fast,
-            nodes=(pair.tensor,),
-        )
+        words = f"'{pair.tensor}' takes {slow:.3g} ms, against {fast:.3g} ms ({ops})"
+        yield Cause(id="layer", message=words, milliseconds=slow - fast, nodes=(pair.tensor,))
 
 
 def _name(nodes: Iterable[NodeTime]) -> tuple[str, ...]:
@@ -358,10 +344,8 @@ def _list_events(process: int, one: Profiled) -> Iterator[dict[str, Any]]:
     name = f"{one.profile.subject} on {one.profile.device}"
     yield {"ph": "M", "pid": process, "tid": _RUNS_THREAD, "name": "process_name", "args": {"name": name}}
     # The threads of each run, numbered in the order in which they began; each session has its own.
-    threads = [
-        {thread: index for index, thread in enumerate(dict.fromkeys(step.thread for step in run.steps), 1)}
-        for run in one.executions
-    ]
+    threads_by_run = (dict.fromkeys(step.thread for step in run.steps) for run in one.executions)
+    threads = [{thread: index for index, thread in enumerate(each, 1)} for each in threads_by_run]
     for index in range(max(map(len, threads), default=0) + 1):
         label = f"thread {index}" if index != _RUNS_THREAD else "runs"
         yield {"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": label}}

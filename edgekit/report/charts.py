@@ -61,8 +61,7 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep,
 
 def share_out(parts: Sequence[float | None]) -> list[int | None]:
     """Returns parts as integer percentages of the sum of the positive ones; the positive ones sum to exactly 100."""
-    total_gain = sum(part for part in parts if part and part > 0)
-    if not total_gain:
+    if not (total_gain := sum(part for part in parts if part and part > 0)):
         return [None if part is None else 0 for part in parts]
     exact = [None if part is None else 100 * abs(part) / total_gain for part in parts]
     percents = [None if value is None else int(value) for value in exact]
@@ -118,8 +117,7 @@ def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple
     chosen = sorted(list(captions)[:_MAX_PICTURES])
     pictures: list[Picture] = []
     for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
-        uri = next(filter(None, map(draw_image, tensors.values())), None)
-        if uri is not None:
+        if (uri := next(filter(None, map(draw_image, tensors.values())), None)) is not None:
             caption = f"sample {sample}: {'; '.join(captions[sample])}"
             pictures.append(Picture(sample=sample, caption=caption, uri=uri))
     return tuple(pictures)
@@ -151,15 +149,11 @@ def draw_image(value: Array) -> str | None:
 
 def describe_answers(output: OutputReport) -> str:
     """Returns the answers of both models in the worst sample, "" if they are not known."""
-    answers = output.worst_answers
-    if answers is None:
+    if (answers := output.worst_answers) is None:
         return ""
-    is_class = output.top1_agreement is not None
-    texts = (
-        f"class {side.place} ({side.value:.4g})" if is_class else f"{side.value:.4g}"
-        for side in (answers.wanted, answers.got)
-    )
-    return ": float {}, here {}".format(*texts)
+    form = "{value:.4g}" if output.top1_agreement is None else "class {place} ({value:.4g})"
+    wanted, got = (form.format(place=side.place, value=side.value) for side in (answers.wanted, answers.got))
+    return f": float {wanted}, here {got}"
 
 
 def _height(db: float | None) -> float:

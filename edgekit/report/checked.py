@@ -82,23 +82,17 @@ def describe_check(report: CheckReport) -> str:
     settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
     integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
     crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
-    return (
-        f"{report.target}: {report.verdict}; {describe_taken(report.placed)}{integers} and"
-        f" {report.taken_bytes:.0%} of bytes in {count_of(report.partitions, 'partition')}, {crossing}"
-        f" (predicted{settings})"
-    )
+    taken = f"{describe_taken(report.placed)}{integers} and {report.taken_bytes:.0%} of bytes"
+    where = f"in {count_of(report.partitions, 'partition')}, {crossing} (predicted{settings})"
+    return f"{report.target}: {report.verdict}; {taken} {where}"
 
 
 def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
     """Yields what a provider takes of the unchanged file, if it differs from what it takes of the prepared model."""
-    prepared = report.placed
-    if placed is not None and (placed.taken, placed.nodes, placed.partitions) != (
-        prepared.taken, prepared.nodes, prepared.partitions
-    ):  # fmt: skip
-        yield (
-            f"the file as it is: {describe_taken(placed)} in {count_of(placed.partitions, 'partition')}; the figures"
-            " above are those after edgekit prepare or build"
-        )
+    now = report.placed
+    if placed is not None and (placed.taken, placed.nodes, placed.partitions) != (now.taken, now.nodes, now.partitions):
+        taken = f"{describe_taken(placed)} in {count_of(placed.partitions, 'partition')}"
+        yield f"the file as it is: {taken}; the figures above are those after edgekit prepare or build"
 
 
 def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
@@ -134,9 +128,8 @@ def table_check(report: CheckReport) -> Table:
         counts = Counter(node.op for node in nodes).most_common()
         ops = _name_few([f"{op} {count}" if len(counts) > 1 else op for op, count in counts], _MAX_OPS, "")
         why = whys.pop() if len(whys) == 1 else reason
-        rows.append(
-            (macs, (ops, str(len(nodes)), format_count(macs), why, _name_few(names, _MAX_NAMES, ": --json has all")))
-        )
+        which = _name_few(names, _MAX_NAMES, ": --json has all")
+        rows.append((macs, (ops, str(len(nodes)), format_count(macs), why, which)))
     rows.sort(key=lambda row: -row[0])
     return make_table("op", "nodes", "MACs", "why not", "which", rows=[row for _, row in rows])
 
@@ -168,10 +161,8 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
         if report.unsized_nodes:
             one = report.unsized_nodes == 1
             what = "1 node that multiplies is" if one else f"{report.unsized_nodes} nodes that multiply is"
-            yield (
-                f"the work of {what} not known even so: each unknown size counts as 1, so that shares of the work are"
-                " rough"
-            )
+            rough = "each unknown size counts as 1, so that shares of the work are rough"
+            yield f"the work of {what} not known even so: {rough}"
     fatal: dict[str, list[str]] = {}
     for node in report.node_list:
         if node.fatal:
@@ -286,10 +277,9 @@ def describe_mispredictions(placed: Placed | None) -> Iterator[str]:
     found = placed.disagreements
     predicted = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
     first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
-    yield (
-        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')},"
-        f" {predicted} were predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
-    )
+    first += f", and {len(found) - 1} more" if len(found) > 1 else ""
+    taken = f"{placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')}"
+    yield f"{placed.device}: {taken}, {predicted} were predicted: {first}"
 
 
 _MAX_SEGMENTS = 200

@@ -34,9 +34,8 @@ def render_junit(
     last case. The format is that of Jenkins (`jenkins-junit.xsd`), which GitLab, GitHub Actions and Azure read too.
     """
     root = _element("testsuites", name="edgekit verify")
-    suites: list[tuple[str, list[ET.Element], VerifyReport | Judgement]] = [
-        (each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports
-    ]
+    suites: list[tuple[str, list[ET.Element], VerifyReport | Judgement]] = []
+    suites += [(each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports]
     suites += [(name, [], found) for name, found in others.items()]
     for name, cases, whole in suites:
         bundle = _element("testcase", name="the bundle as a whole", classname=name, time="0")
@@ -173,8 +172,7 @@ def _describe(report: VerifyReport) -> Iterator[str]:
                 yield f"| {_escape(run.device)} | {run.evidence.value} | - | - | - | - | {run.verdict} |"
         yield ""
     for run in report.runs:
-        task = run.settled_task
-        if task is not None:
+        if (task := run.settled_task) is not None:
             values = f"float {format_score(task, task.reference)}, here {format_score(task, task.got)}"
             yield f"- {_escape(run.device)}: {_escape(task.name)} {values}, {describe_difference(task)} points"
     yield from _list_remarks(list(list_verify_remarks(report)))

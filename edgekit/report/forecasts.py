@@ -19,17 +19,15 @@ _EQUAL_FACTOR = 1.1
 
 def headline_forecast(report: ForecastReport) -> str:
     """Returns what was forecast and how good the forecast is, in one line."""
-    return (
-        f"{report.model}: {format_count(report.macs)} multiply-accumulates, {format_count(report.weights)} weights,"
-        f" {report.nodes} operators; {report.evidence}: estimated from other networks, nothing ran"
-    )
+    work = f"{format_count(report.macs)} multiply-accumulates, {format_count(report.weights)} weights"
+    ground = f"{report.evidence}: estimated from other networks, nothing ran"
+    return f"{report.model}: {work}, {report.nodes} operators; {ground}"
 
 
 def table_forecast(report: ForecastReport) -> Table:
     """Returns the devices as a table: time with 80 % interval, nodes left to the CPU, memory, similar networks."""
-    table = make_table(
-        "device", "SoC", "precision", "ms", "80 % between", "on the CPU", "memory MB", "most like it (ms)"
-    )
+    columns = ("device", "SoC", "precision", "ms", "80 % between", "on the CPU", "memory MB", "most like it (ms)")
+    table = make_table(*columns)
     before = ""
     for row in report.rows:
         name = "" if row.device == before else row.device
@@ -58,8 +56,7 @@ def describe_interval(row: DeviceForecast) -> str:
 
 def describe_cpu(row: DeviceForecast) -> str:
     """Returns the number of nodes that the rules leave to the CPU, their operators, and the bytes that cross over."""
-    placing = row.placing
-    if placing is None:
+    if (placing := row.placing) is None:
         return "all"
     if not placing.left:
         return "none, in one partition" if placing.partitions == 1 else f"none, in {placing.partitions} partitions"
@@ -70,14 +67,12 @@ def describe_cpu(row: DeviceForecast) -> str:
 
 def describe_forecast(report: ForecastReport) -> str:
     """Returns the forecast of each device in one line, and which devices miss the limit."""
-    rows = (row for row in report.rows)
-    text = "; ".join(
-        f"{row.device} {row.note}" if row.ms is None else
-        f"{row.device} {row.precision} {row.ms:.3g} ms ({describe_interval(row)})"
-        for row in rows
-    )  # fmt: skip
+    texts: list[str] = []
+    for row in report.rows:
+        time = "" if row.ms is None else f"{row.precision} {row.ms:.3g} ms ({describe_interval(row)})"
+        texts.append(f"{row.device} {time or row.note}")
     limit = "" if report.max_ms is None else f"; at most {report.max_ms:g} ms: {report.verdict}"
-    return f"forecast, nothing ran there: {text}{limit}"
+    return f"forecast, nothing ran there: {'; '.join(texts)}{limit}"
 
 
 def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
@@ -105,8 +100,7 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
             is_measured = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
             answer = _compare_times(rows) if is_measured else _choose_by_measured_pairs(list(rows), report.faster)
             found.setdefault(answer, []).append(device)
-    for answer, devices in found.items():
-        yield f"{answer}: {', '.join(devices)}"
+    yield from (f"{answer}: {', '.join(devices)}" for answer, devices in found.items())
 
 
 def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:

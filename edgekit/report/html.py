@@ -87,10 +87,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 def frame_page(page: str, height: int) -> str:
     """Returns a page in a frame of this height in pixels."""
     # The sandbox allows scripts only: names in the page come from untrusted models.
-    return (
-        f'<iframe sandbox="allow-scripts" style="width: 100%; height: {height}px; border: 0"'
-        f' srcdoc="{html.escape(page)}"></iframe>'
-    )
+    style = f"width: 100%; height: {height}px; border: 0"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(page)}"></iframe>'
 
 
 def show(report: _Report, *, height: int = _HEIGHT) -> Page:

@@ -252,13 +252,8 @@ def draw_roof(profile: DeviceProfile) -> Chart | None:
         tuple((axis.place(10.0**power), f"{10.0**power:g}") for power in range(int(axis.low), int(axis.high) + 1))
         for axis in (across, up)
     )
-    return Chart(
-        marks=dots,
-        lines={"": line(roof.float_gmacs), "integers": line(roof.integer_gmacs)},
-        columns=columns,
-        rows=rows,
-        edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
-    )
+    lines = {"": line(roof.float_gmacs), "integers": line(roof.integer_gmacs)}
+    return Chart(marks=dots, lines=lines, columns=columns, rows=rows, edges=(_LEFT, _RIGHT, _TOP, _BOTTOM))
 
 
 def _span_decades(values: Sequence[float], begin: float, end: float) -> LogAxis:

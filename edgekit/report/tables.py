@@ -92,8 +92,7 @@ def table_layer_sizes(report: SizeReport) -> Table:
     for layer in heavy[:_MAX_ROWS]:
         macs = format_or_dash(layer.macs, "{:,}")
         table.add_row(layer.name, layer.op, f"{layer.weight_bytes:,}", _share(layer.weight_bytes, total), macs)
-    rest = heavy[_MAX_ROWS:]
-    if rest:
+    if rest := heavy[_MAX_ROWS:]:
         size_bytes = sum(layer.weight_bytes for layer in rest)
         table.add_row(f"{len(rest)} more (all with --json)", "", f"{size_bytes:,}", _share(size_bytes, total), "")
     table.add_row("the graph itself", "", f"{report.other_bytes:,}", _share(report.other_bytes, total), "")
@@ -107,10 +106,8 @@ def list_changes(delta: Delta) -> Iterator[str]:
     yield from (f"placement {fact.key}: {_move(fact.old, fact.new)}" for fact in delta.placement)
     place = {None: "absent", True: "provider", False: "CPU"}
     nodes = [f"node {node.name} ({node.op}): {place[node.old]} -> {place[node.new]}" for node in delta.nodes]
-    layers = [
-        f"layer {layer.name} ({_move(layer.old_op, layer.new_op)}): {_size(layer.old_bytes, layer.new_bytes)}"
-        for layer in delta.layers
-    ]
+    sizes = [(layer, _size(layer.old_bytes, layer.new_bytes)) for layer in delta.layers]
+    layers = [f"layer {layer.name} ({_move(layer.old_op, layer.new_op)}): {size}" for layer, size in sizes]
     for lines in (nodes, layers):
         yield from lines[:_MAX_ROWS]
         if len(lines) > _MAX_ROWS:
@@ -156,11 +153,8 @@ def list_size_remarks(report: PackageReport) -> Iterator[str]:
     rest = report.size_bytes - report.model_bytes
     yield f"models {format_bytes(report.model_bytes)}, all else {format_bytes(rest)}"
     if report.outweighs:
-        largest = max(report.sizes, key=lambda name: report.sizes[name])
-        yield (
-            f"warning: all else is {rest / max(1, report.model_bytes):.1f} times as large as the models; the largest"
-            f" file is '{largest}'"
-        )
+        largest, times = max(report.sizes, key=lambda name: report.sizes[name]), rest / max(1, report.model_bytes)
+        yield f"warning: all else is {times:.1f} times as large as the models; the largest file is '{largest}'"
 
 
 class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,8 +310,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
     yield f"{report.out}: {kept}; {size}"
     reasons = Counter(node.reason for node in report.float_nodes)
-    for reason, count in reasons.most_common(_MAX_LINES):
-        yield f"- {count} in float: {reason}"
+    yield from (f"- {count} in float: {reason}" for reason, count in reasons.most_common(_MAX_LINES))
     if len(reasons) > _MAX_LINES:
         yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
     large = list_large("in float", report.float_constants)

@@ -94,9 +94,8 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
     yield from describe_state(run.state) if run.state else ()
     if run.sizes:
         # The worst SQNR for each size, against the float model run at the samples' own lengths.
-        sizes = ", ".join(
-            f"{size.size} ({len(size.lengths)} samples{_describe_worst(size.outputs)})" for size in run.sizes.sizes
-        )
+        worst = ((size, _describe_worst(size.outputs)) for size in run.sizes.sizes)
+        sizes = ", ".join(f"{size.size} ({len(size.lengths)} samples{ratio})" for size, ratio in worst)
         yield f"each sample compared with the float model at its own '{run.sizes.dim}': {sizes}"
     for file in (file for file in run.files if file.failure is None):
         nodes = ", ".join(f"{count_of(count, 'node')} on {provider}" for provider, count in file.provider_nodes.items())
@@ -121,8 +120,7 @@ def _describe_worst(outputs: Iterable[OutputReport]) -> str:
 def table_verify(report: VerifyReport) -> Table:
     """Returns a verification as a table: a row for each output of each run."""
     table = make_table("device", "evidence", "output", "cosine", "SQNR", "agreement", "ms", "result")
-    is_labelled = any(run.accuracy is not None for run in report.runs)
-    if is_labelled:
+    if is_labelled := any(run.accuracy is not None for run in report.runs):
         table.add_column("accuracy: float -> here, points", overflow="fold")
     for run in report.runs:
         for output in run.outputs:
@@ -145,10 +143,9 @@ def list_task(task: TaskReport | None) -> Iterator[str]:
 
 
 def list_metric(run: RunReport) -> Iterator[str]:
-    """Yields the metric of a run, and that of its faster stand-in over all labelled samples, if there is one."""
+    """Yields the metric of a run, and that of its faster stand-in where it has one."""
     yield from list_task(run.task)
-    stand_in = run.stand_in
-    if stand_in is not None:
+    if (stand_in := run.stand_in) is not None:
         agreed = f"{stand_in.agreeing} of {stand_in.compared} samples that both ran got the same score"
         taken = "" if stand_in.agrees else ", so that it is not taken for this one's"
         yield from (f"{line}, as measured on {stand_in.device}{taken}: {agreed}" for line in list_task(stand_in.task))
@@ -163,9 +160,8 @@ def table_device_figures(report: VerifyReport) -> Table:
         times = [getattr(found.latency_ms, name, None) for name in ("median", "p95", "p99")]
         costs = (f"{found.nodes_taken}/{found.nodes}", format_bytes(found.peak_rss_bytes))
         outputs, ratio = f"as {found.same_as}" if found.same_as else "own", format_or_dash(found.sqnr_db, "{:.1f} dB")
-        table.add_row(
-            found.device, ratio, *shares, *(format_or_dash(time, "{:.2f} ms") for time in times), *costs, outputs
-        )
+        shown_times = (format_or_dash(time, "{:.2f} ms") for time in times)
+        table.add_row(found.device, ratio, *shares, *shown_times, *costs, outputs)
     return table
 
 
@@ -301,8 +297,7 @@ def headline_build(report: BuildReport) -> str:
         headline += " do what the float model does" if len(passed) > 1 else " does what the float model does"
     else:
         headline = "The bundle does not pass" if count == 1 else f"None of {count} bundles passes"
-    not_passed = next((bundle for bundle in report.bundles if bundle not in passed), None)
-    if not_passed is None:
+    if (not_passed := next((bundle for bundle in report.bundles if bundle not in passed), None)) is None:
         return f"{headline}." if report.verified else f"{headline}. Next: edgekit verify BUNDLE."
     is_unproven = not_passed.verdict == "not proven"
     if is_unproven and count == 1:
@@ -324,8 +319,7 @@ def describe_verified(report: BuildReport) -> str:
     """Returns how many samples were held out, and how many of them ran on the devices."""
     held_out = report.golden_samples
     runs = [run for bundle in report.bundles if bundle.verify is not None for run in bundle.verify.runs]
-    counts = [run.samples for run in runs]
-    if not counts:
+    if not (counts := [run.samples for run in runs]):
         return f"{held_out} kept back to verify"
     if min(counts) == held_out:
         return f"{held_out} others verified on each device"

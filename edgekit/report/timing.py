@@ -60,15 +60,11 @@ def table_bench(report: BenchReport) -> Table:
         if run.failure is not None:
             table.add_row(run.device, run.evidence.value, run.provider, *settings, Text("failed", _BAD), *_NOTHING)
             continue
-        times = (
-            f"{run.median_ms:.3g} ms",
-            f"{run.p95_ms:.3g} ms",
-            f"{run.p99_ms:.3g} ms",
-            f"{run.throughput_per_s:.3g}",
-        )
+        times = (f"{ms:.3g} ms" for ms in (run.median_ms, run.p95_ms, run.p99_ms))
+        rates = (f"{run.throughput_per_s:.3g}", str(run.iterations))
         starts = (f"{run.load_ms:.0f} ms", f"{run.first_ms:.3g} ms", f"{run.peak_rss_bytes / 1e6:.0f} MB")
         provider = run.provider.removesuffix("ExecutionProvider")
-        table.add_row(run.device, run.evidence.value, provider, *settings, *times, str(run.iterations), *starts)
+        table.add_row(run.device, run.evidence.value, provider, *settings, *times, *rates, *starts)
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", *("-" for _ in varying), Text("skipped", _UNKNOWN), *_NOTHING)
     return table

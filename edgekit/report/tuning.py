@@ -59,10 +59,8 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
         yield table
     table = make_table("race", "last challenger", "cost", "taken", "why")
     for race in report.decisions:
-        cost, taken = (
-            "-" if race.ratio is None else f"{race.ratio.value:.3f}",
-            Text("yes", "green") if race.taken else "no",
-        )
+        cost = "-" if race.ratio is None else f"{race.ratio.value:.3f}"
+        taken = Text("yes", "green") if race.taken else "no"
         table.add_row(race.group, race.challenger or "-", cost, taken, race.reason)
     yield table
     table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
@@ -114,19 +112,15 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     if report.evidence is not Evidence.DEVICE:
         yield f"these are not the target's times ({report.evidence.value}: {report.evidence.meaning})"
     if report.evidence in _CLOCKLESS and any(one.group == PROVIDER_OPTIONS for one in report.decisions):
-        yield (
-            f"{report.device} takes the options of {report.provider} but has no clock of its own: a device may gain by"
-            " them"
-        )
+        clock = "but has no clock of its own: a device may gain by them"
+        yield f"{report.device} takes the options of {report.provider} {clock}"
     yield from (f"{one.group}: {one.reason}" for one in report.decisions if "is out:" in one.reason)
     if report.busy is not None:
         before, after = report.busy
         yield f"load average on {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
         if report.cores and before > _MAX_LOAD * report.cores:
-            yield (
-                "other programs used this machine: the ratios hold under that load, and on an idle machine more threads"
-                " or spinning may be faster"
-            )
+            idle = "on an idle machine more threads or spinning may be faster"
+            yield f"other programs used this machine: the ratios hold under that load, and {idle}"
     rest = "" if report.seconds > _BUDGET_USED * report.budget_s else ": every race was decided before"
     if rest and any("time was over" in one.reason for one in report.decisions):
         rest = ": the remaining time is too short for another round and the final comparison"

@@ -61,9 +61,8 @@ def open_files(
             # The file is used on this machine only, so it may have the memory layouts of its CPU.
             options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
             model = load_model(path)
-            converted = convert_forms(
-                model, Source(model=model, origin=model, checked=False), ("full",), {"full": options}, folder
-            )
+            source = Source(model=model, origin=model, checked=False)
+            converted = convert_forms(model, source, ("full",), {"full": options}, folder)
             found[ORT_FORM] = open_subject(folder / converted.files["full"][0], work / "ort", opening)
         except EdgekitError as error:
             notes.append(f"no {ORT_FORM} in the race: {error.message}")
@@ -87,8 +86,7 @@ def has_branches(job: Job) -> bool:
         # Nodes that read only constants are folded when the session is made.
         if not reads:
             continue
-        depth = max(reads) + 1
-        if depth in seen:
+        if (depth := max(reads) + 1) in seen:
             return True
         seen.add(depth)
         depths |= dict.fromkeys(node.output, depth)

@@ -125,15 +125,9 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measurement:
     outputs = block.outputs
     if entrant.batch > 1:
         # Only the first rows are those of the reference's sample.
-        outputs = {
-            name: value[: len(setup.reference[name])] if value.ndim else value for name, value in outputs.items()
-        }
-    sqnr_db, fault = judge_outputs(
-        list_samples([setup.reference], "the reference"),
-        list_samples([outputs], setup.device.name),
-        setup.gate,
-        setup.bundle,
-    )
+        outputs = {name: it[: len(setup.reference[name])] if it.ndim else it for name, it in outputs.items()}
+    wanted, got = list_samples([setup.reference], "the reference"), list_samples([outputs], setup.device.name)
+    sqnr_db, fault = judge_outputs(wanted, got, setup.gate, setup.bundle)
     measurement = Measurement(
         median_ms=float(np.median(block.latency_ms)),
         p99_ms=float(np.percentile(block.latency_ms, 99.0)),
@@ -295,11 +289,8 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
                     excluded[entrant.name] = measured.fault
                 else:
                     ratios[entrant.name].append(cost_of(measured, goal) / cost_of(measured_all[0], goal))
-        screened = {
-            one.name: geometric_mean(ratios[one.name])
-            for one in remaining
-            if one.name not in excluded and ratios[one.name]
-        }
+        measured_names = (one.name for one in remaining if one.name not in excluded and ratios[one.name])
+        screened = {name: geometric_mean(ratios[name]) for name in measured_names}
         ahead = [one for one in remaining if screened.get(one.name, 1.0) < 1 - LEAST_GAIN]
         ahead.sort(key=lambda one: screened[one.name])
         remaining = ahead[: max(1, len(remaining) // 2)]

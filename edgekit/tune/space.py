@@ -194,21 +194,17 @@ def _list_candidates(given: Circumstances) -> Iterator[Group]:
     yield Group(name="threads", changes=tuple(threads))
     if given.branches and given.goal not in {"load", "memory"}:
         # Parallel execution with default threads, and with the physical cores divided among concurrent nodes.
-        divided = ((physical // nodes, nodes) for nodes in (1 << shift for shift in range(1, physical.bit_length())))
-        parallel = (
-            Change(name=f"parallel, {nodes} by {each} threads", parallel=True, inter_threads=nodes, threads=each)
-            for each, nodes in divided
-        )
-        yield Group(name="execution", changes=(Change(name="parallel", parallel=True), *parallel))
+        parallel = [Change(name="parallel", parallel=True)]
+        for nodes in (1 << shift for shift in range(1, physical.bit_length())):
+            name, each = f"parallel, {nodes} by {physical // nodes} threads", physical // nodes
+            parallel.append(Change(name=name, parallel=True, inter_threads=nodes, threads=each))
+        yield Group(name="execution", changes=tuple(parallel))
     if given.files:
         yield Group(name="file", changes=tuple(Change(name=f"file {name}", file=name) for name in given.files))
     yield LEVELS
     # A pool of more threads than the device has cores is left out.
-    options = (
-        change
-        for change in PROVIDER_CHANGES.get(given.provider, ())
-        if int(change.provider_options.get(_POOL_SIZE, "0")) <= cores
-    )
+    known = PROVIDER_CHANGES.get(given.provider, ())
+    options = (change for change in known if int(change.provider_options.get(_POOL_SIZE, "0")) <= cores)
     yield Group(name=PROVIDER_OPTIONS, changes=tuple(options), combinable=True)
     relevant = _RELEVANT_SWITCHES.get(given.goal)
     switches = tuple(change for change in SWITCHES.changes if relevant is None or change.name in relevant)

@@ -161,15 +161,13 @@ def _prepare(
     with contextlib.suppress(EdgekitError):
         sizes = BATCHES if options.goal == "throughput" else ()
         openings = {size: msgspec.structs.replace(untuned, batch=size) for size in sizes}
-        batched = {
-            size: open_subject(path, work / f"batch{size}", batch_opening) for size, batch_opening in openings.items()
-        }
+        places = {size: (work / f"batch{size}", opening) for size, opening in openings.items()}
+        batched = {size: open_subject(path, *each) for size, each in places.items()}
         samples_by_batch |= {size: subject.job_for(device).samples for size, subject in batched.items()}
 
     def job_for(entrant: Entrant) -> Job:
-        return set_job(
-            msgspec.structs.replace(jobs[entrant.file], samples=samples_by_batch[entrant.batch]), entrant.setting
-        )
+        job = msgspec.structs.replace(jobs[entrant.file], samples=samples_by_batch[entrant.batch])
+        return set_job(job, entrant.setting)
 
     job = job_for(DEFAULTS)
     progress(f"measure {opened[''].name} on {device.name} with the defaults")
@@ -300,9 +298,8 @@ def _find_refusal(search: _Search, chosen: Entrant, final: Ratio | str | None) -
     golden = bundle.golden
     job = search.setup.job_for(chosen)
     count = min(golden.samples, _MAX_GOLDEN)
-    golden_job = msgspec.structs.replace(
-        job, samples=select_samples(read_inputs(golden), range(count)), concurrency=1, timeout_s=3600.0
-    )
+    samples = select_samples(read_inputs(golden), range(count))
+    golden_job = msgspec.structs.replace(job, samples=samples, concurrency=1, timeout_s=3600.0)
     with work_folder() as work:
         run = search.setup.device.run_job(golden_job, work)
         if run.failure is not None:
@@ -402,13 +399,8 @@ def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> It
                 optimize_graph(job.model, out, SessionSettings(level=level, config=dict(job.target.session.config)))
                 row = describe_level(load_model(job.model), out, level)
                 nodes, fused = row.nodes, row.inserted
-        yield LevelRow(
-            level=level.value,
-            nodes=nodes,
-            fused=fused,
-            load_ms=None if found.fault else found.load_ms,
-            median_ms=None if found.fault else found.median_ms,
-        )
+        load_ms, median_ms = (None, None) if found.fault else (found.load_ms, found.median_ms)
+        yield LevelRow(level=level.value, nodes=nodes, fused=fused, load_ms=load_ms, median_ms=median_ms)
 
 
 # Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.
@@ -445,10 +437,8 @@ def _summarize(entrant: Entrant, measured: Sequence[Measurement]) -> TriedSettin
 def mark_pareto(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
     """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
     # To be minimized: milliseconds, bytes, and negative decibels.
-    figures = [
-        (one.median_ms, one.peak_rss_bytes, -min(_EQUAL_DB, _EQUAL_DB if one.sqnr_db is None else one.sqnr_db))
-        for one in tried
-    ]
+    ratios = [_EQUAL_DB if one.sqnr_db is None else min(_EQUAL_DB, one.sqnr_db) for one in tried]
+    figures = [(one.median_ms, one.peak_rss_bytes, -ratio) for one, ratio in zip(tried, ratios, strict=True)]
     sound = [own for one, own in zip(tried, figures, strict=True) if one.fault is None]
 
     def is_dominated(own: tuple[float, int, float]) -> bool:

@@ -51,12 +51,9 @@ def attribute_loss(
         labels = None if classes is None else [classes[index] for index in indices]
         steps.append(_describe(step, found, None if labels is None else measure_accuracy(reference, got, labels)))
     steps.append(_describe("device" if run.evidence == Evidence.DEVICE else "provider", worst, run.accuracy))
-    return msgspec.structs.replace(
-        report,
-        attribution=share_loss(steps, None if run.accuracy is None else run.accuracy.reference),
-        attributed_device=run.device,
-        notes=(*report.notes, *refusals),
-    )
+    shared = share_loss(steps, None if run.accuracy is None else run.accuracy.reference)
+    notes = (*report.notes, *refusals)
+    return msgspec.structs.replace(report, attribution=shared, attributed_device=run.device, notes=notes)
 
 
 def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> VerifyReport:

@@ -97,18 +97,12 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
 
     Devices that nobody asked for this time are left out of the comparison.
     """
-    costs = {
-        run.device: Cost(
-            source=source,
-            latency_ms=None if run.latency_ms is None else run.latency_ms.median,
-            peak_rss_bytes=run.peak_rss_bytes,
-        )
-        for run in before.runs
-        if run.failure is None
-    }
-    runs = tuple(
-        msgspec.structs.replace(run, reference_cost=costs.get(run.device, run.reference_cost)) for run in report.runs
-    )
+    costs: dict[str, Cost] = {}
+    for run in (run for run in before.runs if run.failure is None):
+        latency_ms = None if run.latency_ms is None else run.latency_ms.median
+        costs[run.device] = Cost(source=source, latency_ms=latency_ms, peak_rss_bytes=run.peak_rss_bytes)
+    pairs = [(run, costs.get(run.device, run.reference_cost)) for run in report.runs]
+    runs = tuple(msgspec.structs.replace(run, reference_cost=cost) for run, cost in pairs)
     chosen = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
     known = tuple(run for run in before.runs if run.device in chosen)
     if lines := find_regressions(msgspec.structs.replace(before, runs=known), report):
@@ -119,12 +113,8 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
 
 def diff_runs(before: PastRun, now: PastRun) -> RunsDiff:
     """Returns what differed between two verifications, and what became worse."""
-    return RunsDiff(
-        before=before.id,
-        now=now.id,
-        changes=tuple(find_changes(before.report, now.report)),
-        regressions=find_regressions(before.report, now.report),
-    )
+    changes, regressions = tuple(find_changes(before.report, now.report)), find_regressions(before.report, now.report)
+    return RunsDiff(before=before.id, now=now.id, changes=changes, regressions=regressions)
 
 
 def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
@@ -183,11 +173,8 @@ def _compare_output(device: str, before: OutputReport, now: OutputReport | None)
         ("top-1 agreement", before.top1_agreement, before.top1_interval, now.top1_agreement, 0.0, ""),
         ("exact match", before.exact_match, None, now.exact_match, 0.0, ""),
     )
-    lists = tuple(
-        ("detection agreement", each.share, each.interval, shared.get(each.of), 0.0, "")
-        for each in before.agreements
-        if each.of == "detections"
-    )
+    detections = (each for each in before.agreements if each.of == "detections")
+    lists = tuple(("detection agreement", it.share, it.interval, shared.get(it.of), 0.0, "") for it in detections)
     for label, old, interval, new, slack, unit in lists or by_rows:
         if old is None:
             continue

@@ -308,10 +308,8 @@ def verify_group(
         bundles = {name: extract_member(group, name, work / name) for name in group.manifests}
         # All members are for one target, so they have the same devices.
         devices = find(next(iter(bundles.values())))
-        members = {
-            name: require_devices(verify_bundle(bundle, devices, progress=say), required)
-            for name, bundle in bundles.items()
-        }
+        reports = {name: verify_bundle(bundle, devices, progress=say) for name, bundle in bundles.items()}
+        members = {name: require_devices(report, required) for name, report in reports.items()}
 
         def run(device: Device) -> GroupRun:
             say(f"verify {group.manifest.name} end to end on {device.name}")
@@ -335,9 +333,7 @@ def _run_device(group: Group, bundles: Mapping[str, Bundle], device: Device, wor
     golden, wiring, metric = group.golden, group.manifest.wiring, group.manifest.metric
     plans = {name: plan_run(bundle, device, group.manifest.samples) for name, bundle in bundles.items()}
     # A copy runs whose digests were just compared, as for the bundle of a single model.
-    private = {
-        name: snapshot_bundle(bundle, [plans[name].form], work / "members" / name) for name, bundle in bundles.items()
-    }
+    private = {name: snapshot_bundle(it, [plans[name].form], work / "members" / name) for name, it in bundles.items()}
     if (labels := read_labels(golden)) is None:
         raise BundleError(f"group '{group.folder}' has no labels", hint="build the group again")
     rows = spread_indices(golden.samples, min(plan.samples for plan in plans.values()))

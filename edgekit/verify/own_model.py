@@ -67,8 +67,7 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
             rows = [session.run(sample) for sample in inputs]
         except RuntimeRefusal:
             continue
-        names = list(rows[0])
-        if names != wanted:
+        if (names := list(rows[0])) != wanted:
             fault = f"its outputs are {', '.join(names)}, those in the manifest {', '.join(wanted)}"
         else:
             fault = _find_fault(limits, expected, rows)
@@ -250,10 +249,8 @@ def describe_older(run: DeviceRun, minimum_ort: str) -> str:
         return ""
     if run.evidence is Evidence.DEVICE:
         return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: loaders refuse older ones"
-    return (
-        f"it runs ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: it is too old to show which nodes"
-        " the provider takes in an app"
-    )
+    asked = f"it runs ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer"
+    return f"{asked}: it is too old to show which nodes the provider takes in an app"
 
 
 def _is_on_grid(values: Array) -> bool:

@@ -111,16 +111,12 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
         return None
     if _holds_compiled(run, job):
         return None
-    expected, reported = (
-        Counter(FAMILIES[node.op] for node in side if node.op in FAMILIES) for side in (nodes, run.placement)
-    )
+    sides = (nodes, run.placement)
+    expected, reported = (Counter(FAMILIES[it.op] for it in side if it.op in FAMILIES) for side in sides)
     for family, count in sorted((reported - expected).items()):
-        return (
-            f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
-        )
-    unseen = [
-        node for node in nodes if node.op in FAMILIES and node.name not in seen and not is_unlisted(node, job.target)
-    ]
+        more = f"{count} {family} more than the {expected[family]} there are"
+        return f"its placement is not this model's: it reports {more}"
+    unseen = [it for it in nodes if it.op in FAMILIES and it.name not in seen and not is_unlisted(it, job.target)]
     hidden: list[CheckedNode] = []
     for family, count in sorted((expected - reported).items()):
         hidden += sorted((node for node in unseen if FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
@@ -134,9 +130,8 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
 def _holds_compiled(run: DeviceRun, job: Job) -> bool:
     """Returns True if a provider's node stands for others: a context-file node, or a compiled node in a profile."""
     if any(node.op == "EPContext" for node in run.placement):
-        return job.model.suffix == ".onnx" and any(
-            node.op_type == "EPContext" for node in skim_model(job.model).graph.node
-        )
+        nodes = skim_model(job.model).graph.node if job.model.suffix == ".onnx" else ()
+        return any(node.op_type == "EPContext" for node in nodes)
     known = {node.op for node in job.check.node_list} | FAMILIES.keys()
     return run.placement_source == "profile" and any(
         node.provider != CPU_PROVIDER and node.op not in known for node in run.placement

@@ -207,9 +207,8 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
         for name in self.required:
             if not any(_is_named(run.device, name) for run in self.runs):
-                reason = next(
-                    (skip.reason for skip in self.skipped if _is_named(skip.device, name)), "nothing named it"
-                )
+                reasons = (skip.reason for skip in self.skipped if _is_named(skip.device, name))
+                reason = next(reasons, "nothing named it")
                 found.append(f"device '{name}' was asked for and did not run: {reason}")
         return (*found, *self.alterations, *self.regressions)
 

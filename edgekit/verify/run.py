@@ -174,9 +174,8 @@ def _run_devices(
         reports = tuple(done.report for done in runs)
         if request.task is not None:
             scored = [(done.report, done.scored) for done in runs]
-            reports = own_model.add_stand_ins(
-                private, request.golden or private.golden, request.task, scored, work / "stand-in"
-            )
+            golden, place = request.golden or private.golden, work / "stand-in"
+            reports = own_model.add_stand_ins(private, golden, request.task, scored, place)
         return reports, tuple(broken), tuple(done.kept for done in runs if done.kept is not None)
 
 
@@ -311,9 +310,8 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
         # The source model was quantized already.
         is_given = manifest.precision in INTEGERS and manifest.ancestry.quantized is None
         unfaithful = find_unfaithful(trial.own, reference, got, may_be_equal=is_given)
-    outputs = [
-        msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in reports
-    ]
+    faults = [(output, output.mismatch or unfaithful.get(output.name)) for output in reports]
+    outputs = [msgspec.structs.replace(output, mismatch=fault) for output, fault in faults]
     failing = _name_wrong(outputs, trial)
     is_half = manifest.precision == "fp16"
     found = suspects.find_suspects(reference, got, failing, is_half=is_half) if failing else {}

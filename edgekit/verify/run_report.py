@@ -241,10 +241,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         """Possible explanations of a run that does not pass: known traps, the layer, and the padding of samples."""
         filled = () if self.sizes is None else self.sizes.filled
         padded = next((line for output in filled for line in judge_output(output, self.thresholds)), None)
-        padding = (
-            f"padding changes the result of the float model itself, as where no mask hides it: {padded}; give the model"
-            " a mask, or build it for one size"
-        )
+        changes = "padding changes the result of the float model itself, as where no mask hides it"
+        padding = f"{changes}: {padded}; give the model a mask, or build it for one size"
         return (*self.traps, *_explain_layers(self.located), *(() if padded is None else (padding,)))
 
     @property

@@ -149,9 +149,8 @@ def run_buckets(
     largest = buckets.sizes[-1]
     report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))
     sizes.append(msgspec.structs.replace(report, outputs=compare(run.outputs, rows, largest.size)))
-    return SizesReport(
-        dim=buckets.padding.dim, filled=compare(select_samples(filled, rows), rows, largest.size), sizes=tuple(sizes)
-    )
+    in_largest = compare(select_samples(filled, rows), rows, largest.size)
+    return SizesReport(dim=buckets.padding.dim, filled=in_largest, sizes=tuple(sizes))
 
 
 _MOST_GROUPS = 3

@@ -87,18 +87,13 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
         return Judgement(unproven=(stopped,))
     if not report.outputs:
         return Judgement(failures=("step by step nothing was compared",))
-    failures = [
-        f"with its own state over {steps} steps, {line}"
-        for output in report.outputs
-        for line in judge_output(output, thresholds)
-    ]
+    lines = (line for output in report.outputs for line in judge_output(output, thresholds))
+    failures = [f"with its own state over {steps} steps, {line}" for line in lines]
     for drift in report.read:
         late, lost = drift.late_fed_back, drift.lost_db
         if most is not None and late is not None and lost is not None and late < ACCEPTED_DB and lost > most:
-            failures.append(
-                f"output '{drift.output}' drifts: in the later of {steps} steps its own state costs it"
-                f" {lost:.1f} dB, more than {most:g} dB"
-            )
+            costs = f"its own state costs it {lost:.1f} dB, more than {most:g} dB"
+            failures.append(f"output '{drift.output}' drifts: in the later of {steps} steps {costs}")
     return Judgement(failures=tuple(failures))
 
 
@@ -177,9 +172,8 @@ def run_sequences(
     names = [spec.name for spec in golden.outputs]
     # An app reads the outputs that are no state, or all if there are no others.
     read = tuple(report for report in reports if report.name not in find_fed_back(state).values())
-    return msgspec.structs.replace(
-        found, outputs=read or tuple(reports), drift=measure_drift(names, reference, fed_back, given, state.steps)
-    )
+    drift = measure_drift(names, reference, fed_back, given, state.steps)
+    return msgspec.structs.replace(found, outputs=read or tuple(reports), drift=drift)
 
 
 def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int, work: Path) -> Samples:

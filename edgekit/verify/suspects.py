@@ -104,9 +104,7 @@ def undo_softmax(wanted: Floats, found: Floats) -> Floats:
 
 def redo_softmax(wanted: Floats, found: Floats) -> Floats:
     """Returns the softmax of the output if the reference sums to one: then a softmax was left out."""
-    if abs(float(wanted.sum()) - 1.0) > 1e-3:
-        return found
-    return softmax(found, axis=None)
+    return found if abs(float(wanted.sum()) - 1.0) > 1e-3 else softmax(found, axis=None)
 
 
 _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
@@ -118,11 +116,8 @@ _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
 def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:
     """Returns True if an output is not finite, or at the limit of half precision, while the reference is neither."""
     sides = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
-    largest = [
-        [float(np.abs(value).max(initial=0.0)) for value in pair]
-        for pair in sides
-        if all(value.dtype.kind == "f" for value in pair)
-    ]
+    floats = (pair for pair in sides if all(value.dtype.kind == "f" for value in pair))
+    largest = [[float(np.abs(value).max(initial=0.0)) for value in pair] for pair in floats]
     # NaN compares as not below the limit, so it counts too.
     return any(wanted < HALF_MAX and not found < HALF_MAX for wanted, found in largest)
 
@@ -160,8 +155,7 @@ def _reverse_channels(value: Array) -> Array:
 
 def _swap_layout(value: Array) -> Array:
     """Returns an image with its shape unchanged, but its values laid out as in the other layout."""
-    axis = _channel_axis(value)
-    if axis is None:
+    if (axis := _channel_axis(value)) is None:
         return value
     other = np.moveaxis(value, 1, -1) if axis == 1 else np.moveaxis(value, -1, 1)
     return np.ascontiguousarray(other).reshape(value.shape)
@@ -215,10 +209,8 @@ def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> I
     wanted = _SOCS.get(bundle.manifest.settings.get("soc_model", ""))
     version = re.search(r":(v\d+)$", run.device)
     if wanted is not None and version is not None and version[1] != wanted:
-        yield (
-            f"the bundle was built for HTP {wanted}, the device is {version[1]}: their arithmetic differs;"
-            f" build with --set soc_model=N for {version[1]}"
-        )
+        versions = f"the bundle was built for HTP {wanted}, the device is {version[1]}"
+        yield f"{versions}: their arithmetic differs; build with --set soc_model=N for {version[1]}"
 
 
 def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str | None:
@@ -235,10 +227,9 @@ def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str
     fused = any(op.startswith(("QLinear", "QGemm", "MatMulInteger", "ConvInteger")) for op in ops)
     if rounded < _LEAST_ROUNDED or not floats or fused:
         return None
-    return (
-        f"the saved runtime optimisations were ignored: {floats} layers ran in float between {rounded} Q and DQ nodes;"
-        ' the session needs the config entry session.enable_saved_runtime_optimizations = "1"'
-    )
+    ignored = f"{floats} layers ran in float between {rounded} Q and DQ nodes"
+    remedy = 'the session needs the config entry session.enable_saved_runtime_optimizations = "1"'
+    return f"the saved runtime optimisations were ignored: {ignored}; {remedy}"
 
 
 def may_saturate(model: Path) -> bool:
@@ -250,12 +241,8 @@ def may_saturate(model: Path) -> bool:
     if model.suffix != ".onnx" or not model.is_file():
         return False
     graph = read_proto(load_model(model), weights=False).graph
-    signed = {
-        tensor.name: tensor
-        for tensor in graph.initializer
-        if tensor.data_type == onnx.TensorProto.INT8 and tensor.data_location != onnx.TensorProto.EXTERNAL
-    }
+    inside = (tensor for tensor in graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
+    signed = {tensor.name: tensor for tensor in inside if tensor.data_type == onnx.TensorProto.INT8}
     weights = (signed.get(node.input[0]) for node in graph.node if node.op_type == "DequantizeLinear")
-    return any(
-        np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0) > _SAFE for weight in weights if weight
-    )
+    arrays = (numpy_helper.to_array(weight).astype(np.int16) for weight in weights if weight)
+    return any(np.abs(array).max(initial=0) > _SAFE for array in arrays)

@@ -122,11 +122,9 @@ def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detecti
         raise DataError(words, hint='name them: output = "BOXES,SCORES,CLASSES", or write a module:function')
     boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64).reshape(-1) for name in names)
     if boxes.size != 4 * scores.size or classes.size != scores.size:
-        raise DataError(
-            f"the outputs {', '.join(names)} hold {boxes.size} coordinates, {scores.size} scores and {classes.size}"
-            " classes",
-            hint="a detection has four coordinates, one score and one class",
-        )
+        counts = f"{boxes.size} coordinates, {scores.size} scores and {classes.size} classes"
+        hint = "a detection has four coordinates, one score and one class"
+        raise DataError(f"the outputs {', '.join(names)} hold {counts}", hint=hint)
     return label, boxes.reshape(-1, 4), scores, classes
 
 

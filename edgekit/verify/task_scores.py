@@ -114,10 +114,8 @@ def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[
     if most is not None:
         factor = 100.0 if report.unit == "share" else 1.0
         sign = factor if report.higher_is_better else -factor
-        drop, (low, high) = (
-            sign * (report.reference - got),
-            sorted(-sign * end for end in report.interval or (0.0, 0.0)),
-        )
+        drop = sign * (report.reference - got)
+        low, high = sorted(-sign * end for end in report.interval or (0.0, 0.0))
         yield _judge_loss(report, limit, _Loss(
             said=f"is {drop:.2f} points worse than the float model",
             worst=f"{high:.2f}",

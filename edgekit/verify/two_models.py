@@ -58,18 +58,15 @@ class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def first_bad_layer(self) -> str | None:
         """The first layer whose own error stands out, or None if none does or none was compared."""
-        if self.located is not None:
-            return self.located.layer
-        return name_first_bad(self.layers)
+        return name_first_bad(self.layers) if self.located is None else self.located.layer
 
     def weigh(self, min_sqnr_db: float | None = None) -> Judgement:
         """Returns why `b` does not do what `a` does, or why that is open; a given SQNR limit counts too."""
         if self.failure is not None or not self.outputs:
             return Judgement(failures=(f"the device failed: {self.failure}" if self.failure else "nothing came back",))
         limits = limit_ratio(min_sqnr_db)
-        return join_judgements(
-            (*(weigh_output(output, limits) for output in self.outputs), judge_task(self.task, self.task_limit))
-        )
+        outputs = (weigh_output(output, limits) for output in self.outputs)
+        return join_judgements((*outputs, judge_task(self.task, self.task_limit)))
 
     def judge(self, min_sqnr_db: float | None) -> Verdict:
         """Returns whether `b` does what `a` does, and the metric keeps its limit."""
@@ -100,10 +97,7 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
     """
     inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
     # Samples that hold the inputs of both models under each one's names.
-    both = map_samples(
-        samples,
-        lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in inputs.items() if mine in sample}},
-    )
+    both = map_samples(samples, lambda given: {**given, **{b: given[a] for b, a in inputs.items() if a in given}})
     # Refused here, an input of another name, type or shape is no finding about an output.
     adapt_sample(next(iter(both), {}), b)
     wanted = keep_small(_run_model(a, both, {}))
@@ -165,10 +159,8 @@ def _compare_outputs(
     if sorted(names) == sorted(others):
         pairs = ((name, others.index(name), place) for place, name in enumerate(names))
         moved = {name: f"is output {at}, in the reference {place}" for name, at, place in pairs if at != place}
-    return tuple(
-        msgspec.structs.replace(each, mismatch=absent.get(each.name) or each.mismatch or moved.get(each.name))
-        for each in outputs
-    )
+    faults = {each.name: absent.get(each.name) or each.mismatch or moved.get(each.name) for each in outputs}
+    return tuple(msgspec.structs.replace(each, mismatch=faults[each.name]) for each in outputs)
 
 
 def add_task(

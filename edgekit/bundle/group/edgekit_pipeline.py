@@ -81,10 +81,8 @@ class _Sample:
             given = self._fill(stage, state)
             (outputs,) = yield stage["run"], [given]
             self._take(stage, outputs)
-            state = {
-                name: _feed_back(_list_sizes(specs[name]), given[name], outputs[output])
-                for name, output in stage["state"].items()
-            }
+            fed = stage["state"].items()
+            state = {name: _feed_back(_list_sizes(specs[name]), given[name], outputs[output]) for name, output in fed}
         return {}
 
     def _run_boxes(self, stage: Table) -> Runs:

@@ -123,9 +123,7 @@ def write_group(
     if len(targets) != 1:
         named = ", ".join(sorted(targets))
         raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
-    shared = folders.find_shared(
-        {entry.sha256: entry for entry in manifest.files.values()} for manifest in manifests.values()
-    )
+    shared = folders.find_shared({it.sha256: it for it in manifest.files.values()} for manifest in manifests.values())
     _check_places(manifests, shared)
     with staged_folder(out) as staging:
         for member, bundle in bundles.items():
@@ -232,22 +230,15 @@ def _find_places(member: str, manifest: Manifest, shared: Mapping[str, object]) 
     """Returns the path of each file of a member, relative to `group.json`."""
     multi_file_forms = [names for names in manifest.forms.values() if len(names) > 1]
     # A model refers to its external weights by path, so models that share weights must be in one folder.
-    with_shared_weights = {
-        name
-        for names in multi_file_forms
-        if any(manifest.files[each].sha256 in shared for each in names)
-        for name in names
-    }
+    sharing = [names for names in multi_file_forms if any(manifest.files[each].sha256 in shared for each in names)]
+    with_shared_weights = {name for names in sharing for name in names}
     with_own_weights = {name for names in multi_file_forms for name in names}
 
     def place(name: str, digest: str) -> str:
         if name in with_shared_weights:
             return f"{_MODELS}/{name}"
-        return (
-            f"{_SHARED}/{digest}"
-            if digest in shared and name not in with_own_weights
-            else f"{_MEMBERS}/{member}/{name}"
-        )
+        is_shared = digest in shared and name not in with_own_weights
+        return f"{_SHARED}/{digest}" if is_shared else f"{_MEMBERS}/{member}/{name}"
 
     return {name: place(name, entry.sha256) for name, entry in manifest.files.items()}
 
@@ -313,9 +304,8 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
     Raises:
         OutputError: `folder` cannot be written.
     """
-    models = {
-        name: load_model(each.find_model("onnx")) for name, each in bundles.items() if "onnx" in each.manifest.forms
-    }
+    loading = {name: bundle for name, bundle in bundles.items() if "onnx" in bundle.manifest.forms}
+    models = {name: load_model(bundle.find_model("onnx")) for name, bundle in loading.items()}
     shared, size_bytes = share_models(models, folder)
     replaced = {
         name: folders.replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")

@@ -176,8 +176,7 @@ def _list_faults(wiring: Wiring, members: Mapping[str, Interface]) -> Iterator[F
 
 def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
     interface = members[stage.run]
-    roles = _list_roles(stage)
-    filled = Counter((*stage.feeds.keys() | stage.state.keys(), *roles))
+    filled = Counter((*stage.feeds.keys() | stage.state.keys(), *_list_roles(stage)))
     for name in filled:
         if name not in interface.inputs:
             yield f"fills '{name[:99]}', which is no input", suggest_name(name, interface.inputs)
@@ -282,16 +281,14 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     return msgspec.structs.replace(wiring, stages=tuple(stages))
 
 
-def _find_source(
-    name: str, interface: Interface, before: Sequence[Stage], members: Mapping[str, Interface]
-) -> str | None:
+def _find_source(name: str, own: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> str | None:
     for stage in reversed(before):
         other = members.get(stage.run)
         if other is None or stage.repeat or stage.crop is not None:
             continue
         if name in other.outputs:
             return f"{stage.run}.{name}"
-        found = match_state([interface.inputs[name]], list(other.outputs.values()))
+        found = match_state([own.inputs[name]], list(other.outputs.values()))
         if name in found:
             return f"{stage.run}.{found[name]}"
     return None

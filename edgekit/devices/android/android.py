@@ -222,19 +222,15 @@ class Android(Device, frozen=True, kw_only=True):
         outcome = (
             "crashes too" if other_run.crashed else f"says: {other_run.failure}" if other_run.failure else "runs it"
         )
-        return msgspec.structs.replace(
-            run, failure=f"{run.failure}; '{other.name}' {outcome}", crashed=not other_run.crashed
-        )
+        failure = f"{run.failure}; '{other.name}' {outcome}"
+        return msgspec.structs.replace(run, failure=failure, crashed=not other_run.crashed)
 
     def _run(self, job: Job, work: Path) -> DeviceRun:
         request = self._describe_job(job)
         # Without samples, or without TFLite's kernels, networks are only built, not computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0 and compute.can_compute()
-        with (
-            serving(work / "nnapi", _COMPUTE_MODULE, job.timeout_s)
-            if is_computed
-            else contextlib.nullcontext() as served
-        ):
+        pipes = serving(work / "nnapi", _COMPUTE_MODULE, job.timeout_s) if is_computed else contextlib.nullcontext()
+        with pipes as served:
             argv = [*self._enter(job, work, served), str(LOADER.find_program(self.abi)), "--pipe"]
             run = run_program(self, argv, job, request, work, emulates=True)
         return msgspec.structs.replace(
@@ -253,14 +249,9 @@ class Android(Device, frozen=True, kw_only=True):
             # threads.
             options[_POOL] = str(job.threads or 1)
         # The session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders.
-        threads = 1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES
-        return describe_job(
-            job,
-            provider=provider,
-            provider_options=options,
-            runtime=str(LOADER.find_library(self.abi)),
-            threads=job.threads or threads,
-        )
+        runtime = str(LOADER.find_library(self.abi))
+        threads = job.threads or (1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES)
+        return describe_job(job, provider=provider, provider_options=options, runtime=runtime, threads=threads)
 
     def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""
@@ -279,9 +270,8 @@ class Android(Device, frozen=True, kw_only=True):
             return ("env", *variables)
         core = find_core(self.cpu)
         write_phone(core, work / "phone")
-        variables.append(f"EDGEKIT_PHONE={work / 'phone'}")
-        variables.append(f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
-        return ("env", *variables, *emulator, "-cpu", core.qemu)
+        known = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
+        return ("env", *variables, *known, *emulator, "-cpu", core.qemu)
 
     def _explain_failure(self, run: DeviceRun, job: Job) -> str:
         """Returns, after a semicolon, NNAPI's last message or the ONNX Runtime bug behind a crash; else ""."""
@@ -315,10 +305,8 @@ class Android(Device, frozen=True, kw_only=True):
         if refused_counts := {name: facts.operations[name] for name in refused if name in facts.operations}:
             counts = ", ".join(f"{count} {name}" for name, count in refused_counts.items())
             operations = sum(facts.operations.values())
-            yield (
-                f"NNAPI's driver refuses {sum(refused_counts.values())} of {operations} operations, which its"
-                f" reference kernels on the phone's CPU ran: {counts}"
-            )
+            share = f"{sum(refused_counts.values())} of {operations} operations"
+            yield f"NNAPI's driver refuses {share}, which its reference kernels on the phone's CPU ran: {counts}"
 
 
 def find_emulator(abi: str) -> tuple[str, ...] | None:

@@ -174,9 +174,8 @@ def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progr
                 libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
                 has = ", ".join(sorted(words[1] for words in libraries))
                 message = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
-                raise DeviceError(
-                    message, hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar"
-                )
+                hint = "give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar"
+                raise DeviceError(message, hint=hint)
             kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
             kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
             for name, path in kept.items():

@@ -64,8 +64,7 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
             node.input[index] = sources.setdefault(name, f"{name}/rounded")
         nodes.append(node)
         for index, name in enumerate(node.output):
-            kind = types.get(name)
-            if kind in {FLOAT, HALF}:
+            if (kind := types.get(name)) in {FLOAT, HALF}:
                 # Rounded directly after the node, so that every reader gets the value that the target would pass on.
                 node.output[index] = f"{name}/full"
                 half = name if kind == HALF else f"{name}/half"

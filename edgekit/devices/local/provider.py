@@ -246,10 +246,8 @@ def is_accelerated(device: str) -> bool:
 def list_offered() -> tuple[OfferedProvider, ...]:
     """Returns every provider that the installed ONNX Runtime and plug-in wheels offer, with what each finds here."""
     builtin_devices = {row.name: device for device, row in PROVIDERS.items() if not row.module}
-    rows = [
-        (name, f"onnxruntime {VERSION}", builtin_devices.get(name) or _OTHERS.get(name, ""))
-        for name in AVAILABLE_PROVIDERS
-    ]
+    named = {name: builtin_devices.get(name) or _OTHERS.get(name, "") for name in AVAILABLE_PROVIDERS}
+    rows = [(name, f"onnxruntime {VERSION}", device) for name, device in named.items()]
     plugins = {row.distribution: (row.name, device) for device, row in PROVIDERS.items() if row.module}
     known = {**plugins, **_OTHER_WHEELS}
     wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
@@ -320,10 +318,8 @@ class LocalProvider(Device, frozen=True, kw_only=True):
         left = [node.name or node.op for node in run.placement if node.provider == CPU_PROVIDER]
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
         if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
-            notes.append(
-                f"{row.name} computes on this CPU, but lists it only because edgekit presents it as Intel's: an app on"
-                " this machine finds no device"
-            )
+            words = "lists it only because edgekit presents it as Intel's: an app on this machine finds no device"
+            notes.append(f"{row.name} computes on this CPU, but {words}")
         versions = {**run.versions, **self.find_versions()}
         return msgspec.structs.replace(run, versions=versions, notes=(*run.notes, *notes))
 

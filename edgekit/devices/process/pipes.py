@@ -66,8 +66,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
     """Answers questions until the last one; an answer is an empty line and the outputs, or a line with an error."""
     while line := ask.readline():
-        question = msgspec.json.decode(line, type=_Question).ask
-        if question == "end":
+        if (question := msgspec.json.decode(line, type=_Question).ask) == "end":
             break
         try:
             result = b""

@@ -56,9 +56,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
     """Returns the runner in Python, for the interpreter `python` in another root file system or on another machine."""
-    return Program(
-        files={ORT_RUNNER.name: ORT_RUNNER}, argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"), notes=notes
-    )
+    argv = (python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe")
+    return Program(files={ORT_RUNNER.name: ORT_RUNNER}, argv=argv, notes=notes)
 
 
 def check_options(provider: str, options: Mapping[str, str], known: Collection[str]) -> None:
@@ -224,9 +223,8 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
             # A message begins with the list of its tensors, a report with an object: one byte tells them apart.
             if first == b"{":
                 line = stream.readline(exchange.MAX_RESULT_BYTES + 1)
-                answer.report = exchange.decode_run(
-                    line if line.endswith(b"\n") or len(line) > exchange.MAX_RESULT_BYTES else b""
-                )
+                is_whole = line.endswith(b"\n") or len(line) > exchange.MAX_RESULT_BYTES
+                answer.report = exchange.decode_run(line if is_whole else b"")
                 if answer.report.status == "running":
                     continue
                 if job.trace and answer.report.trace_bytes:
@@ -315,15 +313,12 @@ def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedN
             return ()  # not an ONNX file: the nodes are not known
         whole = printable(report.placed_whole)
         return tuple(PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=whole) for node in nodes)
-    return tuple(
-        PlacedNode(
-            name=printable(node.name, MAX_LOG),
-            op=printable(node.op),
-            domain=printable(node.domain),
-            provider=printable(node.provider),
-        )
-        for node in report.placement
-    )
+
+    def clean(node: PlacedNode) -> PlacedNode:
+        op, domain, provider = printable(node.op), printable(node.domain), printable(node.provider)
+        return PlacedNode(name=printable(node.name, MAX_LOG), op=op, domain=domain, provider=provider)
+
+    return tuple(map(clean, report.placement))
 
 
 def quote_last_line(stderr: str) -> str:

@@ -182,9 +182,6 @@ def read_facts(output: str) -> PhoneFacts:
 def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
     """Returns the problems of a phone, faults first."""
     values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
-    found = [
-        msgspec.structs.replace(finding, cause=finding.cause.format_map(values), fix=finding.fix.format_map(values))
-        for matches, finding in _SIGNS
-        if matches(facts)
-    ]
-    return tuple(sorted(found, key=lambda finding: finding.level != "fault"))
+    found = sorted((sign for matches, sign in _SIGNS if matches(facts)), key=lambda sign: sign.level != "fault")
+    texts = [(sign, sign.cause.format_map(values), sign.fix.format_map(values)) for sign in found]
+    return tuple(msgspec.structs.replace(sign, cause=cause, fix=fix) for sign, cause, fix in texts)

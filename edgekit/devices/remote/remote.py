@@ -309,9 +309,8 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
                 yield device
             finally:
                 if Path(device.control).exists():
-                    run_process(
-                        ["ssh", "-o", f"ControlPath={device.control}", "-O", "exit", "--", self.host], timeout_s=5
-                    )
+                    end = ["ssh", "-o", f"ControlPath={device.control}", "-O", "exit", "--", self.host]
+                    run_process(end, timeout_s=5)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job on the machine.
@@ -346,12 +345,9 @@ exit 0"""
         if not base.startswith("/") or not base.isprintable():
             raise DeviceError(f"'{self.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
         words = [*system.split(), ""]
-        return Machine(
-            abi=linux.get(words[-2], "") if words[0] == "Linux" else "",
-            base=base,
-            versions={"system": last_line(system)[:80], "cores": store.read_count(cores)},
-            python=last_line(path)[:200],
-        )
+        abi = linux.get(words[-2], "") if words[0] == "Linux" else ""
+        versions = {"system": last_line(system)[:80], "cores": store.read_count(cores)}
+        return Machine(abi=abi, base=base, versions=versions, python=last_line(path)[:200])
 
     def find_program(self, machine: Machine) -> Program | Missing:
         """Returns edgekit's native runner; if there is none, or Python is requested, the runner in Python."""

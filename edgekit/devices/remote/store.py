@@ -161,11 +161,8 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
     to_remove = list(stored.left)
     if stored.sizes == tuple(path.stat().st_size for path in wanted.values()):
         if to_remove:
-            ask(
-                shell,
-                f"cd {shlex.quote(base)} || exit 1\n{_script_removals(base, to_remove)}",
-                step="removing left-overs",
-            )
+            script = f"cd {shlex.quote(base)} || exit 1\n{_script_removals(base, to_remove)}"
+            ask(shell, script, step="removing left-overs")
         return f"{base}/{digest}"
     if stored.sizes:  # the set is there, but damaged, as after a sudden power-off
         to_remove.append(digest)
@@ -222,24 +219,15 @@ exit 0"""
 
 
 def _fill(
-    shell: Shell,
-    base: str,
-    part: str,
-    digest: str,
-    wanted: Mapping[str, Path],
-    stored: _Stored,
-    to_remove: Sequence[str],
+    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], stored: _Stored, stale: Sequence[str]
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     on_machine = {name: stored.copies[digests[name]] for name in wanted if digests[name] in stored.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
     # Checked before anything is sent, because sending may take minutes.
     if stored.free_bytes is not None and stored.free_bytes < needed:
-        raise DeviceError(
-            f"'{shell.name}' while sending files: {needed >> 10} kB are needed below '{base}', "
-            f"{stored.free_bytes >> 10} kB are free",
-            hint="free space on the device",
-        )
+        sizes = f"{needed >> 10} kB are needed below '{base}', {stored.free_bytes >> 10} kB are free"
+        raise DeviceError(f"'{shell.name}' while sending files: {sizes}", hint="free space on the device")
     place = shlex.quote(base)
     digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
     # Files are sent under numbers, so that no tar has to handle the user's file names.
@@ -250,7 +238,7 @@ def _fill(
         f"(t {part}/{numbers[name]} {digests[name]} x) && echo {numbers[name]} || rm -f {part}/{numbers[name]}\n"
         for name in on_machine
     )
-    removals = _script_removals(base, to_remove)
+    removals = _script_removals(base, stale)
     script = f"cd {place} || exit 1\n{removals}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
     for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
         missing.pop(number, None)

@@ -62,10 +62,9 @@ def _read_attributes(node: Node) -> dict[str, Any]:
     except onnx.defs.SchemaError:
         return node.attributes
     known = {name: item.default_value for name, item in schema.attributes.items() if item.default_value.type}
-    defaults = {name: onnx.helper.get_attribute_value(value) for name, value in known.items()}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in defaults.items()} | (
-        node.attributes
-    )
+    values = {name: onnx.helper.get_attribute_value(value) for name, value in known.items()}
+    defaults = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+    return defaults | node.attributes
 
 
 def _is_same(one: Any, other: Any) -> bool:

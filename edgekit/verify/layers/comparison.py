@@ -213,9 +213,8 @@ class _Comparison:
 
     def _scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
         """Returns A's tensors by name, with their channels scaled as B's are; with `sign` -1, scaled back."""
-        factors = {
-            item.in_a: self._scaling[item.raw_b] ** sign for item in self._matched if item.raw_b in self._scaling
-        }
+        scaled = (item for item in self._matched if item.raw_b in self._scaling)
+        factors = {item.in_a: self._scaling[item.raw_b] ** sign for item in scaled}
         return {name: scale_channels(value, factors[name]) if name in factors else value
                 for name, value in values.items()}  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Matches the tensors of one model to those of another, and makes models that output their inner tensors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from difflib import SequenceMatcher
 from types import MappingProxyType
 from typing import Any
@@ -175,11 +176,8 @@ def _find_rounding(graph: Graph) -> frozenset[str]:
 
 def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:
     """Returns how many of the matched tensors come from the same operator in both graphs."""
-    return sum(
-        item.tensor in a.producers and _real_node(a.producers[item.tensor], a).op_type == item.op
-        for item in matched
-        if item.raw_b in b.producers
-    )
+    made = (item for item in matched if item.raw_b in b.producers and item.tensor in a.producers)
+    return sum(_real_node(a.producers[item.tensor], a).op_type == item.op for item in made)
 
 
 def _find_ops(name: str, graph: Graph) -> set[str]:
@@ -251,9 +249,7 @@ def open_part(
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
 
 
-def walk_back(
-    graph: Graph, wanted: Iterable[str], stops: frozenset[str] | set[str] = frozenset()
-) -> tuple[set[str], set[str]]:
+def walk_back(graph: Graph, wanted: Iterable[str], stops: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
     """Returns the tensors that `wanted` need, `wanted` included, and the `stops` at which the search ended."""
     kept, met = set[str](), set[str]()
     waiting = list(wanted)
@@ -296,9 +292,8 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
         fits = value is not None and (value.dtype.name == spec.dtype or value.dtype.kind in kinds)
         if value is None or not fits or not shape_matches(value.shape, spec):
             has = ", ".join(f"{name}: {item.dtype}{list(item.shape)}" for name, item in sample.items())
-            raise UsageError(
-                f"'{model.path}' wants the input {spec}", hint=f"the samples have {has}; edgekit prepare changes inputs"
-            )
+            hint = f"the samples have {has}; edgekit prepare changes inputs"
+            raise UsageError(f"'{model.path}' wants the input {spec}", hint=hint)
         adapted[spec.name] = value if spec.dtype == "string" else value.astype(DTYPES[spec.dtype], copy=False)
     return adapted
 

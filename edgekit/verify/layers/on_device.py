@@ -152,9 +152,8 @@ def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool, befor
     except (EdgekitError, ValueError) as error:
         note = f"the layers were not matched to Core ML's program: {error}"
         return msgspec.structs.replace(found, notes=(*found.notes, note))
-    return msgspec.structs.replace(
-        found, operations={name: tuple(map(_describe, operations)) for name, operations in matched.items()}
-    )
+    described = {name: tuple(map(_describe, operations)) for name, operations in matched.items()}
+    return msgspec.structs.replace(found, operations=described)
 
 
 def find_device_layer(
@@ -239,11 +238,8 @@ def find_device_layer(
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
-    layers = tuple(
-        report_layer(probe.layer, probe.op, probe.tensor, errors[probe.tensor], probe.grid.step if probe.grid else 0.0)
-        for probe in probes
-        if probe.tensor in errors
-    )
+    measured = ((it, errors[it.tensor], it.grid.step if it.grid else 0.0) for it in probes if it.tensor in errors)
+    layers = tuple(report_layer(it.layer, it.op, it.tensor, error, step) for it, error, step in measured)
     bad = find_wrong_layer(layers, find_least_db(outputs))
     located = Located(layer=bad, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
     if (wrong := located.bad) is None:
@@ -354,9 +350,8 @@ def _measure_slice(
         given = {probe.tensor: (probe.tensor, got[probe.tensor].dtype) for probe in sources}
         isolated = isolated or matching.open_part(model, tensors, given)
         exact = here.run(sample)
-        own = isolated.run(
-            {**sample, **{matching.ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}}
-        )
+        fed = {matching.ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}
+        own = isolated.run({**sample, **fed})
         for probe in wanted:
             pair = probe.read(own), probe.read(got)
             yield probe, measure_layer(probe.grid, (probe.read(exact), pair[1]), [pair]), pair

@@ -50,10 +50,8 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
         for name, value in {**given, **traced.run(given)}.items():
             if value.dtype.kind == "f":
                 reach[name] = max(reach.get(name, 0.0), measure_size(value)[0])
-    largest_of = {
-        node.name: max((reach.get(name, 0.0) for name in (*node.input, *node.output)), default=0.0)
-        for node in graph.nodes
-    }
+    values = {node.name: [reach.get(name, 0.0) for name in (*node.input, *node.output)] for node in graph.nodes}
+    largest_of = {name: max(each, default=0.0) for name, each in values.items()}
     return {name: value for name, value in largest_of.items() if value * _HEADROOM > HALF_MAX}
 
 

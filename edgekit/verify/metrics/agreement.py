@@ -210,8 +210,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
     # A single sample has no variance, and samples of several sizes have no mean.
     if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
         kept.insert(0, ("variance", varying))
-    for of, size in kept:
-        yield sum_shares(of, np.stack([size - error, size], axis=1))
+    yield from (sum_shares(of, np.stack([size - error, size], axis=1)) for of, size in kept)
 
 
 def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:

@@ -282,16 +282,12 @@ def compare_bundled(
     if not {each.name for each in outputs}.issubset(state):
         outputs = tuple(msgspec.structs.replace(each, is_state=each.name in state) for each in outputs)
     # An output that is missing or has another shape has failed already.
-    if listed is None or [each.samples for each in outputs if each.name in listed.outputs] != [reference.count] * len(
-        listed.outputs
-    ):
+    counts = [] if listed is None else [each.samples for each in outputs if each.name in listed.outputs]
+    if listed is None or counts != [reference.count] * len(listed.outputs):
         return outputs
     shares = np.array([weigh_detections(listed, *pair) for pair in zip(reference, got, strict=False)])
-    shared = sum_shares("detections", shares)
-    return tuple(
-        msgspec.structs.replace(output, agreements=(shared,)) if output.name in listed.outputs else output
-        for output in outputs
-    )
+    judged = dict.fromkeys(listed.outputs, (sum_shares("detections", shares),))
+    return tuple(msgspec.structs.replace(it, agreements=judged.get(it.name, it.agreements)) for it in outputs)
 
 
 def weigh_detections(listed: DetectionList, wanted: Tensors, found: Tensors) -> tuple[float, float]:

@@ -136,10 +136,8 @@ def find_replay(sides: Sides) -> str | None:
     independent = max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
     if measure_chance(near, apart, min(independent, _MOST_VALUES * len(sides.own))) >= CHANCE:
         return None
-    return (
-        f"lies {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does:"
-        " the float model ran in its place, or the reference was replayed"
-    )
+    nearer = f"lies {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does"
+    return f"{nearer}: the float model ran in its place, or the reference was replayed"
 
 
 def find_leak(own: Floats, got: Floats) -> str | None:

@@ -62,15 +62,11 @@ def find_answers(wanted: Array, found: Array, errors: Sequence[SampleErrors]) ->
 
 def count_changes(pairs: Iterable[tuple[SampleErrors, Answers | None]]) -> tuple[ClassChange, ...]:
     """Returns which class changed to which other one in how many samples, the most frequent first, at most 20."""
-    counts = Counter(
-        (answers.wanted.place, answers.got.place)
-        for errors, answers in pairs
-        if answers is not None and errors.top1 is False
-    )
+    changed = (answers for errors, answers in pairs if answers is not None and errors.top1 is False)
+    counts = Counter((answers.wanted.place, answers.got.place) for answers in changed)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(
-        ClassChange(wanted=wanted, got=got, samples=samples) for (wanted, got), samples in ranked[:_MOST_CHANGES]
-    )
+    most = ranked[:_MOST_CHANGES]
+    return tuple(ClassChange(wanted=wanted, got=got, samples=samples) for (wanted, got), samples in most)
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -189,10 +185,8 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         return ()
     found: list[str] = []
     if output.finds_nothing:
-        found.append(
-            f"output '{output.name}' finds nothing in any of {output.samples} samples, so scores that are lost do not"
-            " show: give samples that show something"
-        )
+        unseen = "so scores that are lost do not show: give samples that show something"
+        found.append(f"output '{output.name}' finds nothing in any of {output.samples} samples, {unseen}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
     kept = [(each, least) for each, least in limits if (each, least) not in missed]
@@ -215,10 +209,9 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
     for each, least in missed:
         # Not beyond chance: that would be a failure.
-        found.append(
-            f"output '{output.name}' has {_describe(each, least)}, which may be chance with"
-            f" {max(output.samples, each.samples)} samples: more of them, or labels with a metric, would tell"
-        )
+        chance = f"which may be chance with {max(output.samples, each.samples)} samples"
+        remedy = "more of them, or labels with a metric, would tell"
+        found.append(f"output '{output.name}' has {_describe(each, least)}, {chance}: {remedy}")
     return tuple(found)
 
 
@@ -227,16 +220,11 @@ def describe_agreements(outputs: Iterable[OutputReport]) -> Iterator[str]:
     for output in outputs:
         for shared in (each for each in output.agreements if each.of == "detections"):
             doubt = "" if shared.interval is None else " ({:.1%} to {:.1%} at 95 %)".format(*shared.interval)
-            yield (
-                f"output '{output.name}' lists detections, of which {shared.share:.1%} agree{doubt}: its other figures"
-                " compare row by row, and are not judged"
-            )
-        count = max((each.samples for each in output.agreements), default=0)
-        if count > output.samples:
-            yield (
-                f"output '{output.name}' decides on all {output.samples} samples as the bundle's own model does on this"
-                f" machine, so the decisions of that model on {count} samples are judged"
-            )
+            agree = f"lists detections, of which {shared.share:.1%} agree{doubt}"
+            yield f"output '{output.name}' {agree}: its other figures compare row by row, and are not judged"
+        if (count := max((each.samples for each in output.agreements), default=0)) > output.samples:
+            same = f"decides on all {output.samples} samples as the bundle's own model does on this machine"
+            yield f"output '{output.name}' {same}, so the decisions of that model on {count} samples are judged"
 
 
 _Figure = tuple[str, float, tuple[float, float] | None, float, str]

@@ -41,9 +41,8 @@ class ModelBuilder:
         self.network = network
         self.constants = constants
         kinds = {operand.type for operand in network.operands}
-        self.is_signed = bool(
-            kinds & {OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL, OperandType.TENSOR_QUANT8_ASYMM_SIGNED}
-        )
+        signed = {OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL, OperandType.TENSOR_QUANT8_ASYMM_SIGNED}
+        self.is_signed = bool(kinds & signed)
         self.buffers = [self._make("Buffer")]
         self.tensors: list[Any] = []
         self.places: dict[int, int] = {}
@@ -88,8 +87,7 @@ class ModelBuilder:
         """Adds a tensor for an operand, with its value if it is constant."""
         # In a network with int8 tensors, uint8 ones are stored as int8 too, with 128 subtracted.
         as_int8 = operand.type == OperandType.TENSOR_QUANT8_ASYMM and self.is_signed
-        kind = OperandType(operand.type)
-        if kind not in _ELEMENT_TYPES:
+        if (kind := OperandType(operand.type)) not in _ELEMENT_TYPES:
             raise DeviceError(f"NNAPI's operands of kind {kind.name} are not computed here", hint="use another device")
         fields: dict[str, Any] = {}
         if value is not None:
@@ -379,9 +377,8 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
             for index, place in enumerate(parts):
                 own = builder.operands[place]
                 if (own.scale, own.zero_point) != (wanted.scale, wanted.zero_point):
-                    parts[index] = builder.add_operand(
-                        msgspec.structs.replace(own, scale=wanted.scale, zero_point=wanted.zero_point, size=-1)
-                    )
+                    scaled = msgspec.structs.replace(own, scale=wanted.scale, zero_point=wanted.zero_point, size=-1)
+                    parts[index] = builder.add_operand(scaled)
                     builder.add("QUANTIZE", (place,), (parts[index],), "QuantizeOptions")
             builder.add(name, parts, outputs, "ConcatenationOptions", axis=whole(inputs[-1]))
         case "SOFTMAX":

@@ -164,11 +164,9 @@ def read_program(data: bytes, folder: Path) -> Program:
     if not model.HasField("program"):
         kind = "a neural network" if model.HasField("network") else "no ML Program"
         raise ValueError(f"the model is {kind}: edgekit computes ML Programs only")
-    function = {entry.key: entry.value for entry in model.program.functions}.get("main")
-    if function is None:
+    if (function := {entry.key: entry.value for entry in model.program.functions}.get("main")) is None:
         raise ValueError("it has no function main")
-    block = {entry.key: entry.value for entry in function.blocks}.get(function.opset)
-    if block is None:
+    if (block := {entry.key: entry.value for entry in function.blocks}.get(function.opset)) is None:
         raise ValueError(f"it has no block for {function.opset!r}")
     # Many constants lie in one file of weights.
     read_file = functools.cache(partial(_read_inside, folder))
@@ -397,10 +395,8 @@ class Computer:
         """Returns what the programs contain."""
         programs = [program for program in self._programs.values() if isinstance(program, Program)]
         steps = [step for program in programs for step in program.operations if step.kind != "const"]
-        return Facts(
-            operations=dict(sorted(Counter(step.kind for step in steps).items())),
-            halves=sum(any(result.dtype is np.float16 for result in step.results) for step in steps),
-        )
+        halves = sum(any(result.dtype is np.float16 for result in step.results) for step in steps)
+        return Facts(operations=dict(sorted(Counter(step.kind for step in steps).items())), halves=halves)
 
 
 if __name__ == "__main__":

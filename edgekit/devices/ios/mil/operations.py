@@ -95,8 +95,7 @@ def _divide(x: Array, y: Array) -> Array:
 
 def _gelu(given: Arguments) -> Array:
     x = given.tensor("x")
-    mode = given.text("mode", "EXACT")
-    if mode == "TANH_APPROXIMATION":
+    if (mode := given.text("mode", "EXACT")) == "TANH_APPROXIMATION":
         return np.asarray(0.5 * x * (1 + np.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x**3))))
     if mode == "SIGMOID_APPROXIMATION":
         return np.asarray(x * sigmoid(1.702 * x))
@@ -193,8 +192,7 @@ def _pad(given: Arguments) -> Array:
     x, flat = given.tensor("x"), given.wholes("pad") or ()
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     pairs = [(0, 0)] * (x.ndim - len(pairs)) + pairs
-    mode = given.text("mode", "constant")
-    if mode == "constant":
+    if (mode := given.text("mode", "constant")) == "constant":
         return np.pad(x, pairs, constant_values=given.number("constant_val", 0.0))
     return np.pad(x, pairs, mode="reflect" if mode == "reflect" else "edge")
 
@@ -216,8 +214,7 @@ def _gather_points(given: Arguments) -> Array:
 
 
 def _cast(given: Arguments) -> Array:
-    name = given.text("dtype", "fp32")
-    if name not in _NAMES:
+    if (name := given.text("dtype", "fp32")) not in _NAMES:
         raise ValueError(f"it casts to {name!r}")
     # numpy rounds towards zero here, as C does.
     return given.tensor("x").astype(_NAMES[name])

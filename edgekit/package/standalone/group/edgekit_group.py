@@ -44,9 +44,7 @@ class Group:
             if len(places) == 1:
                 files = {member["model_file"]: next(iter(files.values()))}
             variant |= {"name": name, "model": member["model_file"], "files": files}
-            self._specs[name] = {
-                side: {spec["name"]: spec for spec in manifest[side]} for side in ("inputs", "outputs")
-            }
+            self._specs[name] = {side: {it["name"]: it for it in manifest[side]} for side in ("inputs", "outputs")}
             self._sessions[name] = _loader.open_session(variant, folder, on_cpu=on_cpu, plugin=plugin)
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -75,8 +73,7 @@ def main() -> int:
         sys.stdout.write(f"not opened: {error}\n")
         return 1
     equal, count = 0, 0
-    expected = _rows(golden / "outputs.npz")
-    for inputs, outputs in zip(_rows(golden / "inputs.npz"), expected, strict=True):
+    for inputs, outputs in zip(_rows(golden / "inputs.npz"), _rows(golden / "outputs.npz"), strict=True):
         results, count = group.run(inputs), count + 1
         equal += all(np.array_equal(results[name], value) for name, value in outputs.items())
     sys.stdout.write(f"{equal} of {count} golden samples give exactly what the float models gave\n")

@@ -75,9 +75,7 @@ def find_tuned(variant: Variant) -> Variant | None:
     this_machine = (platform.system().lower(), platform.machine().lower())
     levels = {int(level) for level in ort.GraphOptimizationLevel.__members__.values()}
     settings: list[Variant] = variant.get("tuned", [])
-    matching = (
-        one for one in settings if (one["system"], one["machine"]) == this_machine and one["cores"] in {0, cores}
-    )
+    matching = (it for it in settings if (it["system"], it["machine"]) == this_machine and it["cores"] in {0, cores})
     setting = next(matching, None)
     # If an older ONNX Runtime lacks the level, the setting is not used at all: it was measured as a whole.
     return setting if setting is not None and setting["level"] in levels else None
@@ -137,8 +135,7 @@ def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: s
     if name in _PLUGINS:
         if name not in {device.ep_name for device in ort.get_ep_devices()}:
             ort.register_execution_provider_library(name, plugin or _find_plugin(_PLUGINS[name]))
-        devices = [device for device in ort.get_ep_devices() if device.ep_name == name]
-        if not devices:
+        if not (devices := [device for device in ort.get_ep_devices() if device.ep_name == name]):
             raise LoaderError(f"this machine has no device that {name} can use")
         options.add_provider_for_devices(devices[:1], given)
         return {}
@@ -193,8 +190,7 @@ class Sizes:
         return {**outputs, **cut}
 
     def _open(self, bucket: dict[str, Any]) -> Any:
-        size = bucket["size"]
-        if size not in self._sessions:
+        if (size := bucket["size"]) not in self._sessions:
             self._sessions[size] = open_session(self._variant, self._folder, model=bucket["file"], **self._options)
         return self._sessions[size]
 
@@ -367,9 +363,8 @@ def _judge(name: str, sums: dict[str, float], variant: Variant) -> list[str]:
         # With few samples, a single one that differs would be a larger share than the limit allows.
         limit = limits["min_top1_agreement"] - limits["granted_samples"] / sums["samples"]
         figures.append(("top-1 agreement", sums["agreed"] / sums["ranked"], limit))
-    return [
-        f"output '{name}': {what} {value:.4f}, least {limit:.4f}" for what, value, limit in figures if value < limit
-    ]
+    low = ((what, value, limit) for what, value, limit in figures if value < limit)
+    return [f"output '{name}': {what} {value:.4f}, least {limit:.4f}" for what, value, limit in low]
 
 
 def _decibels(signal: float, noise: float) -> float:
