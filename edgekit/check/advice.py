@@ -255,6 +255,12 @@ def _find_end(case: Case) -> Iterator[Finding]:
             yield Finding(nodes=(*downstream,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
 
 
+def _find_double(case: Case) -> Iterator[Finding]:
+    names = [name for name in (*case.graph.inputs, *case.graph.outputs) if case.graph.value(name).dtype == "float64"]
+    if case.wants_whole and names:
+        yield Finding(nodes=case.refused(because="float64"), word="', '".join(names))
+
+
 def _find_fatal(case: Case) -> Iterator[Finding]:
     for node in case.nodes:
         if node.domain == NCHWC_DOMAIN:
@@ -305,6 +311,12 @@ ADVISERS: tuple[Adviser, ...] = (
         "manual",
         "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
         _find_end,
+    ),
+    Adviser(
+        "float-interface",
+        "manual",
+        "export '{word}' as float32: the provider takes no float64, nor a Cast from or to it",
+        _find_double,
     ),
     Adviser("session-fails", "manual", "the session fails or is wrong because of it: {word}", _find_fatal, always=True),
 )

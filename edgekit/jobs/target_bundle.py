@@ -143,8 +143,9 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
 
 
 def _say_where_to_end(failed: EdgekitError, model: Model, target: Target) -> EdgekitError:
-    """Returns the error, with the advice of a check to end the model earlier, if there is such advice, as its hint."""
-    ends = [advice.message for advice in check_model(model, target).advice if advice.id == "cut-end"]
+    """Returns the error, with the advice of a check to change the model's ends as its hint, if there is some."""
+    found = check_model(model, target).advice
+    ends = [advice.message for advice in found if advice.id in {"cut-end", "float-interface"}]
     return ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
 
 

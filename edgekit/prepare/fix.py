@@ -164,8 +164,9 @@ FIXES = _by_id(
     idle.drop_nan_guard, idle.drop_idle_add, idle.drop_copies, products.sum_to_add, products.einsum_to_matmul,
     products.scale_to_conv, products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs,
     idle.drop_default_activations, idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax,
-    layout.flatten_to_reshape, layout.plain_reshape, layout.gather_to_reshape, layout.gather_from_start,
-    layout.floor_pool, layout.pad_all_axes, layout.transposed_to_conv, norms.join_layer_norm, norms.join_rms_norm,
+    layout.flatten_to_reshape, layout.plain_reshape, layout.squeeze_to_scalar, layout.gather_to_reshape,
+    layout.gather_from_start, layout.floor_pool, layout.pad_all_axes, layout.transposed_to_conv,
+    norms.join_layer_norm, norms.join_rms_norm,
     activations.join_gelu, activations.join_softmax,
 )  # fmt: skip
 """Rewrites that help or do no harm on every provider."""
@@ -177,7 +178,8 @@ FUSIONS = frozenset(
 
 _NEED_SHAPES = (
     activations.plain_softmax, idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax,
-    layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm, norms.join_rms_norm,
+    layout.squeeze_to_scalar, layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm,
+    norms.join_rms_norm,
     products.einsum_to_matmul,
 )  # fmt: skip
 _WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}

@@ -36,6 +36,12 @@ def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
             0,
         ),
         ("nnapi", "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "fix-dims", 2),
+        (
+            "nnapi",
+            "(float[1] x) => (float y) <int64[0] s = {}> { a = Relu(x) y = Reshape(a, s) }",
+            "squeeze-to-scalar",
+            1,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "-" in value and "(" not in value else "",
 )
@@ -120,6 +126,14 @@ def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_pat
 )
 def test_a_model_is_not_cut_where_that_gives_no_more(tmp_path: Path, body: str, target: str) -> None:
     assert "cut-end" not in _advice(tmp_path, body, target)
+
+
+def test_a_target_that_wants_the_whole_model_is_told_to_have_no_float64_at_its_ends(tmp_path: Path) -> None:
+    body = "(double[2] x, float[2] z) => (double[2] y) { a = Cast<to=1>(x) b = Add(a, z) y = Cast<to=11>(b) }"
+    advice = _advice(tmp_path, body, "qnn")["float-interface"]
+    assert (advice.nodes, advice.fix) == (("Cast_a", "Cast_y"), "manual")
+    assert advice.message.startswith("export 'x', 'y' as float32: ")
+    assert "float-interface" not in _advice(tmp_path, body, "coreml")
 
 
 def test_where_all_is_taken_there_is_nothing_to_say(tmp_path: Path) -> None:

@@ -309,6 +309,8 @@ WITH = {
         "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
     ),
     "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
+    "squeeze-to-scalar": """g (float[1,1] x) => (float y, float z) <int64[0] n = {}>
+        { y = Reshape(x, n) a = Abs(x) z = Reshape(a, n) }""",
     "leaky-slope": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) <float s = {0.2}, float[1,1] t = {-3}>
         { y = PRelu(x, s) z = PRelu(x, t) }""",
     "leaky-to-max": """g (float[1,2,1,2,3] x) => (float[1,4,1,2,3] y, float[1,12] z)
@@ -576,6 +578,9 @@ WITHOUT = {
     "plain-slope": """g (float[2,2,1,1] x, float[1,2,1,1] r) => (float[2,2,1,1] y, float[2,2,1,1] z, float[2,2,1,1] t)
         <float[2,1,1,1] s = {0.25, -2}, float[2,1,1] p = {0.25, -2}>
         { y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) }""",
+    # To one axis, and of a rank that is not known.
+    "squeeze-to-scalar": """g (float[1,1] x, float[N] v) => (float[1] y, float z) <int64[1] o = {1}, int64[0] n = {}>
+        { y = Reshape(x, o) z = Reshape(v, n) }""",
     # Two slopes, one that is computed, one that gives the result an axis, and integers.
     "leaky-slope": """g (float[2,2] x, int32[2,2] i, float r)
         => (float[2,2] y, float[2,2] z, float[A,B,C] t, int32[2,2] u)
@@ -634,7 +639,7 @@ TOLERANCE = {
 GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
-    "leaky-slope": "PRelu", "leaky-to-max": "LeakyRelu",
+    "leaky-slope": "PRelu", "squeeze-to-scalar": "Reshape", "leaky-to-max": "LeakyRelu",
     "transposed-to-conv": "ConvTranspose",
     "split-qlinear": "QGemm QLinearConv QLinearMatMul QLinearLeakyRelu QLinearGlobalAveragePool QLinearAdd QLinearMul "
     "QLinearWhere QLinearSigmoid QLinearSoftmax QLinearConcat QLinearAveragePool",
@@ -651,6 +656,7 @@ SITES = {
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
+    "squeeze-to-scalar": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}
@@ -704,6 +710,13 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
         ("unsigned-weights", """(float[2,3] x) => (float[2,2] y)
             <float s = {0.5}, int32 z = {0}, int8[3,2] w = {1,2,3,4,5,6}>
             { e = DequantizeLinear(w, s, z) y = MatMul(x, e) }"""),
+        *(
+            ("float-weights", f"""(float[2,3] x) => (float[A,B] y) <float[{count}] s = {{{scale}}}, {kind} = {{1}},
+                int8[3,2] w = {{1,2,3,4,5,6}}> {{ e = DequantizeLinear<axis=0>(w, s, z) y = MatMul(x, e) }}""")
+            for count, scale, kind in ((2, "1,2", "int8[2] z"), (3, "1,2,3", "int8 z"), (0, "", "int8[0] z"))
+        ),
+        ("narrow-mask", """(float[2,3] x) => (float[2,3] y) <float s = {0.5}, float z = {0}, int8 q = {0}>
+            { d = DequantizeLinear(q, s, z) a = Add(x, d) b = QuantizeLinear(a, s, z) y = Identity(b) }"""),
         ("uint8-activations", """(float[2,3] x) => (float[2,3] y) <float s = {0.5}, int8 k = {3}, int32 z = {0}>
             { q = QuantizeLinear(x, s, k) y = DequantizeLinear(q, s, z) }"""),
         ("split-qlinear", """(uint8[1,2] x) => (uint8[1,4] y) <float s = {0.5}, uint8 z = {0}>

@@ -586,7 +586,7 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
             scales = graph.value(names[0]).elements
             if scales != 1 and not self.per_channel:
                 yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
-            size = None if self.axis is None or operand.shape is None or scales == 1 else operand.shape[self.axis]
+            size = dict(enumerate(operand.shape or ())).get(self.axis or 0)
             if self.axis is not None and operand.shape is not None and scales not in {1, size}:
                 yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
             parameters = read_parameters(graph, operand)

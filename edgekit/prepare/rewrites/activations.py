@@ -212,7 +212,7 @@ def _find_span(graph: Graph, node: Node | None) -> tuple[float, float, str] | No
     if node is None or node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or not node.has_input(2):
         return None
     scale, zero = graph.number(node.input[1]), graph.array(node.input[2])
-    if scale is None or zero is None:
+    if scale is None or zero is None or zero.dtype.kind not in "iu":
         return None
     limits = np.iinfo(zero.dtype)
     return scale * (limits.min - int(zero)), scale * (limits.max - int(zero)), zero.dtype.name

@@ -171,8 +171,10 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
         for node in graph.node
         if node.op_type == "DequantizeLinear" and stored.keys() >= {*node.input} and shown.isdisjoint(node.output)
         if all(stored[name].data_location != TensorProto.EXTERNAL for name in node.input)
-        if stored[node.input[1]].data_type == TensorProto.FLOAT and not _is_quantized(readers, node)
+        if _is_plain([stored[name] for name in node.input], node) and not _is_quantized(readers, node)
     ]
+    if not found:
+        return ()
     for node in found:
         if not any(is_absent(stored[name]) for name in node.input):
             values = read_dequantized(node, lambda name: numpy_helper.to_array(stored[name]))
@@ -181,8 +183,15 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
             dims = stored[node.input[0]].dims
             graph.initializer.append(TensorProto(name=node.output[0], data_type=TensorProto.FLOAT, dims=dims))
     names = {node.output[0]: node.name for node in found}
-    models.refill(graph.node, [node for node in graph.node if node.output[0] not in names])
+    models.refill(graph.node, [node for node in graph.node if names.keys().isdisjoint(node.output)])
     return tuple(names.values())
+
+
+def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
+    """Returns True if a DequantizeLinear has one scale, of float32, or one for each index of its axis."""
+    (weight, scale, *zeros), axis = tensors, next((item.i for item in node.attribute if item.name == "axis"), 1)
+    counts = [[], [1], [*weight.dims][axis : axis + 1 or None]]
+    return scale.data_type == _FLOAT and [*scale.dims] in counts and all(zero.dims == scale.dims for zero in zeros)
 
 
 def _is_quantized(readers: Mapping[str, Sequence[onnx.NodeProto]], node: onnx.NodeProto, *, layers: int = 1) -> bool:

@@ -36,6 +36,15 @@ def plain_reshape(writer: Writer) -> None:
         writer.add("Reshape", writer.node.input)
 
 
+@node_rewrite(
+    "squeeze-to-scalar", {"Reshape"}, "write {count} of Reshape to no axes as Squeeze, which is the same", since=13
+)
+def squeeze_to_scalar(writer: Writer) -> None:
+    """Writes a Reshape of one element to no axes as a Squeeze of all axes."""
+    if writer.graph.value(writer.node.output[0]).shape == () and writer.graph.value(writer.node.input[0]).static_shape:
+        writer.add("Squeeze", writer.node.input[:1])
+
+
 # In the largest models, this many heads share a key; a Concat of more copies costs more than it saves.
 _MOST_COPIES = 16
 
