@@ -74,7 +74,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
         wants_whole=wants_whole,
         style=book.placing.style,
         counted_at=sizes or msgspec.UNSET,
-        unsized_nodes=count_unsized(graph) if sizes else msgspec.UNSET,
+        unsized_nodes=count_unsized(graph) or (0 if sizes else msgspec.UNSET),
     )
 
 

@@ -227,15 +227,17 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         """Whether to use the target: yes from 90 % of the work in one partition, no below half or if it refuses.
 
-        It is maybe at best with a risk; if the values that cross between places are more than half of all bytes read
-        and written; and, on a target that wants the graph whole, if a node is left over or the graph is split.
+        It is maybe at best with a risk; if the work of a node is unknown and one is left over; if the values that cross
+        between places are more than half of all bytes read and written; and, on a target that wants the graph whole, if
+        a node is left over or the graph is split.
         """
         if self.is_refused or self.taken_macs < MAYBE_SHARE:
             return "no"
         enough = self.main_share >= YES_SHARE and self.taken_bytes >= MAYBE_SHARE
+        is_unsure = bool(self.unsized_nodes) and self.taken < self.nodes
         whole = not self.wants_whole or (self.taken == self.nodes and self.partitions == 1)
         together = whole and self.crossing_share <= CROSSING_SHARE
-        return "yes" if enough and together and not self.risks else "maybe"
+        return "yes" if enough and together and not (self.risks or is_unsure) else "maybe"
 
 
 def count_of(number: int, noun: str) -> str:

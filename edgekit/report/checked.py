@@ -158,11 +158,11 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
         sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
         options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
         yield f"open dimensions: work is counted at {sizes}; to check the model at your sizes, give {options}"
-        if report.unsized_nodes:
-            one = report.unsized_nodes == 1
-            what = "1 node that multiplies is" if one else f"{report.unsized_nodes} nodes that multiply is"
-            rough = "each unknown size counts as 1, so that shares of the work are rough"
-            yield f"the work of {what} not known even so: {rough}"
+    if report.unsized_nodes:
+        one, even_so = report.unsized_nodes == 1, "" if report.counted_at is msgspec.UNSET else " even so"
+        what = "1 node that multiplies is" if one else f"{report.unsized_nodes} nodes that multiply is"
+        rough = "each unknown size counts as 1, so that shares of the work are rough"
+        yield f"the work of {what} not known{even_so}: {rough}"
     fatal: dict[str, list[str]] = {}
     for node in report.node_list:
         if node.fatal:

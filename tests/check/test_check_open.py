@@ -80,6 +80,17 @@ def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "- the work of 1 node that multiplies is not known even so" in capsys.readouterr().out
 
 
+def test_unknown_work_behind_an_unknown_operator_is_no_reason_to_say_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """g (float[4,2] x) => (float[A,B] y) <float[2,2] w = {1, 2, 3, 4}>
+        { a = MatMul(x, w) b = other.Foo(a) y = MatMul(b, w) }"""
+    report = check_file(save_text(text, tmp_path / "n.onnx"), "coreml")
+    assert (report.verdict, report.unsized_nodes) == ("maybe", 1)
+    assert run_command(["check", str(tmp_path / "n.onnx"), "--target", "coreml"]) == 1
+    assert "- the work of 1 node that multiplies is not known: each" in capsys.readouterr().out
+
+
 def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path) -> None:
     report = check_file(save_text(PICTURE, tmp_path / "p.onnx"), "xnnpack")
     assert report.verdict == "no"
