@@ -83,9 +83,12 @@ def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_unknown_work_behind_an_unknown_operator_is_no_reason_to_say_yes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = """g (float[4,2] x) => (float[A,B] y) <float[2,2] w = {1, 2, 3, 4}>
-        { a = MatMul(x, w) b = other.Foo(a) y = MatMul(b, w) }"""
-    report = check_file(save_text(text, tmp_path / "n.onnx"), "coreml")
+    text = """g (float[1,2,8,8] x) => (float[A,B,C,D] y) <float[2,2,1,1] w = {1, 2, 3, 4}>
+        { a = Conv(x, w) b = other.Foo(a) y = Conv(b, w) }"""
+    proto = onnx.load(str(save_text(text, tmp_path / "n.onnx")))
+    proto.opset_import.add(domain="other", version=1)
+    onnx.save(proto, str(tmp_path / "n.onnx"))
+    report = check_file(tmp_path / "n.onnx", "coreml")
     assert (report.verdict, report.unsized_nodes) == ("maybe", 1)
     assert run_command(["check", str(tmp_path / "n.onnx"), "--target", "coreml"]) == 1
     assert "- the work of 1 node that multiplies is not known: each" in capsys.readouterr().out
