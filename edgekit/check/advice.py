@@ -17,7 +17,7 @@ from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs
 from edgekit.model.soundness import iterate_reads
-from edgekit.prepare.fix import REWRITES
+from edgekit.prepare.fix import ADVICE, REWRITES
 from edgekit.prepare.interface import drop_idle_nodes, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
@@ -275,16 +275,15 @@ _BLOCKED = "ONNX Runtime wrote it as it optimized the model for the CPU of one P
 ADVISERS: tuple[Adviser, ...] = (
     *(
         Adviser(
-            rewrite.id,
+            id_,
             "automatic",
-            rewrite.advice,
-            _find_rewrite(rewrite),
+            message,
+            _find_rewrite(REWRITES[id_]),
             # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
             # 32298).
-            always=rewrite is leave_out_empty_inputs,
+            always=id_ == leave_out_empty_inputs.id,
         )
-        for rewrite in REWRITES.values()
-        if rewrite.advice
+        for id_, message in ADVICE.items()
     ),
     Adviser(
         "fix-dims",

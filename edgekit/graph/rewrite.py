@@ -27,13 +27,9 @@ Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """A rewrite and its id.
-
-    `advice` is what `edgekit check` says of nodes that it would change, "" for nothing; {count} in it is their number.
-    """
+    """A rewrite and its id."""
 
     id: str
-    advice: str
     change: Change
 
     def __call__(self, graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
@@ -41,14 +37,12 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
         return self.change(graph, opset)
 
 
-def rewrite(id_: str, advice: str = "") -> Callable[[Change], Rewrite]:
+def rewrite(id_: str) -> Callable[[Change], Rewrite]:
     """Decorates a function that changes a whole graph: returns it as a `Rewrite`."""
-    return lambda change: Rewrite(id=id_, advice=advice, change=change)
+    return lambda change: Rewrite(id=id_, change=change)
 
 
-def node_rewrite(
-    id_: str, ops: Collection[str], advice: str = "", *, since: int = 1, floats: bool = False
-) -> Callable[[Write], Rewrite]:
+def node_rewrite(id_: str, ops: Collection[str], *, since: int = 1, floats: bool = False) -> Callable[[Write], Rewrite]:
     """Decorates a function that replaces one node: returns a `Rewrite` that applies it to all nodes of these operators.
 
     It applies to models of opset `since` and later; with `floats`, only to nodes that compute in `FLOATS`: the first
@@ -59,7 +53,7 @@ def node_rewrite(
         def change(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             return replace_nodes(graph, opset, ops, write, floats=floats) if opset >= since else ()
 
-        return Rewrite(id=id_, advice=advice, change=change)
+        return Rewrite(id=id_, change=change)
 
     return wrap
 

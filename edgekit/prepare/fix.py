@@ -156,19 +156,38 @@ def fuse_transformer(
     )
 
 
-def _by_id(*rewrites: Rewrite) -> Mapping[str, Rewrite]:
-    return {rewrite.id: rewrite for rewrite in rewrites}
-
-
-FIXES = _by_id(
-    idle.drop_nan_guard, idle.drop_idle_add, idle.drop_copies, products.sum_to_add, products.einsum_to_matmul,
-    products.scale_to_conv, products.flat_bias, idle.leave_out_empty_inputs, idle.drop_trailing_inputs,
-    idle.drop_default_activations, idle.drop_idle_relus, activations.clip_to_relu, activations.plain_softmax,
-    layout.flatten_to_reshape, layout.plain_reshape, layout.squeeze_to_scalar, layout.gather_to_reshape,
-    layout.gather_from_start, layout.floor_pool, layout.pad_all_axes, layout.transposed_to_conv,
-    norms.join_layer_norm, norms.join_rms_norm,
-    activations.join_gelu, activations.join_softmax,
-)  # fmt: skip
+# What `edgekit check` says of the nodes that each rewrite would change; {count} is their number.
+_FIX_ADVICE: Mapping[Rewrite, str] = {
+    idle.drop_nan_guard: "remove {count} of Where and IsNaN around a Softmax that is never NaN",
+    idle.drop_idle_add: "remove {count} of Add that add zeros",
+    idle.drop_copies: "remove {count} of Identity, Dropout or Concat of one tensor, which only hand on their input",
+    products.sum_to_add: "write {count} of Sum as Add, which is the same",
+    products.einsum_to_matmul: "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
+    products.scale_to_conv: "take x * a + b before {count} of Conv into its weights and bias",
+    products.flat_bias: "give the bias of {count} of Gemm one axis, which is the same",
+    idle.leave_out_empty_inputs: "leave out the empty tensors for roi or scales of {count} of Resize: they crash a"
+    " provider",
+    idle.drop_trailing_inputs: "leave out the empty names at the end of the inputs of {count}",
+    idle.drop_default_activations: "leave out the activation functions of {count}, which are those without the"
+    " attribute",
+    idle.drop_idle_relus: "remove {count} of Relu before a QuantizeLinear that cuts off the same",
+    activations.clip_to_relu: "write {count} of Clip from zero to nothing as Relu, which is the same",
+    activations.plain_softmax: "compute {count} of Softmax over the last axis without a Flatten before it, which is"
+    " the same",
+    layout.flatten_to_reshape: "write {count} of Flatten as Reshape, which is the same",
+    layout.plain_reshape: "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
+    layout.squeeze_to_scalar: "write {count} of Reshape to no axes as Squeeze, which is the same",
+    layout.gather_to_reshape: "write {count} of Gather by all indices in order as Reshape, which is the same",
+    layout.gather_from_start: "count constant indices of {count} of Gather from the start, which is the same",
+    layout.floor_pool: "write the ceil_mode of {count} of pooling as pads, which is the same",
+    layout.pad_all_axes: "write the pads of {count} of Pad for all axes, which is the same",
+    layout.transposed_to_conv: "write {count} of ConvTranspose of stride 1 as Conv, which is the same",
+    norms.join_layer_norm: "write the parts of a layer normalisation as one node, {count}",
+    norms.join_rms_norm: "write the parts of an RMS normalisation as one node, {count}",
+    activations.join_gelu: "write the parts of GELU as one node, {count}",
+    activations.join_softmax: "write the parts of Softmax as one node, {count}",
+}
+FIXES = {rewrite.id: rewrite for rewrite in _FIX_ADVICE}
 """Rewrites that help or do no harm on every provider."""
 
 FUSIONS = frozenset(
@@ -184,59 +203,72 @@ _NEED_SHAPES = (
 )  # fmt: skip
 _WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}
 
-TARGET_REWRITES = _by_id(
+_TARGET_ADVICE: Mapping[Rewrite, str] = {
     # First, so that the other rewrites see float32.
-    float16.compute_in_float,
-    float16.compute_double_in_float,
+    float16.compute_in_float: "compute {count} in float32 in place of float16",
+    float16.compute_double_in_float: "compute {count} in float32 in place of float64",
     # Before float-weights, whose layers compute in float.
-    fused.complete_units,
-    float16.store_float_weights,
-    fused.split_qlinear,
-    fused.spread_quantizers,
-    layout.narrow_indices,
-    layout.plain_gather,
-    layout.unsqueeze_arg,
-    layout.pad_reflect,
-    layout.plain_nearest,
-    layout.planar_resize,
-    layout.pad_transposed,
-    layout.write_pads,
-    products.plain_gemm,
+    fused.complete_units: "write what {count} miss between DQ and Q nodes: a bias in integers, a Q before a Relu",
+    float16.store_float_weights: "store {count} of DequantizeLinear as float constants: the layers behind compute in"
+    " float",
+    fused.split_qlinear: "write {count} of the format QOperator, such as QLinearConv, as the operators they were,"
+    " between DQ and Q nodes",
+    fused.spread_quantizers: "write Q and DQ nodes around {count} that move quantized integers, such as Reshape",
+    layout.narrow_indices: "give {count} of Gather 32-bit indices, which is the same",
+    layout.plain_gather: "gather 32-bit integers in place of bools, and rows in place of elements: {count}, which is"
+    " the same",
+    layout.unsqueeze_arg: "let {count} of ArgMax or ArgMin drop their axis, with an Unsqueeze behind them, which is"
+    " the same",
+    layout.pad_reflect: "write {count} of Pad with mode reflect as slices and Concat, which is the same",
+    layout.plain_nearest: "write {count} of nearest Resize with modes that providers compute as ONNX does, or as"
+    " Gather, which is the same",
+    layout.planar_resize: "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
+    layout.pad_transposed: "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it,"
+    " which is the same",
+    layout.write_pads: "write the pads of {count} of ConvTranspose, which are zero",
+    products.plain_gemm: "put alpha, beta, transA and a bias of several rows of {count} of Gemm into nodes of their"
+    " own",
     # Before matmul_to_2d, as it makes a MatMul.
-    products.affine_grid_to_matmul,
-    products.matmul_to_2d,
-    activations.plain_slope,
-    activations.write_slope_as_leaky,
-    activations.join_hard_swish,
-    activations.split_hard_swish,
-    activations.split_mish,
-    activations.flatten_softmax,
-    layout.flatten_expand,
+    products.affine_grid_to_matmul: "write {count} of AffineGrid of a fixed size as a product with a constant grid",
+    products.matmul_to_2d: "give {count} of MatMul two dimensions and the constant on the right, between Reshapes",
+    activations.plain_slope: "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
+    activations.write_slope_as_leaky: "write {count} of PRelu with one slope as LeakyRelu, which is the same",
+    activations.join_hard_swish: "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
+    activations.split_hard_swish: "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
+    activations.split_mish: "write {count} of Mish as x * Tanh(Softplus(x)), 1e-6 apart",
+    activations.flatten_softmax: "compute {count} of Softmax in fewer axes, between Reshapes, which is the same",
+    layout.flatten_expand: "give {count} of Expand fewer axes, between Reshapes, which is the same",
     # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
-    layout.expand_to_concat,
-    products.neg_to_mul,
+    layout.expand_to_concat: "write {count} of Expand as a Concat of copies, which is the same",
+    products.neg_to_mul: "write {count} of Neg as a product with -1, which is the same",
     # First what ONNX Runtime's optimizers fuse, then the operators that these are rewritten to.
-    norms.split_embed_norm,
-    split_attention.split_attention,
-    activations.split_bias_gelu,
-    split_attention.split_grouped_attention,
-    split_attention.split_rotary,
-    norms.split_skip_norm,
-    norms.split_layer_norm,
-    norms.split_rms_norm,
-    norms.planar_instance_norm,
+    norms.split_embed_norm: "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
+    split_attention.split_attention: "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
+    activations.split_bias_gelu: "write {count} of Gelu with a bias as Add and Gelu",
+    split_attention.split_grouped_attention: "write {count} of GroupQueryAttention as its products, cache and Softmax",
+    split_attention.split_rotary: "write {count} of RotaryEmbedding as halves, products and sums",
+    norms.split_skip_norm: "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
+    norms.split_layer_norm: "write {count} of LayerNormalization as means, differences and a root",
+    norms.split_rms_norm: "write {count} of RMS normalisation as a mean of squares and a root",
+    norms.planar_instance_norm: "give {count} of InstanceNormalization of more axes four, between Reshapes, which is"
+    " the same",
     # Before split_gelu: a provider that takes the exact Gelu needs no formula.
-    activations.write_exact_gelu,
-    activations.split_gelu,
-    activations.split_tanh_gelu,
-    activations.split_swish,
-    activations.clip_to_min_max,
+    activations.write_exact_gelu: "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart",
+    activations.split_gelu: "write {count} of Gelu with Erf",
+    activations.split_tanh_gelu: "write {count} of Gelu with Tanh",
+    activations.split_swish: "write {count} of Swish as x * Sigmoid(x), 1e-6 apart",
+    activations.clip_to_min_max: "write {count} of Clip as Max and Min, which is the same",
     # After the rewrites of activations, which may lie between two layers.
-    planes.conv_to_planes,
-    signs.write_unsigned_weights,
-    signs.write_uint8_activations,
-    signs.write_int8_activations,
-)
+    planes.conv_to_planes: "give {count} that work along one axis a second one of size 1, between Reshapes, which is"
+    " the same",
+    signs.write_unsigned_weights: "store the int8 weights of {count} as uint8 with a zero point of 128, which is the"
+    " same",
+    signs.write_uint8_activations: "store int8 as uint8 activations, with zero points moved by 128, which is the same:"
+    " {count}",
+    signs.write_int8_activations: "store uint8 as int8 activations, with zero points moved by 128, which is the same:"
+    " {count}",
+}
+TARGET_REWRITES = {rewrite.id: rewrite for rewrite in _TARGET_ADVICE}
 """Rewrites that help some providers only; a target gets those by which the check finds that its provider takes more."""
 
 QNN_REWRITES = (
@@ -247,15 +279,23 @@ QNN_REWRITES = (
 )  # fmt: skip
 """They avoid kernels of QNN's HTP that are wrong or inaccurate, in a quantized model; the order is that of REWRITES."""
 
-REQUIRED_REWRITES = _by_id(
-    products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention, *QNN_REWRITES,
-    norms.batch_norm_to_conv, idle.drop_pad_values, products.plain_power,
+_JOIN_ADVICE: Mapping[Rewrite, str] = {
+    join_attention.join_rotary: "write the parts of {count} of rotary embeddings as one node",
+    join_attention.join_attention: "write the parts of {count} of attention as one node",
+}
+_REQUIRED = (
+    products.gemm_to_matmul, *_JOIN_ADVICE, *QNN_REWRITES, norms.batch_norm_to_conv, idle.drop_pad_values,
+    products.plain_power,
 )  # fmt: skip
+REQUIRED_REWRITES = {rewrite.id: rewrite for rewrite in _REQUIRED}
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model
 (`list_required`), or in a quantized one (`fix_quantized`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
+
+ADVICE = {rewrite.id: text for rewrite, text in {**_FIX_ADVICE, **_TARGET_ADVICE, **_JOIN_ADVICE}.items()}
+"""What the check says of nodes that a rewrite would change, by its id, in that order; nothing of those not named."""
 
 
 def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:

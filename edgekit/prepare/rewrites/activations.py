@@ -26,9 +26,7 @@ from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, r
 from edgekit.prepare.rewrites.split_attention import read_float
 
 
-@node_rewrite(
-    "clip-to-relu", {"Clip"}, "write {count} of Clip from zero to nothing as Relu, which is the same", since=11
-)
+@node_rewrite("clip-to-relu", {"Clip"}, since=11)
 def clip_to_relu(writer: Writer) -> None:
     """Rewrites Clip(x, 0, no upper bound) to Relu(x), with the same result for any number."""
     graph, node = writer.graph, writer.node
@@ -40,9 +38,7 @@ def clip_to_relu(writer: Writer) -> None:
         writer.add("Relu", node.input[:1])
 
 
-@node_rewrite(
-    "clip-to-min-max", {"Clip"}, "write {count} of Clip as Max and Min, which is the same", since=13, floats=True
-)
+@node_rewrite("clip-to-min-max", {"Clip"}, since=13, floats=True)
 def clip_to_min_max(writer: Writer) -> None:
     """Rewrites Clip(x, low, high) with constant bounds to Min(Max(x, low), high).
 
@@ -60,12 +56,7 @@ def clip_to_min_max(writer: Writer) -> None:
 _SLOPE_AXES = 3
 
 
-@node_rewrite(
-    "plain-slope",
-    {"PRelu"},
-    "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
-    since=7,
-)
+@node_rewrite("plain-slope", {"PRelu"}, since=7)
 def plain_slope(writer: Writer) -> None:
     """Rewrites a PRelu with a constant slope of shape [1, C, 1, 1] to one with a slope of shape [C, 1, 1].
 
@@ -78,13 +69,7 @@ def plain_slope(writer: Writer) -> None:
     writer.add("PRelu", [node.input[0], reshaped])
 
 
-@node_rewrite(
-    "leaky-slope",
-    {"PRelu"},
-    "write {count} of PRelu with one slope as LeakyRelu, which is the same",
-    since=7,
-    floats=True,
-)
+@node_rewrite("leaky-slope", {"PRelu"}, since=7, floats=True)
 def write_slope_as_leaky(writer: Writer) -> None:
     """Rewrites a PRelu whose constant slope is one number to a LeakyRelu, with the same result to the bit."""
     slope = writer.graph.number(writer.node.input[1])
@@ -96,13 +81,7 @@ def write_slope_as_leaky(writer: Writer) -> None:
 _HARD_SWISH_SINCE = 14
 
 
-@node_rewrite(
-    "split-hard-swish",
-    {"HardSwish"},
-    "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
-    since=_HARD_SWISH_SINCE,
-    floats=True,
-)
+@node_rewrite("split-hard-swish", {"HardSwish"}, since=_HARD_SWISH_SINCE, floats=True)
 def split_hard_swish(writer: Writer) -> None:
     """Rewrites HardSwish(x) to x * (Clip(x + 3, 0, 6) * (1 / 6)).
 
@@ -116,9 +95,7 @@ def split_hard_swish(writer: Writer) -> None:
     writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
 
 
-@node_rewrite(
-    "join-hard-swish", {"Mul", "Div"}, "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}", since=_HARD_SWISH_SINCE
-)
+@node_rewrite("join-hard-swish", {"Mul", "Div"}, since=_HARD_SWISH_SINCE)
 def join_hard_swish(writer: Writer) -> None:
     """Fuses x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), into HardSwish(x).
 
@@ -300,16 +277,14 @@ def put_gate_first(writer: Writer) -> None:
         writer.add("Mul", [gate, x])
 
 
-@node_rewrite("split-mish", {"Mish"}, "write {count} of Mish as x * Tanh(Softplus(x)), 1e-6 apart", since=18)
+@node_rewrite("split-mish", {"Mish"}, since=18)
 def split_mish(writer: Writer) -> None:
     """Rewrites Mish(x) to x * Tanh(Softplus(x)), as ONNX Runtime does for a provider without it. 1e-6 relative."""
     x = writer.node.input[0]
     writer.add("Mul", [x, writer.add("Tanh", [writer.add("Softplus", [x], "softplus")], "gate")])
 
 
-@node_rewrite(
-    "split-swish", {"Swish", "QuickGelu"}, "write {count} of Swish as x * Sigmoid(x), 1e-6 apart", floats=True
-)
+@node_rewrite("split-swish", {"Swish", "QuickGelu"}, floats=True)
 def split_swish(writer: Writer) -> None:
     """Rewrites ONNX's Swish, or ONNX Runtime's QuickGelu, to x * Sigmoid(alpha * x). 1e-6 relative."""
     node, x = writer.node, writer.node.input[0]
@@ -356,9 +331,7 @@ def _add_bias(writer: Writer) -> str:
     return writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
 
 
-@node_rewrite(
-    "exact-gelu", {"FastGelu"}, "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart", floats=True
-)
+@node_rewrite("exact-gelu", {"FastGelu"}, floats=True)
 def write_exact_gelu(writer: Writer) -> None:
     """Rewrites ONNX Runtime's FastGelu(x, bias) to its exact Gelu(x + bias); the bias is optional.
 
@@ -368,7 +341,7 @@ def write_exact_gelu(writer: Writer) -> None:
     writer.add("Gelu", [_add_bias(writer)], domain=ORT_DOMAIN)
 
 
-@node_rewrite("split-gelu", {"Gelu"}, "write {count} of Gelu with Erf", since=9, floats=True)
+@node_rewrite("split-gelu", {"Gelu"}, since=9, floats=True)
 def split_gelu(writer: Writer) -> None:
     """Rewrites an exact Gelu(x), of ONNX or ONNX Runtime, to x / 2 * (1 + Erf(x / sqrt 2)).
 
@@ -378,7 +351,7 @@ def split_gelu(writer: Writer) -> None:
         _write_gelu(writer)
 
 
-@node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, "write {count} of Gelu with Tanh", floats=True)
+@node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, floats=True)
 def split_tanh_gelu(writer: Writer) -> None:
     """Rewrites FastGelu, or a Gelu with `approximate="tanh"`, to the formula with Tanh.
 
@@ -407,9 +380,7 @@ def _write_gelu(writer: Writer) -> None:
     add("Mul", [add("Mul", [data, half], "halved"), gate])
 
 
-@node_rewrite(
-    "split-bias-gelu", {"BiasGelu", "FastGelu"}, "write {count} of Gelu with a bias as Add and Gelu", floats=True
-)
+@node_rewrite("split-bias-gelu", {"BiasGelu", "FastGelu"}, floats=True)
 def split_bias_gelu(writer: Writer) -> None:
     """Rewrites BiasGelu(x, bias) to Gelu(x + bias), and FastGelu(x, bias) to FastGelu(x + bias).
 
@@ -424,7 +395,7 @@ _GELU_SINCE = 20
 _CUBIC = 0.044715
 
 
-@rewrite("join-gelu", "write the parts of GELU as one node, {count}")
+@rewrite("join-gelu")
 def join_gelu(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Fuses x / 2 * (1 + Erf(x / sqrt 2)), and GELU's approximation with Tanh, into one node.
 
@@ -496,7 +467,7 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
     return count == power
 
 
-@node_rewrite("join-softmax", {"Div"}, "write the parts of Softmax as one node, {count}")
+@node_rewrite("join-softmax", {"Div"})
 def join_softmax(writer: Writer) -> None:
     """Fuses exp(x - max(x)) / sum(exp(x - max(x))) along one axis into Softmax, which JAX exports in this form.
 
@@ -518,12 +489,7 @@ def join_softmax(writer: Writer) -> None:
         writer.add("Softmax", [data], axis=axis)
 
 
-@node_rewrite(
-    "plain-softmax",
-    {"Reshape"},
-    "compute {count} of Softmax over the last axis without a Flatten before it, which is the same",
-    since=13,
-)
+@node_rewrite("plain-softmax", {"Reshape"}, since=13)
 def plain_softmax(writer: Writer) -> None:
     """Removes the Flatten and the Reshape around a Softmax over the last axis.
 
@@ -543,12 +509,7 @@ def plain_softmax(writer: Writer) -> None:
         writer.add(softmax.op_type, [flat.input[0]], axis=-1)
 
 
-@node_rewrite(
-    "flat-softmax",
-    {"Softmax"},
-    "compute {count} of Softmax in fewer axes, between Reshapes, which is the same",
-    since=13,
-)
+@node_rewrite("flat-softmax", {"Softmax"}, since=13)
 def flatten_softmax(writer: Writer) -> None:
     """Computes a Softmax over the last axis between Reshapes, where a change to NHWC would make that axis another one.
 

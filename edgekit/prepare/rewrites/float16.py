@@ -23,7 +23,7 @@ _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN})
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
-@rewrite(HALF_TO_FLOAT, "compute {count} in float32 in place of float16")
+@rewrite(HALF_TO_FLOAT)
 def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Makes float16 tensors float32, in place, and returns the names of the nodes that read or write them.
 
@@ -34,7 +34,7 @@ def compute_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     return _replace_type(graph, _HALF)
 
 
-@rewrite(DOUBLE_TO_FLOAT, "compute {count} in float32 in place of float64")
+@rewrite(DOUBLE_TO_FLOAT)
 def compute_double_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Makes float64 tensors float32, in place, where a layer computes in float64, and returns the names of the nodes.
 
@@ -153,7 +153,7 @@ MOVED = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpo
 """Operators past which ONNX Runtime moves Q and DQ (qdq_propagation.cc), and Flatten, which becomes a Reshape."""
 
 
-@rewrite("float-weights", "store {count} of DequantizeLinear as float constants: the layers behind compute in float")
+@rewrite("float-weights")
 def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Replaces each DequantizeLinear of a constant by a float constant, where what reads it computes in float.
 

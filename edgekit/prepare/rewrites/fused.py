@@ -101,12 +101,7 @@ _OWN = frozenset({"channels_last", "opset"})
 _DQ_AXIS_SINCE = 13
 
 
-@node_rewrite(
-    "split-qlinear",
-    LINEAR,
-    "write {count} of the format QOperator, such as QLinearConv, as the operators they were, between DQ and Q nodes",
-    since=_DQ_AXIS_SINCE,
-)
+@node_rewrite("split-qlinear", LINEAR, since=_DQ_AXIS_SINCE)
 def split_qlinear(writer: Writer) -> None:
     """Rewrites QLinearConv and its like to DequantizeLinear, Conv and QuantizeLinear, with the same numbers.
 
@@ -193,12 +188,7 @@ _MOVING = frozenset({
 })  # fmt: skip
 
 
-@node_rewrite(
-    "spread-quantizers",
-    _MOVING,
-    "write Q and DQ nodes around {count} that move quantized integers, such as Reshape",
-    since=_DQ_AXIS_SINCE,
-)
+@node_rewrite("spread-quantizers", _MOVING, since=_DQ_AXIS_SINCE)
 def spread_quantizers(writer: Writer) -> None:
     """Writes DequantizeLinear and QuantizeLinear around an operator that moves quantized integers.
 
@@ -236,7 +226,7 @@ def _find_quantizers(graph: Graph, node: Node) -> Sequence[Node]:
     return read if all(each.op_type == "DequantizeLinear" for each in read) else []
 
 
-@rewrite("complete-units", "write what {count} miss between DQ and Q nodes: a bias in integers, a Q before a Relu")
+@rewrite("complete-units")
 def complete_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Writes a float bias between Q and DQ nodes as int32, and a Q and DQ before a Relu, in place.
 

@@ -20,7 +20,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 _ROI, _SCALES = 1, 2
 
 
-@node_rewrite("idle-add", {"Add"}, "remove {count} of Add that add zeros")
+@node_rewrite("idle-add", {"Add"})
 def drop_idle_add(writer: Writer) -> None:
     """Replaces Add(x, zeros) by Identity(x), if the zeros do not broadcast x to a larger shape.
 
@@ -38,7 +38,7 @@ def drop_idle_add(writer: Writer) -> None:
             return
 
 
-@node_rewrite("idle-nan-guard", {"Where"}, "remove {count} of Where and IsNaN around a Softmax that is never NaN")
+@node_rewrite("idle-nan-guard", {"Where"})
 def drop_nan_guard(writer: Writer) -> None:
     """Replaces Where(IsNaN(p), 0, p) by p, if p is a Softmax that cannot be NaN.
 
@@ -77,7 +77,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
     return False
 
 
-@rewrite("idle-relu", "remove {count} of Relu before a QuantizeLinear that cuts off the same")
+@rewrite("idle-relu")
 def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Relu that only Q nodes with the lowest zero point read, in place, and returns the nodes' names."""
     view = view_part(graph, opset)
@@ -105,7 +105,7 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
     return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
 
 
-@rewrite("default-activations", "leave out the activation functions of {count}, which are those without the attribute")
+@rewrite("default-activations")
 def drop_default_activations(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes the attribute `activations` of LSTM, GRU and RNN where it states the default, in place."""
     changed: list[str] = []
@@ -122,7 +122,7 @@ def has_default_activations(node: Node) -> bool:
     return tuple(name.lower() for name in node.attributes.get("activations", ())) in {(), default, 2 * default}
 
 
-@rewrite("drop-copies", "remove {count} of Identity, Dropout or Concat of one tensor, which only hand on their input")
+@rewrite("drop-copies")
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Identity, Concat of one tensor, and Dropout whose mask nothing reads, in place; returns their names.
 
@@ -157,7 +157,7 @@ def _only_copies(graph: Graph, node: Node) -> bool:
     return trains is not None and not trains
 
 
-@rewrite("trailing-inputs", "leave out the empty names at the end of the inputs of {count}")
+@rewrite("trailing-inputs")
 def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - as every rewrite
     """Removes empty names at the end of each node's inputs, in place, and returns the names of the nodes."""
     changed = [node for node in graph.node if node.input and not node.input[-1]]
@@ -198,9 +198,7 @@ def write_pad_value(writer: Writer) -> None:
         writer.add("Pad", [*node.input[:2], writer.constant("value", 0), *node.input[3:]], **node.attributes)
 
 
-@rewrite(
-    "resize-empty-inputs", "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider"
-)
+@rewrite("resize-empty-inputs")
 def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Replaces empty tensors for `roi` and `scales` of each Resize by "", in place; returns the names of the nodes.
 

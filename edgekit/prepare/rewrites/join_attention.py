@@ -49,7 +49,7 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Before opset 13 Softmax normalises over all axes from `axis` to the last.
-@node_rewrite("join-attention", {"Transpose"}, "write the parts of {count} of attention as one node", since=OPSET_SINCE)
+@node_rewrite("join-attention", {"Transpose"}, since=OPSET_SINCE)
 def join_attention(writer: Writer) -> None:
     """Fuses attention over heads into ONNX Runtime's MultiHeadAttention.
 
@@ -201,7 +201,7 @@ def _only(graph: Graph, name: str, op: str) -> Node | None:
 _TABLE_OPS = ("Cast", "Identity", "Mul", "Reshape", "Unsqueeze")
 
 
-@rewrite("join-rotary", "write the parts of {count} of rotary embeddings as one node")
+@rewrite("join-rotary")
 def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Fuses each x * cos + rotate_half(x) * sin over heads, in place, into ONNX Runtime's RotaryEmbedding.
 

@@ -15,7 +15,7 @@ from edgekit.model.tensors import Array
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
 
 
-@node_rewrite("flatten-to-reshape", {"Flatten"}, "write {count} of Flatten as Reshape, which is the same", since=5)
+@node_rewrite("flatten-to-reshape", {"Flatten"}, since=5)
 def flatten_to_reshape(writer: Writer) -> None:
     """Writes a Flatten at axis 0 or 1 as Reshape."""
     shape = _FLATTENED.get(writer.node.integer("axis", 1))
@@ -23,12 +23,7 @@ def flatten_to_reshape(writer: Writer) -> None:
         writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
 
 
-@node_rewrite(
-    "plain-reshape",
-    {"Reshape"},
-    "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
-    since=14,
-)
+@node_rewrite("plain-reshape", {"Reshape"}, since=14)
 def plain_reshape(writer: Writer) -> None:
     """Leaves `allowzero` out of a Reshape whose shape holds no 0."""
     shape = writer.graph.array(writer.node.input[1])
@@ -36,9 +31,7 @@ def plain_reshape(writer: Writer) -> None:
         writer.add("Reshape", writer.node.input)
 
 
-@node_rewrite(
-    "squeeze-to-scalar", {"Reshape"}, "write {count} of Reshape to no axes as Squeeze, which is the same", since=13
-)
+@node_rewrite("squeeze-to-scalar", {"Reshape"}, since=13)
 def squeeze_to_scalar(writer: Writer) -> None:
     """Writes a Reshape of one element to no axes as a Squeeze of all axes."""
     if writer.graph.value(writer.node.output[0]).shape == () and writer.graph.value(writer.node.input[0]).static_shape:
@@ -49,7 +42,7 @@ def squeeze_to_scalar(writer: Writer) -> None:
 _MOST_COPIES = 16
 
 
-@node_rewrite("expand-to-concat", {"Expand"}, "write {count} of Expand as a Concat of copies, which is the same")
+@node_rewrite("expand-to-concat", {"Expand"})
 def expand_to_concat(writer: Writer) -> None:
     """Writes an Expand that repeats one axis of size 1 as a Concat of its input with itself."""
     node = writer.node
@@ -64,9 +57,7 @@ def expand_to_concat(writer: Writer) -> None:
 _MOST_AXES = 4
 
 
-@node_rewrite(
-    "flat-expand", {"Expand", "Reshape"}, "give {count} of Expand fewer axes, between Reshapes, which is the same"
-)
+@node_rewrite("flat-expand", {"Expand", "Reshape"})
 def flatten_expand(writer: Writer) -> None:
     """Rewrites an Expand of five or more axes to Reshape, Expand and Reshape, with neighbouring axes merged.
 
@@ -112,11 +103,7 @@ def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, 
     return groups or [(1, 1)]
 
 
-@node_rewrite(
-    "plain-gather",
-    {"Gather", "GatherElements", "GatherND"},
-    "gather 32-bit integers in place of bools, and rows in place of elements: {count}, which is the same",
-)
+@node_rewrite("plain-gather", {"Gather", "GatherElements", "GatherND"})
 def plain_gather(writer: Writer) -> None:
     """Gathers bools as int32, and rewrites GatherND with constant indices to a Gather of rows between Reshapes.
 
@@ -150,12 +137,7 @@ def plain_gather(writer: Writer) -> None:
         writer.add("Cast", [value], to=onnx.TensorProto.BOOL)
 
 
-@node_rewrite(
-    "gather-to-reshape",
-    {"Gather"},
-    "write {count} of Gather by all indices in order as Reshape, which is the same",
-    since=5,
-)
+@node_rewrite("gather-to-reshape", {"Gather"}, since=5)
 def gather_to_reshape(writer: Writer) -> None:
     """Rewrites a Gather whose constant indices enumerate the whole axis in order to Reshape.
 
@@ -181,9 +163,7 @@ def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.
     return sizes, axis, indices, np.where(indices < 0, indices + sizes[axis], indices)
 
 
-@node_rewrite(
-    "gather-from-start", {"Gather"}, "count constant indices of {count} of Gather from the start, which is the same"
-)
+@node_rewrite("gather-from-start", {"Gather"})
 def gather_from_start(writer: Writer) -> None:
     """Rewrites negative constant indices of a Gather, which count from the end, to non-negative ones.
 
@@ -195,12 +175,7 @@ def gather_from_start(writer: Writer) -> None:
         writer.add("Gather", [node.input[0], counted], **node.attributes)
 
 
-@node_rewrite(
-    "unsqueeze-arg",
-    {"ArgMax", "ArgMin"},
-    "let {count} of ArgMax or ArgMin drop their axis, with an Unsqueeze behind them, which is the same",
-    since=13,
-)
+@node_rewrite("unsqueeze-arg", {"ArgMax", "ArgMin"}, since=13)
 def unsqueeze_arg(writer: Writer) -> None:
     """Rewrites ArgMax or ArgMin with keepdims to one without it and an Unsqueeze.
 
@@ -225,7 +200,7 @@ def cast_by_int32(writer: Writer) -> None:
         writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
 
 
-@node_rewrite("write-pads", {"ConvTranspose"}, "write the pads of {count} of ConvTranspose, which are zero")
+@node_rewrite("write-pads", {"ConvTranspose"})
 def write_pads(writer: Writer) -> None:
     """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
     shape = writer.graph.value(writer.node.input[1]).shape
@@ -233,12 +208,7 @@ def write_pads(writer: Writer) -> None:
         writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
 
 
-@node_rewrite(
-    "floor-pool",
-    {"AveragePool", "MaxPool"},
-    "write the ceil_mode of {count} of pooling as pads, which is the same",
-    since=10,
-)
+@node_rewrite("floor-pool", {"AveragePool", "MaxPool"}, since=10)
 def floor_pool(writer: Writer) -> None:
     """Writes the pads that the `ceil_mode` of a pooling adds at the ends, or leaves out those of a window beyond them.
 
@@ -324,9 +294,7 @@ def cast_by_floor(writer: Writer) -> None:
         writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
 
 
-@node_rewrite(
-    "pad-reflect", {"Pad"}, "write {count} of Pad with mode reflect as slices and Concat, which is the same", since=13
-)
+@node_rewrite("pad-reflect", {"Pad"}, since=13)
 def pad_reflect(writer: Writer) -> None:
     """Rewrites a Pad of mode reflect with constant pads to Slices and Concats, one axis after the other.
 
@@ -342,7 +310,7 @@ def pad_reflect(writer: Writer) -> None:
     _pad_by_axis(writer, "reflect", mirror)
 
 
-@node_rewrite("pad-axes", {"Pad"}, "write the pads of {count} of Pad for all axes, which is the same", since=18)
+@node_rewrite("pad-axes", {"Pad"}, since=18)
 def pad_all_axes(writer: Writer) -> None:
     """Writes the pads of a Pad for all axes, in place of those that it names.
 
@@ -408,12 +376,7 @@ def _slice(writer: Writer, value: str, part: str, axis: int, bounds: tuple[int, 
 _NEAREST = (("asymmetric", "floor"), ("half_pixel", "round_prefer_ceil"), ("align_corners", "round_prefer_ceil"))
 
 
-@node_rewrite(
-    "plain-nearest",
-    {"Resize"},
-    "write {count} of nearest Resize with modes that providers compute as ONNX does, or as Gather, which is the same",
-    since=13,
-)
+@node_rewrite("plain-nearest", {"Resize"}, since=13)
 def plain_nearest(writer: Writer) -> None:
     """Rewrites a nearest Resize of fixed sizes to one with other modes that pick the same elements, or to Gathers."""
     graph, node = writer.graph, writer.node
@@ -433,13 +396,7 @@ def plain_nearest(writer: Writer) -> None:
         value = writer.add("Gather", [value, indices], "" if axis == axes[-1] else f"axis_{axis}", axis=axis)
 
 
-@node_rewrite(
-    "planar-resize",
-    {"Resize"},
-    "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
-    since=13,
-    floats=True,
-)
+@node_rewrite("planar-resize", {"Resize"}, since=13, floats=True)
 def planar_resize(writer: Writer) -> None:
     """Rewrites a linear Resize of the last three of five axes to one of two axes and one of one, between Reshapes.
 
@@ -467,12 +424,7 @@ def planar_resize(writer: Writer) -> None:
     writer.add("Reshape", [value, writer.constant("shape", after, "int64")])
 
 
-@node_rewrite(
-    "pad-transposed",
-    {"ConvTranspose"},
-    "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it, which is the same",
-    since=13,
-)
+@node_rewrite("pad-transposed", {"ConvTranspose"}, since=13)
 def pad_transposed(writer: Writer) -> None:
     """Rewrites the output_padding of a ConvTranspose: its pads get smaller, and a Pad and Add make what is left.
 
@@ -501,12 +453,7 @@ def pad_transposed(writer: Writer) -> None:
 _RANKS = (3, 4)
 
 
-@node_rewrite(
-    "transposed-to-conv",
-    {"ConvTranspose"},
-    "write {count} of ConvTranspose of stride 1 as Conv, which is the same",
-    floats=True,
-)
+@node_rewrite("transposed-to-conv", {"ConvTranspose"}, floats=True)
 def transposed_to_conv(writer: Writer) -> None:
     """Rewrites a ConvTranspose of one or two axes and stride 1 as a Conv with the mirrored kernel.
 
@@ -537,9 +484,7 @@ def transposed_to_conv(writer: Writer) -> None:
     writer.add("Conv", [node.input[0], mirrored, *node.input[2:]], **given)
 
 
-@node_rewrite(
-    "index-to-int32", {"Gather", "GatherElements"}, "give {count} of Gather 32-bit indices, which is the same", since=9
-)
+@node_rewrite("index-to-int32", {"Gather", "GatherElements"}, since=9)
 def narrow_indices(writer: Writer) -> None:
     """Casts the computed indices of a Gather to int32, or takes them from before a Cast from int32.
 

@@ -110,12 +110,7 @@ def _lies_along(graph: Graph, name: str, data: str, axis: int) -> bool:
     return name in graph.constants and dims == wanted and value.dtype == graph.value(data).dtype
 
 
-@node_rewrite(
-    "join-layer-norm",
-    {"Add", "Div", "Mul"},
-    "write the parts of a layer normalisation as one node, {count}",
-    since=_LAYER_NORM_SINCE,
-)
+@node_rewrite("join-layer-norm", {"Add", "Div", "Mul"}, since=_LAYER_NORM_SINCE)
 def join_layer_norm(writer: Writer) -> None:
     """Fuses (x - mean(x)) / sqrt(variance(x) + epsilon) * scale + shift along one axis into one node.
 
@@ -145,7 +140,7 @@ def join_layer_norm(writer: Writer) -> None:
         writer.add("Transpose", [normal], perm=[order.index(axis) for axis in range(len(shape))])
 
 
-@node_rewrite("join-rms-norm", {"Mul"}, "write the parts of an RMS normalisation as one node, {count}")
+@node_rewrite("join-rms-norm", {"Mul"})
 def join_rms_norm(writer: Writer) -> None:
     """Fuses x / sqrt(mean(x * x) + epsilon) * scale over the last axis into one node.
 
@@ -162,9 +157,7 @@ def join_rms_norm(writer: Writer) -> None:
         writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
 
 
-@node_rewrite(
-    "split-layer-norm", {"LayerNormalization"}, "write {count} of LayerNormalization as means, differences and a root"
-)
+@node_rewrite("split-layer-norm", {"LayerNormalization"})
 def split_layer_norm(writer: Writer) -> None:
     """Splits a float LayerNormalization into (x - mean) / sqrt(mean((x - mean)^2) + epsilon) * scale + bias.
 
@@ -173,11 +166,7 @@ def split_layer_norm(writer: Writer) -> None:
     _split_norm(writer, centres=True)
 
 
-@node_rewrite(
-    "split-rms-norm",
-    {"RMSNormalization", "SimplifiedLayerNormalization"},
-    "write {count} of RMS normalisation as a mean of squares and a root",
-)
+@node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})
 def split_rms_norm(writer: Writer) -> None:
     """Splits a float RMSNormalization into x / sqrt(mean(x * x) + epsilon) * scale.
 
@@ -213,12 +202,7 @@ def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:
 _SUM = 3
 
 
-@node_rewrite(
-    "split-skip-norm",
-    {"SkipSimplifiedLayerNormalization", "SkipLayerNormalization"},
-    "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
-    floats=True,
-)
+@node_rewrite("split-skip-norm", {"SkipSimplifiedLayerNormalization", "SkipLayerNormalization"}, floats=True)
 def split_skip_norm(writer: Writer) -> None:
     """Rewrites Skip(Simplified)LayerNormalization(x, skip) to (Simplified)LayerNormalization(x + bias + skip).
 
@@ -245,12 +229,7 @@ def split_skip_norm(writer: Writer) -> None:
 _IDS, _SEGMENTS, _WORDS, _PLACES, _KINDS, _GAIN, _SHIFT, _MASK, _POSITIONS = range(9)
 
 
-@node_rewrite(
-    "split-embed-norm",
-    {"EmbedLayerNormalization"},
-    "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
-    since=_LAYER_NORM_SINCE,
-)
+@node_rewrite("split-embed-norm", {"EmbedLayerNormalization"}, since=_LAYER_NORM_SINCE)
 def split_embed_norm(writer: Writer) -> None:
     """Rewrites EmbedLayerNormalization to LayerNormalization of the sum of Gathers from its embedding tables.
 
@@ -283,12 +262,7 @@ def split_embed_norm(writer: Writer) -> None:
     add("LayerNormalization", norm, axis=-1, epsilon=read_float(node, "epsilon", 1e-12))
 
 
-@node_rewrite(
-    "planar-instance-norm",
-    {"InstanceNormalization"},
-    "give {count} of InstanceNormalization of more axes four, between Reshapes, which is the same",
-    since=5,
-)
+@node_rewrite("planar-instance-norm", {"InstanceNormalization"}, since=5)
 def planar_instance_norm(writer: Writer) -> None:
     """Rewrites an InstanceNormalization of five axes or more to one of four, as its mean is that of all of them."""
     node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])

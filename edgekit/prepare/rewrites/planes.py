@@ -22,10 +22,7 @@ _SINCE = 5
 _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
 
 
-@rewrite(
-    "conv-to-planes",
-    "give {count} that work along one axis a second one of size 1, between Reshapes, which is the same",
-)
+@rewrite("conv-to-planes")
 def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Adds an axis of size 1 to Conv and pooling of [N, C, L], in place, and returns the names of the changed nodes.
 

@@ -41,13 +41,7 @@ def gemm_to_matmul(writer: Writer) -> None:
     writer.add("Reshape", [made, shape])
 
 
-@node_rewrite(
-    "plain-gemm",
-    {"Gemm"},
-    "put alpha, beta, transA and a bias of several rows of {count} of Gemm into nodes of their own",
-    since=7,
-    floats=True,
-)
+@node_rewrite("plain-gemm", {"Gemm"}, since=7, floats=True)
 def plain_gemm(writer: Writer) -> None:
     """Rewrites Gemm(A, B, C) with alpha, beta or transA to Gemm(alpha * Transpose(A), B, beta * C).
 
@@ -79,7 +73,7 @@ def plain_gemm(writer: Writer) -> None:
         writer.add("Gemm", [left, node.input[1], *bias], **kept)
 
 
-@node_rewrite("flat-bias", {"Gemm"}, "give the bias of {count} of Gemm one axis, which is the same", since=7)
+@node_rewrite("flat-bias", {"Gemm"}, since=7)
 def flat_bias(writer: Writer) -> None:
     """Rewrites Gemm with a constant bias of one number, or [1, N], as scikit-learn's layers have, to a bias [N].
 
@@ -94,13 +88,7 @@ def flat_bias(writer: Writer) -> None:
         writer.copy(node).input[2] = writer.reshaped("bias", node.input[2], [bias.dims[1]])
 
 
-@node_rewrite(
-    "matmul-to-2d",
-    {"MatMul"},
-    "give {count} of MatMul two dimensions and the constant on the right, between Reshapes",
-    since=5,
-    floats=True,
-)
+@node_rewrite("matmul-to-2d", {"MatMul"}, since=5, floats=True)
 def matmul_to_2d(writer: Writer) -> None:
     """Rewrites [..., M, K] @ constant [K, N] to Reshape to [-1, K], MatMul, and Reshape to [..., M, N].
 
@@ -130,12 +118,7 @@ def matmul_to_2d(writer: Writer) -> None:
 _NO_BIAS_SINCE = 11
 
 
-@node_rewrite(
-    "einsum-to-matmul",
-    {"Einsum"},
-    "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
-    floats=True,
-)
+@node_rewrite("einsum-to-matmul", {"Einsum"}, floats=True)
 def einsum_to_matmul(writer: Writer) -> None:
     """Rewrites an Einsum of two tensors, such as a layer in groups, to a MatMul between Transposes and Reshapes.
 
@@ -195,7 +178,7 @@ def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes:
     return writer.add("Reshape", [name, writer.constant(f"{part}_shape", shape, "int64")], part) if is_joined else name
 
 
-@node_rewrite("neg-to-mul", {"Neg"}, "write {count} of Neg as a product with -1, which is the same", floats=True)
+@node_rewrite("neg-to-mul", {"Neg"}, floats=True)
 def neg_to_mul(writer: Writer) -> None:
     """Rewrites Neg(x) of floats to x * -1."""
     writer.add("Mul", [writer.node.input[0], writer.constant("minus_one", -1)])
@@ -274,7 +257,7 @@ def widen_kernel(writer: Writer) -> None:
     )
 
 
-@node_rewrite("sum-to-add", {"Sum"}, "write {count} of Sum as Add, which is the same", since=7)
+@node_rewrite("sum-to-add", {"Sum"}, since=7)
 def sum_to_add(writer: Writer) -> None:
     """Rewrites Sum(a, b, c) to Add(Add(a, b), c)."""
     total, *rest = writer.node.input
@@ -287,13 +270,7 @@ _GRID_SINCE = 20
 _MOST_PLACES = 1 << 22
 
 
-@node_rewrite(
-    "affine-grid-to-matmul",
-    {"AffineGrid"},
-    "write {count} of AffineGrid of a fixed size as a product with a constant grid",
-    since=_GRID_SINCE,
-    floats=True,
-)
+@node_rewrite("affine-grid-to-matmul", {"AffineGrid"}, since=_GRID_SINCE, floats=True)
 def affine_grid_to_matmul(writer: Writer) -> None:
     """Rewrites AffineGrid(theta, size) with a constant size to theta @ [x, y, 1], a Transpose and a Reshape.
 
@@ -320,7 +297,7 @@ def affine_grid_to_matmul(writer: Writer) -> None:
 _MOST_SHIFT = 16
 
 
-@node_rewrite("scale-to-conv", {"Conv"}, "take x * a + b before {count} of Conv into its weights and bias", since=7)
+@node_rewrite("scale-to-conv", {"Conv"}, since=7)
 def scale_to_conv(writer: Writer) -> None:
     """Takes the numbers of x * a + b before a Conv into its weights and bias; with padding x + b / a is left.
 

@@ -26,7 +26,7 @@ _TYPES = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 _UNSIGNED_OPS = frozenset({"Gemm", "MatMul"})
 
 
-@rewrite(UNSIGNED_WEIGHTS, "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same")
+@rewrite(UNSIGNED_WEIGHTS)
 def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
     return store_weights(graph, "uint8", _UNSIGNED_OPS)
@@ -118,9 +118,8 @@ def _requantize(
     ]
 
 
-_MOVED = "activations, with zero points moved by 128, which is the same: {count}"
-write_uint8_activations = rewrite("uint8-activations", f"store int8 as uint8 {_MOVED}")(partial(_retype, "uint8"))
-write_int8_activations = rewrite(INT8_ACTIVATIONS, f"store uint8 as int8 {_MOVED}")(partial(_retype, "int8"))
+write_uint8_activations = rewrite("uint8-activations")(partial(_retype, "uint8"))
+write_int8_activations = rewrite(INT8_ACTIVATIONS)(partial(_retype, "int8"))
 
 
 class _Zeros:

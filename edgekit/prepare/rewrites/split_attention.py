@@ -153,12 +153,7 @@ _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
 _ONNX_MASK, _ONNX_PAST, _ONNX_LENGTHS = 3, 4, 6
 
 
-@node_rewrite(
-    "split-attention",
-    {"Attention", "MultiHeadAttention"},
-    "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
-    since=OPSET_SINCE,
-)
+@node_rewrite("split-attention", {"Attention", "MultiHeadAttention"}, since=OPSET_SINCE)
 def split_attention(writer: Writer) -> None:
     """Rewrites an Attention or MultiHeadAttention to Softmax(scale * query @ key^T + bias) @ value.
 
@@ -351,12 +346,7 @@ class _Case(Parts, kw_only=True):
     is_first: bool
 
 
-@node_rewrite(
-    "split-grouped-attention",
-    {"GroupQueryAttention"},
-    "write {count} of GroupQueryAttention as its products, cache and Softmax",
-    since=OPSET_SINCE,
-)
+@node_rewrite("split-grouped-attention", {"GroupQueryAttention"}, since=OPSET_SINCE)
 def split_grouped_attention(writer: Writer) -> None:
     """Splits GroupQueryAttention into its rotary embedding, cache update, mask, MatMuls and Softmax.
 
@@ -445,13 +435,7 @@ def _find_places(case: _Case, last: str) -> tuple[str, str]:
     return case.writer.add("Add", [start, column], "places"), case.writer.add("Add", [start, row], "places_row")
 
 
-@node_rewrite(
-    "split-rotary",
-    {"RotaryEmbedding"},
-    "write {count} of RotaryEmbedding as halves, products and sums",
-    since=OPSET_SINCE,
-    floats=True,
-)
+@node_rewrite("split-rotary", {"RotaryEmbedding"}, since=OPSET_SINCE, floats=True)
 def split_rotary(writer: Writer) -> None:
     """Rewrites ONNX's RotaryEmbedding, since opset 23, or ONNX Runtime's, to products of halves and their sums.
 
