@@ -22,16 +22,8 @@ from edgekit.convert.ort_format.tables import Record, open_tables, records, tabl
 from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN
+from edgekit.model import model as models
 from edgekit.model.external import skim_model
-from edgekit.model.model import (
-    MOST_INLINE_BYTES,
-    Model,
-    iterate_nodes,
-    keep_used_opsets,
-    order_nodes,
-    read_with_weights_on_disk,
-    refill,
-)
 from edgekit.model.tensors import Array
 from edgekit.prepare.constants import find_harmful
 from edgekit.prepare.shapes import find_unset, size_inputs
@@ -59,7 +51,7 @@ class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
     level: Level = Level.ALL
 
 
-def write_ort(model: Model, out: Path, options: OrtOptions, *, subject: str | None = None) -> None:
+def write_ort(model: models.Model, out: Path, options: OrtOptions, *, subject: str | None = None) -> None:
     """Writes a model in canonical ORT format to `out`, whole or not at all, after loading it as an app would.
 
     `subject` names the model in errors.
@@ -98,7 +90,7 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
         raise ModelError(words, hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does")
 
 
-def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
+def session_settings(options: OrtOptions, level: Level, source: models.Model) -> SessionSettings:
     """Returns the session settings under which the source runs like the converted file."""
     # Blocked layouts exist on x64 alone: a file for Arm that is written on x64 must not have them.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
@@ -106,13 +98,13 @@ def session_settings(options: OrtOptions, level: Level, source: Model) -> Sessio
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
 
 
-def load_settings(options: OrtOptions, source: Model | None = None) -> SessionSettings:
+def load_settings(options: OrtOptions, source: models.Model | None = None) -> SessionSettings:
     """Returns the session settings with which an app would open the converted file."""
     disabled = () if source is None else _list_harmful(source)
     return SessionSettings(config={**_config(options), **REPLAY}, disabled_optimizers=disabled, threads=1)
 
 
-def _list_harmful(source: Model) -> tuple[str, ...]:
+def _list_harmful(source: models.Model) -> tuple[str, ...]:
     with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
         return tuple(find_harmful(skim_model(source.path).graph))
     return ()
@@ -165,7 +157,9 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.skipped) or self.error <= self.tolerance
 
 
-def compare_with_source(source: Model, path: Path, options: OrtOptions, samples: Samples | None = None) -> Equality:
+def compare_with_source(
+    source: models.Model, path: Path, options: OrtOptions, samples: Samples | None = None
+) -> Equality:
     """Runs a converted file and its source model on the same inputs, and compares their outputs.
 
     A float source runs without any optimisation. A quantized one runs as ONNX Runtime optimises it, because integer
@@ -176,7 +170,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
         RuntimeRefusal: ONNX Runtime runs the source but not the file.
     """
     graph = skim_model(source.path).graph
-    ops = {node.op_type for node in iterate_nodes(graph)}
+    ops = {node.op_type for node in models.iterate_nodes(graph)}
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
     tolerance = HALF_TOLERANCE if half else FLOAT_TOLERANCE
     if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
@@ -196,7 +190,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
 
 
-def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) -> Equality:
+def compare_onnx(source: models.Model, changed: models.Model, samples: Samples | None = None) -> Equality:
     """Runs a model and a changed one on the same inputs without any optimisation, and compares their outputs.
 
     Raises:
@@ -210,7 +204,7 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
     return _compare(facts, (source, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
 
 
-def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
+def choose_samples(source: models.Model, samples: Samples | None) -> Samples | None:
     """Returns the first samples, or randomly drawn ones if there are none; None if an input is no tensor.
 
     One sample is drawn, or one for each size of `_OPEN_SIZES` if dimensions are open.
@@ -231,7 +225,7 @@ def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
 
 def _compare(
     facts: Equality,
-    one: tuple[Model, SessionSettings],
+    one: tuple[models.Model, SessionSettings],
     other: tuple[Path, SessionSettings],
     samples: Samples,
     *,
@@ -282,7 +276,7 @@ def _measure(wanted: Array, got: Array | None) -> float | None:
     return float(np.abs(left[finite] - right[finite]).max(initial=0.0) / max(float(largest), 1e-6))
 
 
-def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
+def _find_first(source: models.Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
     """Returns the name of the first node of the source whose result differs in the `.ort` file, else ""."""
     with work_folder() as work:
         # A copy of the file that also outputs all tensors that the source has too, in its order.
@@ -295,7 +289,7 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
             given = dict.fromkeys([*texts(exposed_graph, "outputs"), *shared])
             exposed_graph["outputs"] = [name.encode() for name in given]
             write_tables(file.root, work / "exposed.ort")
-        proto = read_with_weights_on_disk(source)
+        proto = models.read_with_weights_on_disk(source)
         known = {value.name for value in proto.graph.output}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
         unoptimized = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
@@ -342,7 +336,7 @@ class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_level(
-    model: Model, level: Level, cpu: Cpu, folder: Path, samples: Samples | None = None, *, checked: bool = True
+    model: models.Model, level: Level, cpu: Cpu, folder: Path, samples: Samples | None = None, *, checked: bool = True
 ) -> LevelModel:
     """Writes a model as optimized at a level into a folder, as `model.LEVEL.onnx`; its bytes are reproducible.
 
@@ -359,7 +353,7 @@ def write_level(
         RuntimeRefusal: ONNX Runtime refuses the model.
     """
     # ONNX Runtime writes the optimized model into one file.
-    if model.size_bytes > MOST_INLINE_BYTES:
+    if model.size_bytes > models.MOST_INLINE_BYTES:
         words = f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB"
         raise ModelError(words, hint="leave --level out: --onnx then writes the model with its external data")
     options = OrtOptions(style="full", cpu=cpu, level=level)
@@ -374,8 +368,8 @@ def write_level(
         node.name = f"ReorderOutput_{node.output[0]}"
     if reorders:
         nodes = sorted(proto.graph.node, key=lambda node: next(filter(None, node.output), ""))
-        refill(proto.graph.node, order_nodes(onnx.GraphProto(node=nodes)))
-    keep_used_opsets(proto)
+        models.refill(proto.graph.node, models.order_nodes(onnx.GraphProto(node=nodes)))
+    models.keep_used_opsets(proto)
     path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
     if equality is not None and not equality.passed:
@@ -387,7 +381,7 @@ def write_level(
     return describe_level(model, path, level, equality)
 
 
-def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
+def describe_level(model: models.Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
     """Returns the facts of an optimized file, compared with its source model."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]

@@ -25,22 +25,8 @@ from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.model import model as models
 from edgekit.model.external import point_into, skim_model
-from edgekit.model.model import (
-    LARGE_BYTES,
-    Model,
-    iterate_graphs,
-    iterate_nodes,
-    keep_used_opsets,
-    list_names,
-    load_model,
-    move_data,
-    order_nodes,
-    read_proto,
-    refill,
-    rename_tensors,
-    save_proto,
-)
 from edgekit.model.soundness import read_opsets
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
@@ -56,14 +42,14 @@ _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axe
 
 def merge_domains(proto: onnx.ModelProto) -> None:
     """Writes the domain "ai.onnx" as "" everywhere, and the last import of each domain, which counts, in place."""
-    for node in iterate_nodes(proto.graph):
+    for node in models.iterate_nodes(proto.graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
-    refill(proto.opset_import, [helper.make_opsetid(*each) for each in read_opsets(proto.opset_import).items()])
+    models.refill(proto.opset_import, [helper.make_opsetid(*each) for each in read_opsets(proto.opset_import).items()])
 
 
 def import_contrib(proto: onnx.ModelProto) -> None:
     """Adds the opset import of ONNX Runtime's contrib operators if a graph uses them, in place."""
-    used = any(node.domain == ORT_DOMAIN for node in iterate_nodes(proto.graph))
+    used = any(node.domain == ORT_DOMAIN for node in models.iterate_nodes(proto.graph))
     if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
@@ -121,13 +107,13 @@ def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
     IR version 3 required each initializer among the inputs, where a caller could replace it.
     """
     initializers = {tensor.name for tensor in graph.initializer}
-    refill(graph.input, [value for value in graph.input if value.name not in initializers])
+    models.refill(graph.input, [value for value in graph.input if value.name not in initializers])
 
 
 def restore_metadata(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Copies the metadata of the original model, and drops unused opset imports, in place."""
-    keep_used_opsets(proto)
-    refill(proto.metadata_props, origin.metadata_props)
+    models.keep_used_opsets(proto)
+    models.refill(proto.metadata_props, origin.metadata_props)
     proto.producer_name = origin.producer_name
     proto.producer_version = origin.producer_version
     proto.doc_string = origin.doc_string
@@ -136,7 +122,7 @@ def restore_metadata(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 def sort_values(graph: onnx.GraphProto) -> None:
     """Sorts initializers and value infos by name, in place: ONNX Runtime writes them in varying order."""
-    for part in iterate_graphs(graph):
+    for part in models.iterate_graphs(graph):
         part.initializer.sort(key=lambda tensor: tensor.name)
         part.value_info.sort(key=lambda value: value.name)
 
@@ -171,7 +157,7 @@ def guard_half(proto: onnx.ModelProto) -> dict[str, int]:
         inside.output[:] = [f"{prefix}{name}" if name in outputs else name for name in node.output]
         before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in half_inputs]
         nodes += [*before, inside, *(_cast(f"{prefix}{name}", name, TensorProto.FLOAT16) for name in outputs)]
-    refill(proto.graph.node, nodes)
+    models.refill(proto.graph.node, nodes)
     return types
 
 
@@ -197,10 +183,10 @@ def restore_types(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto], types
                 node.output[place] = f"{name}/{TensorProto.DataType.Name(types[before])}"
                 after.append(_cast(node.output[place], name, types[name]))
         kept += [node, *after]
-    refill(graph.node, kept)
+    models.refill(graph.node, kept)
     # ONNX Runtime states the type that a value had between its casts.
     stated = [(value, value.type.tensor_type.elem_type) for value in graph.value_info]
-    refill(graph.value_info, [value for value, kind in stated if types.get(value.name, kind) == kind])
+    models.refill(graph.value_info, [value for value, kind in stated if types.get(value.name, kind) == kind])
 
 
 def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:
@@ -209,7 +195,7 @@ def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:
     Returns True if there was one. If ONNX Runtime merged them with casts of the model, the types do not match any more.
     """
     stripped = False
-    for part in iterate_graphs(graph):
+    for part in models.iterate_graphs(graph):
         kept = [node for node in part.node if not _INSERTED.match(node.name)]
         # ONNX Runtime computes the cast of a constant: in half precision it is the constant again, without loss.
         folded = {_INSERTED.sub("", each.name): each for each in part.initializer if _INSERTED.match(each.name)}
@@ -217,9 +203,9 @@ def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:
         plain = {each.name: each for each in part.initializer if not _INSERTED.match(each.name)}
         halves = {name: read_array(each, folder).astype(np.float16) for name, each in folded.items()}
         again = [numpy_helper.from_array(half, name) for name, half in halves.items() if name not in plain]
-        refill(part.initializer, [*plain.values(), *again])
-        refill(part.node, kept)
-        refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
+        models.refill(part.initializer, [*plain.values(), *again])
+        models.refill(part.node, kept)
+        models.refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:
             node.input[:] = [_INSERTED.sub("", name) for name in node.input]
             node.output[:] = [_INSERTED.sub("", name) for name in node.output]
@@ -236,12 +222,12 @@ _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER
 _EXTERNAL = "session.optimized_model_external_initializers"
 
 
-def keeps_weights_on_disk(model: Model) -> bool:
+def keeps_weights_on_disk(model: models.Model) -> bool:
     """Returns True if the graph of a model is edited with its weights on disk, so that no copy is in memory."""
-    return model.size_bytes >= LARGE_BYTES
+    return model.size_bytes >= models.LARGE_BYTES
 
 
-def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:
+def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, folder: Path) -> onnx.ModelProto:
     """Returns the graph that ONNX Runtime shows to a provider, after its basic optimizations; it is written to `path`.
 
     External weights are read from `folder`; those of a large model are written to `path` + ".data". If a change for the
@@ -271,7 +257,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
     if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), as_is)):
         return optimized
-    refill(proto.graph.node, nodes)
+    models.refill(proto.graph.node, nodes)
     if keeps_weights_on_disk(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
@@ -285,7 +271,7 @@ def _needs_two_passes(proto: onnx.ModelProto, opset: int) -> bool:
     before opset 21, and per channel since.
     """
     own = read_opset(proto)
-    is_parted = any(node.op_type == "GroupNormalization" for node in iterate_nodes(proto.graph))
+    is_parted = any(node.op_type == "GroupNormalization" for node in models.iterate_nodes(proto.graph))
     return own <= MAX_OPSET and (opset < own or is_parted)
 
 
@@ -298,7 +284,7 @@ _MADE = ".prepared"
 
 
 def prepare_model(
-    model: Model,
+    model: models.Model,
     out: AnyPath,
     dims: Mapping[str, int] = MappingProxyType({}),
     *,
@@ -307,7 +293,7 @@ def prepare_model(
     outputs: Collection[str] = (),
     constants: Mapping[str, float] | None = None,
     may_stay_open: bool = False,
-) -> Model:
+) -> models.Model:
     """Writes a model with static inputs and a clean graph to `out`, and returns it.
 
     Inputs and outputs keep their names and order. Nodes get unique names, constants are folded and no-ops removed (ONNX
@@ -336,7 +322,7 @@ def prepare_model(
     _clean_interface(proto, outputs, constants or {})
     if not (folds_first := bool(constants) or _has_branches(proto)):
         fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
-    origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
+    origin, given, chosen = _copy_texts(proto), models.list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
         if folds_first or _needs_two_passes(proto, chosen):
@@ -349,10 +335,10 @@ def prepare_model(
         # A session that optimizes the graph again computes constants of the same names, on which ONNX Runtime 1.31
         # fails ("Attempt to replace the existing tensor").
         made = {tensor.name for tensor in proto.graph.initializer} - given
-        rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
+        models.rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
-    return load_model(out, custom_ops=model.custom_ops)
+    return models.load_model(out, custom_ops=model.custom_ops)
 
 
 def _has_branches(proto: onnx.ModelProto) -> bool:
@@ -363,7 +349,7 @@ def _has_branches(proto: onnx.ModelProto) -> bool:
     return any(node.op_type == "If" for node in proto.graph.node)
 
 
-def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
+def freeze_model(model: models.Model, folder: Path, constants: Mapping[str, float]) -> models.Model:
     """Writes a model to `folder` in which some inputs are constants filled with one number; without any, returns it.
 
     Raises:
@@ -372,14 +358,16 @@ def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> 
     """
     if not constants:
         return model
-    proto = read_proto(model)
+    proto = models.read_proto(model)
     freeze_inputs(proto.graph, constants)
     folder.mkdir(parents=True, exist_ok=True)
-    frozen = save_proto(proto, folder / model.path.name)
+    frozen = models.save_proto(proto, folder / model.path.name)
     return msgspec.structs.replace(frozen, name=model.name, custom_ops=model.custom_ops)
 
 
-def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
+def sketch_model(
+    model: models.Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False
+) -> models.Model:
     """Writes what `prepare_model` writes, but without the values of large weights: for a check, not to run.
 
     Weights whose values a rewrite reads keep them.
@@ -400,7 +388,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
     return _write_sketch(proto, model, out, origin, chosen, splits=True)
 
 
-def show_model(model: Model, out: Path) -> Model:
+def show_model(model: models.Model, out: Path) -> models.Model:
     """Writes the graph that a provider sees when an app opens the user's file as it is, without large weights.
 
     Only ONNX Runtime's basic level changes it: inputs, dynamic dimensions and the opset stay, and an initializer that
@@ -416,13 +404,13 @@ def show_model(model: Model, out: Path) -> Model:
         proto.ir_version = _OVERRIDING
     # A caller may override these, so a session treats them as inputs.
     fed = {value.name for value in proto.graph.input}
-    refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
+    models.refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
     return _write_sketch(proto, model, out, _copy_texts(proto), read_opset(proto))
 
 
 def _write_sketch(
-    proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int, *, splits: bool = False
-) -> Model:
+    proto: onnx.ModelProto, model: models.Model, out: Path, origin: onnx.ModelProto, opset: int, *, splits: bool = False
+) -> models.Model:
     """Writes the optimized graph of a model in this opset, without the values of large weights."""
     shells, folder = strip_weights(proto), model.path.parent
     with replacing_file(out) as temporary:
@@ -433,10 +421,12 @@ def _write_sketch(
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
-    return load_model(out, custom_ops=model.custom_ops)
+    return models.load_model(out, custom_ops=model.custom_ops)
 
 
-def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
+def sketch_unloaded(
+    model: models.Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False
+) -> models.Model:
     """Writes the graph of a model that ONNX Runtime cannot load, without large weights and without optimization.
 
     Raises:
@@ -451,26 +441,26 @@ def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_sta
         tensor.ClearField("data_location")
     with replacing_file(out) as temporary:
         _write(proto, model, temporary, out)
-    return load_model(out)
+    return models.load_model(out)
 
 
-def _read_graph(model: Model) -> onnx.ModelProto:
+def _read_graph(model: models.Model) -> onnx.ModelProto:
     """Returns the graph of a model, with its weights unless they are large."""
     if keeps_weights_on_disk(model) and not model.external_files:
         # Weights inside the file become external data in this file.
         return point_into(model.path)
-    return read_proto(model, weights=not keeps_weights_on_disk(model))
+    return models.read_proto(model, weights=not keeps_weights_on_disk(model))
 
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
     # ONNX Runtime needs no import of its own operators; onnx's converter does.
     import_contrib(proto)
-    for part in iterate_graphs(proto.graph):
+    for part in models.iterate_graphs(proto.graph):
         # ONNX Runtime leaves initializers sparse, and its quantizer does not find these.
         write_dense(part)
     # ONNX Runtime takes nodes in any order; what follows, and onnx's converter, do not.
-    refill(proto.graph.node, order_nodes(proto.graph))
+    models.refill(proto.graph.node, models.order_nodes(proto.graph))
     name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
@@ -482,15 +472,15 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
 
 def _split_fused(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Splits what ONNX Runtime's optimizers fused, in place, and returns the model."""
-    if any(node.op_type in {*FUSED, "QLinearSoftmax"} for node in iterate_nodes(proto.graph)):
+    if any(node.op_type in {*FUSED, "QLinearSoftmax"} for node in models.iterate_nodes(proto.graph)):
         # Element types and ranks decide into what.
         typed = infer_model(proto)
-        for part, view in zip(iterate_graphs(proto.graph), iterate_graphs(typed.graph), strict=True):
+        for part, view in zip(models.iterate_graphs(proto.graph), models.iterate_graphs(typed.graph), strict=True):
             known = list(part.value_info)
-            refill(part.value_info, view.value_info)
+            models.refill(part.value_info, view.value_info)
             for rewrite in (split_fused, renew_softmax):
                 rewrite(part, read_opset(proto))
-            refill(part.value_info, known)
+            models.refill(part.value_info, known)
     return proto
 
 
@@ -501,12 +491,12 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     sort_values(proto.graph)
 
 
-def _write(proto: onnx.ModelProto, model: Model, temporary: Path, out: Path) -> None:
+def _write(proto: onnx.ModelProto, model: models.Model, temporary: Path, out: Path) -> None:
     if keeps_weights_on_disk(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
         write_inline(proto, temporary.parent, temporary)
         return
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
-    move_data(temporary, out)
+    models.move_data(temporary, out)
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -20,17 +20,8 @@ from edgekit.graph.constants import lift_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
+from edgekit.model import model as models
 from edgekit.model.external import point_into
-from edgekit.model.model import (
-    MOST_INLINE_BYTES,
-    Model,
-    iterate_graphs,
-    iterate_nodes,
-    iterate_tensors,
-    read_proto,
-    refill,
-    save_proto,
-)
 from edgekit.prepare.clean import import_contrib, keeps_weights_on_disk, merge_domains, prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
@@ -96,11 +87,11 @@ class FusedOps(msgspec.Struct, frozen=True, kw_only=True):
 class FusedModel(FusedOps, frozen=True, kw_only=True):
     """A model with its transformer patterns fused."""
 
-    model: Model
+    model: models.Model
 
 
 def fuse_transformer(
-    model: Model, options: FuseOptions, out: Path, prepare: Callable[[Model, Path], Model]
+    model: models.Model, options: FuseOptions, out: Path, prepare: Callable[[models.Model, Path], models.Model]
 ) -> FusedModel:
     """Writes a model to `out` with transformer patterns fused into operators of `com.microsoft`, and prepared.
 
@@ -118,7 +109,7 @@ def fuse_transformer(
     if options.model_type not in families:
         hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
-    before = read_proto(model, weights=False)
+    before = models.read_proto(model, weights=False)
     chosen = optimizer.FusionOptions(options.model_type)
     for name in _SLOW_ON_CPU if options.for_cpu else ():
         setattr(chosen, name, False)
@@ -134,14 +125,14 @@ def fuse_transformer(
     finally:
         logging.disable(disabled)
     lower_ir_version(fused, read_opset(fused))
-    written = save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
+    written = models.save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
     prepared = prepare(
         msgspec.structs.replace(written, custom_ops=model.custom_ops), out.with_name(f"{out.stem}-prepared.onnx")
     )
     joined = fix_model(prepared, out, _PARTS_OF_ATTENTION).model
     counts = [
-        Counter(node.op_type for node in iterate_nodes(proto.graph) if node.domain == ORT_DOMAIN)
-        for proto in (read_proto(joined, weights=False), before)
+        Counter(node.op_type for node in models.iterate_nodes(proto.graph) if node.domain == ORT_DOMAIN)
+        for proto in (models.read_proto(joined, weights=False), before)
     ]
     new = counts[0] - counts[1]
     if not new:
@@ -326,11 +317,13 @@ class Fix(msgspec.Struct, frozen=True, kw_only=True):
 class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model after the automatic rewrites, and the rewrites that changed something."""
 
-    model: Model
+    model: models.Model
     fixes: tuple[Fix, ...]
 
 
-def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> FixedModel:
+def ready_model(
+    source: models.Model, folder: Path, dims: Mapping[str, int], *, may_stay_open: bool = False
+) -> FixedModel:
     """Writes the model that every build starts from into `folder`: prepared, with the rewrites `FIXES`.
 
     With `may_stay_open`, dimensions without a number stay dynamic.
@@ -345,7 +338,7 @@ def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_sta
     return fix_model(prepared, folder / "fixed" / f"{source.name}.onnx")
 
 
-def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:
+def fix_model(model: models.Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:
     """Writes a model to `out` with the rewrites of these ids applied, by default `FIXES`.
 
     Raises:
@@ -354,14 +347,14 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     # Four rewrites need the values of weights: these two, and those to float32, for which they are read below.
     reads_weights = not {signs.UNSIGNED_WEIGHTS, signs.INT8_ACTIVATIONS}.isdisjoint(ids)
     on_disk = keeps_weights_on_disk(model) and not model.external_files and not reads_weights
-    proto = point_into(model.path) if on_disk else read_proto(model, weights=False)
+    proto = point_into(model.path) if on_disk else models.read_proto(model, weights=False)
     kinds = {kind for id_, kind in float16.TO_FLOAT.items() if id_ in ids}
-    if any(tensor.data_type in kinds and is_absent(tensor) for tensor in iterate_tensors(proto.graph)):
+    if any(tensor.data_type in kinds and is_absent(tensor) for tensor in models.iterate_tensors(proto.graph)):
         # In place of float16 the weights take twice the bytes, inside the model file.
-        if 2 * model.size_bytes > MOST_INLINE_BYTES:
+        if 2 * model.size_bytes > models.MOST_INLINE_BYTES:
             ids = set(ids) - float16.TO_FLOAT.keys()
         else:
-            proto = read_proto(model)
+            proto = models.read_proto(model)
     merge_domains(proto)
     name_nodes(proto.graph)
     fixes = apply_rewrites(proto, ids)
@@ -369,7 +362,7 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     return FixedModel(model=save_graph(proto, model, out), fixes=fixes)
 
 
-def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
+def fix_quantized(model: models.Model, target: Target, out: Path) -> FixedModel:
     """Writes a quantized model to `out` with the workarounds that a target needs, or returns it if there are none.
 
     Raises:
@@ -383,7 +376,7 @@ def fix_quantized(model: Model, target: Target, out: Path) -> FixedModel:
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
     """Applies the rewrites of these ids in place, and returns those that changed something."""
     known = {value.name for value in proto.graph.value_info}
-    for part in iterate_graphs(proto.graph):
+    for part in models.iterate_graphs(proto.graph):
         # A graph that was not optimized has Constant nodes, which are no nodes of the view that rewrites read.
         lift_constants(part)
     opset, is_inferred = read_opset(proto), False
@@ -394,9 +387,9 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         if name not in _WITHOUT_SHAPES and not is_inferred:
             # The previous rewrites may have changed shapes.
             inferred = infer_model(proto).graph.value_info
-            refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
+            models.refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
             is_inferred = True
-        nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
+        nodes = tuple(node for graph in models.iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
             is_inferred = False
@@ -405,7 +398,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
     if fixes:
         import_contrib(proto)
     kept = known & {output for node in proto.graph.node for output in node.output}
-    refill(proto.graph.value_info, [value for value in proto.graph.value_info if value.name in kept])
+    models.refill(proto.graph.value_info, [value for value in proto.graph.value_info if value.name in kept])
     return tuple(fixes)
 
 
@@ -416,7 +409,7 @@ class BucketModels(msgspec.Struct, frozen=True, kw_only=True):
     """The prepared model of each size except the `largest`, and how samples are padded to a size."""
 
     padding: Padding
-    smaller: dict[int, Model]
+    smaller: dict[int, models.Model]
     largest: int
 
     @property
@@ -455,8 +448,8 @@ def choose_dims(
 
 
 def prepare_buckets(
-    source: Model,
-    prepared: Model,
+    source: models.Model,
+    prepared: models.Model,
     dims: Mapping[str, int],
     buckets: Mapping[str, Sequence[int]],
     values: Mapping[str, float],

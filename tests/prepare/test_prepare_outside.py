@@ -11,10 +11,10 @@ from prepare_models import ZOO, make_model, op_names, run_model
 
 from edgekit.check.check import check_model
 from edgekit.errors import RuntimeRefusal
+from edgekit.model import model as models
 from edgekit.model.external import point_into
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.prepare import clean
 from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.prepare.external import write_inline
 from edgekit.prepare.fix import fix_model
@@ -60,7 +60,7 @@ def test_a_model_worked_on_outside_of_memory_becomes_the_same(
     model = make_layers(tmp_path / "m.onnx", external=external)
     made: list[Path] = []
     for at_least in (1 << 40, 0):
-        monkeypatch.setattr(clean, "LARGE_BYTES", at_least)
+        monkeypatch.setattr(models, "LARGE_BYTES", at_least)
         folder = tmp_path / str(at_least)
         prepared = prepare_model(model, folder / "p.onnx", {"n": 2})
         fixed = fix_model(prepared, folder / "f.onnx")
@@ -202,7 +202,7 @@ def test_trees_of_the_newer_operator_stay(tmp_path: Path) -> None:
 def test_beside_a_weight_that_must_stay_the_others_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool, middle: str
 ) -> None:
-    monkeypatch.setattr(clean, "LARGE_BYTES", 0)
+    monkeypatch.setattr(models, "LARGE_BYTES", 0)
     weights = {"table": np.ones((1000, 64), np.float32), "up": np.ones((64, 1024), np.float32)}
     text = f"""g (int64[4,2] i) => (float[4,2,1024] y) <float[2] s = {{1,1}}, float[2] b = {{0,0}}>
         {{ x = Gather(table, i) {middle} y = MatMul(n, up) }}"""

@@ -12,14 +12,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
-from edgekit.quantize.graph.float_graph import (
-    MASK_VALUE,
-    AttentionScores,
-    find_attention_scores,
-    float_activations,
-    folded_activations,
-    known_bounds,
-)
+from edgekit.quantize.graph import float_graph
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.layers import (
     Layer,
@@ -73,7 +66,7 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     lows: tuple[tuple[TensorAxis, int], ...]
     highs: tuple[tuple[TensorAxis, int], ...]
     sums: tuple[str, ...]
-    scores: tuple[AttentionScores, ...]
+    scores: tuple[float_graph.AttentionScores, ...]
     picks: tuple[tuple[str, int], ...]
     patches: tuple[tuple[tuple[Layer, ...], PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
@@ -96,16 +89,16 @@ def augment_graph(
     Also outputs are `picked` values of each activation, at fixed positions, and, with `patch_samples`, patches of the
     input of each layer with weights: as many as one of so many samples should contribute.
     """
-    aliases, unsized, layers = folded_activations(graph), _find_unsized(graph), read_layers(graph)
+    aliases, unsized, layers = float_graph.folded_activations(graph), _find_unsized(graph), read_layers(graph)
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
-    names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
-    bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
+    names = [name for name in float_graph.float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
+    bounds = {name: float_graph.known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     extremes = _list_extremes(graph, names, layers)
     names = list(dict.fromkeys(name for name, _ in extremes))
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
     measured = {name for name, _ in lows if graph.dims(name)}
-    scores = [each for each in find_attention_scores(graph) if each.tensor in measured]
+    scores = [each for each in float_graph.find_attention_scores(graph) if each.tensor in measured]
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*kept} - graph.outputs))
     lowest = [builder.lowest_score(each) for each in scores]
@@ -217,7 +210,7 @@ class _Builder:
         reduced = self._reduce_axes(op, source, others, keepdims=0)
         return self._flatten(reduced) if axis is None else reduced
 
-    def lowest_score(self, scores: AttentionScores) -> str:
+    def lowest_score(self, scores: float_graph.AttentionScores) -> str:
         """Adds the lowest value before a Softmax that is not masked; fully masked rows are ignored.
 
         The extremes of rows are reused: those of the whole tensor follow from them.
@@ -227,7 +220,7 @@ class _Builder:
             self._rows.setdefault((op, scores.tensor), self._reduce_axes(op, scores.tensor, last, keepdims=1))
             for op in ("ReduceMin", "ReduceMax")
         )
-        seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
+        seen = self._node("Greater", [highest, self._number(float_graph.MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.margin)])
         least = self._node("Where", [seen, least, self._number(0.0)])
         return self._flatten(self._node("ReduceMin", [self._node("Max", [lowest, least])], keepdims=0))

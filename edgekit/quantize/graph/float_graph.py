@@ -19,17 +19,8 @@ from edgekit.graph.constants import lift_constants, read_array, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
+from edgekit.model import model as models
 from edgekit.model.external import MAX_DATA_BYTES, load_external, move_weight
-from edgekit.model.model import (
-    Model,
-    drop_unread,
-    find_integer_ops,
-    iterate_nodes,
-    list_names,
-    read_with_weights_on_disk,
-    refill,
-    rename_tensors,
-)
 from edgekit.prepare.clean import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
@@ -46,7 +37,7 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
     Raises:
         ModelError: both are inputs or outputs.
     """
-    names = list_names(proto.graph)
+    names = models.list_names(proto.graph)
     kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     renamed: dict[str, str] = {}
     for name in sorted(names):
@@ -63,7 +54,7 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
             )
         renamed.setdefault(other, _free_name(other, names))
     if renamed:
-        rename_tensors(proto.graph, renamed)
+        models.rename_tensors(proto.graph, renamed)
 
 
 def _free_name(name: str, names: set[str]) -> str:
@@ -85,7 +76,7 @@ def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...
     """
     split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
     if split:
-        drop_unread(graph)
+        models.drop_unread(graph)
     return split
 
 
@@ -230,13 +221,13 @@ _RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze
 _MOVEMENT = _RESHAPING | {"Gather", "MaxPool", "Slice", "Split"}
 
 
-def read_float_graph(model: Model) -> Graph:
+def read_float_graph(model: models.Model) -> Graph:
     """Reads the graph of a float model; large weights stay in their files.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
-    proto, folder = read_with_weights_on_disk(model), model.path.parent
+    proto, folder = models.read_with_weights_on_disk(model), model.path.parent
     load_external(proto.graph, folder, most=MAX_DATA_BYTES)
     _check_float(model, proto)
     lift_constants(proto.graph)
@@ -250,7 +241,9 @@ def read_float_graph(model: Model) -> Graph:
         if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    refill(proto.graph.value_info, [value for value in infer_model(proto).graph.value_info if value.name not in known])
+    models.refill(
+        proto.graph.value_info, [value for value in infer_model(proto).graph.value_info if value.name not in known]
+    )
     drop_initializer_inputs(proto.graph)
     return view_model(proto, folder)
 
@@ -318,8 +311,8 @@ def known_bounds(graph: Graph, node: Node) -> tuple[float | None, float | None]:
     return None, None
 
 
-def _check_float(model: Model, proto: onnx.ModelProto) -> None:
-    found = find_integer_ops(proto)
+def _check_float(model: models.Model, proto: onnx.ModelProto) -> None:
+    found = models.find_integer_ops(proto)
     if found:
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",
@@ -334,7 +327,7 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
             hint="edgekit prepare MODEL --opset 17 --out FILE",
         )
     # One that no node reads gets no Q and DQ.
-    read = {name for node in iterate_nodes(proto.graph) for name in node.input}
+    read = {name for node in models.iterate_nodes(proto.graph) for name in node.input}
     fed = {value.name for value in proto.graph.input if value.name in read}
     through = next((value.name for value in proto.graph.output if value.name in fed), None)
     if through is not None:
@@ -354,7 +347,7 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
             continue
         weight = read_dequantized(node, lambda name: read_array(initializers[name], folder))
         graph.initializer.append(numpy_helper.from_array(weight, node.output[0]))
-    refill(graph.node, kept)
+    models.refill(graph.node, kept)
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:
@@ -364,7 +357,7 @@ def _separate_biases(graph: onnx.GraphProto) -> None:
     bits for the Add, and ONNX Runtime computes a Gemm with such a bias in float.
     """
     readers = Counter(name for node in graph.node for name in node.input)
-    stored, names = {tensor.name: tensor for tensor in graph.initializer}, list_names(graph)
+    stored, names = {tensor.name: tensor for tensor in graph.initializer}, models.list_names(graph)
     for node in graph.node:
         bias = node.input[2] if node.op_type in _WITH_BIAS and len(node.input) > 2 else ""
         if bias not in stored or readers[bias] == 1:
