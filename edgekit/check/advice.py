@@ -286,10 +286,7 @@ ADVISERS: tuple[Adviser, ...] = (
         for id_, message in ADVICE.items()
     ),
     Adviser(
-        "fix-dims",
-        "automatic",
-        "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them",
-        _find_dims,
+        "fix-dims", "automatic", "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims
     ),
     Adviser(
         "opset",

@@ -13,7 +13,7 @@ from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, load_rules
 from edgekit.check.rules.rules import Forms, Subject
-from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units
+from edgekit.check.rules.units import SELECTORS, Unit, group_units
 from edgekit.evidence import Evidence
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
@@ -175,8 +175,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
     book = judge.book
-    table: dict[str, Selector] = {**SELECTORS, **book.units.add}
-    selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
+    table = {**SELECTORS, **book.units.add}
+    selectors = {op: name for op, name in table.items() if op not in book.units.without}
     minor = int(judge.settings["ort_minor"])
     # The rules judge the graph that ONNX Runtime shows to a provider; the report lists the nodes of the file.
     shown = propagate_quantization(graph)
@@ -199,7 +199,9 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         at = owners[node.name]
         unit, partition = units[at], placement.partitions[at]
         taken, alone = partition is not None, unit.node.name == node.name
-        is_lost = not (taken or book.provider.alone) and _lacks_kernel(node)
+        # Custom operators come with a library, and the list of ONNX's is that of one version.
+        is_left = not (taken or book.provider.alone) and node.domain.startswith(ORT_DOMAIN)
+        is_lost = is_left and (node.domain, node.op_type) not in _list_kernels()
         reasons = ["the CPU provider, to which it is left, has no kernel for it on each processor"] if is_lost else []
         reasons += [refusal.reason for refusal in refusals[at]]
         reasons += [placement.reasons[at]] if at in placement.reasons else []
@@ -232,17 +234,9 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     return listed
 
 
-def _lacks_kernel(node: Node) -> bool:
-    """Returns True for an operator of ONNX Runtime's own that its CPU provider does not have on each processor.
-
-    Those of custom operators come with a library, and the list of ONNX's is that of one version.
-    """
-    return node.domain.startswith(ORT_DOMAIN) and (node.domain, node.op_type) not in _list_kernels()
-
-
 @functools.cache
 def _list_kernels() -> frozenset[tuple[str, str]]:
-    """Returns the domains and names of the operators that ONNX Runtime's own CPU provider has."""
+    """Returns the domains and names of the operators that ONNX Runtime's own CPU provider has on each processor."""
     book = load_rules(load_target("cpu"))
     return frozenset((domain, name) for op in book.op for domain in op.domains for name in op.types)
 

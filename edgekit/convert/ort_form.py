@@ -182,9 +182,8 @@ def compare_with_source(
     if chosen is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
     settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
-    compared = _compare(
-        facts, (source, settings), (path, load_settings(options, source)), chosen, drawn=samples is None
-    )
+    loaded = load_settings(options, source)
+    compared = _compare(facts, (source, settings), (path, loaded), chosen, drawn=samples is None)
     if compared.passed or path.suffix != ".ort":
         return compared
     return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))

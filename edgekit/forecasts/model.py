@@ -172,10 +172,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 def load_fitted() -> tuple[Model, dict[str, KnownNetwork]]:
     """Returns the fitted model, and the networks that it was fitted to."""
     folder = targets_folder() / FOLDER
-    return (
-        msgspec.json.decode((folder / "model.json").read_bytes(), type=Model),
-        read_networks(folder / "networks.json"),
-    )
+    model = msgspec.json.decode((folder / "model.json").read_bytes(), type=Model)
+    return model, read_networks(folder / "networks.json")
 
 
 def read_networks(path: Path) -> dict[str, KnownNetwork]:

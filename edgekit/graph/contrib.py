@@ -115,11 +115,7 @@ def _is_own(node: onnx.NodeProto) -> bool:
 
 def _same(op: str, *positions: int) -> Callable[[_Substitution], None]:
     """Returns a rule: the first output has the type and shape that this ONNX operator gives."""
-
-    def substitute(of: _Substitution) -> None:
-        of.add(op, [of.name(at) for at in positions if at < len(of.node.input)], keeps=op != "Identity")
-
-    return substitute
+    return lambda of: of.add(op, [of.name(at) for at in positions if at < len(of.node.input)], keeps=op != "Identity")
 
 
 def _skip_norm(of: _Substitution) -> None:

@@ -49,20 +49,15 @@ def find_orders(graph: Graph, layers: Collection[str] = LAID_OUT) -> dict[str, O
 
     `layers` are the operators that the provider takes and wants with channels last.
     """
-    known = _KNOWN.setdefault(graph, {})
-    kinds = frozenset(layers)
+    known, kinds = _KNOWN.setdefault(graph, {}), frozenset(layers)
     if kinds not in known:
-        known[kinds] = _find_orders(graph, kinds)
+        orders: dict[str, Order] = {}
+        for node in graph.nodes:
+            order = _order_after(graph, node, orders, kinds) if node.domain in MAIN_DOMAINS else None
+            if order is not None and list(order) != sorted(order):
+                orders.update(dict.fromkeys(node.output, order))
+        known[kinds] = orders
     return known[kinds]
-
-
-def _find_orders(graph: Graph, layers: Collection[str]) -> dict[str, Order]:
-    orders: dict[str, Order] = {}
-    for node in graph.nodes:
-        order = _order_after(graph, node, orders, layers) if node.domain in MAIN_DOMAINS else None
-        if order is not None and list(order) != sorted(order):
-            orders.update(dict.fromkeys(node.output, order))
-    return orders
 
 
 def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order], layers: Collection[str]) -> Order | None:

@@ -1,6 +1,6 @@
 """Rewrites of a graph: nodes are replaced by others that compute the same."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,10 @@ class Writer(msgspec.Struct, kw_only=True):
         name = f"{self.node.proto.name}/{part}"
         self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
+
+    def constants(self, values: Mapping[str, Any], dtype: str = "") -> list[str]:
+        """Adds constants by their parts and returns their names; for the type see `constant`."""
+        return [self.constant(part, value, dtype) for part, value in values.items()]
 
     def reshaped(self, part: str, name: str, shape: Sequence[int]) -> str:
         """Adds the constant `name` in another shape, and returns its new name; its data need not be loaded."""

@@ -113,9 +113,8 @@ def find_uncovered(graph: Graph, node: Node, *, whole_strides: bool = False) -> 
     # Pads are computed where an output_shape is given.
     pads = None if "output_shape" in node.attributes else node.entries("pads")
     rest: list[int] = []
-    for axis, (stride, dilation, start) in enumerate(
-        zip(strides, dilations, pads or (0,) * len(ones), strict=False), 2
-    ):
+    begins = pads or (0,) * len(ones)
+    for axis, (stride, dilation, start) in enumerate(zip(strides, dilations, begins, strict=False), 2):
         reach = (weight[axis] - 1) * dilation + 1
         reach += -reach % stride if whole_strides else 0
         rest.append(max(made[axis] + start - (data[axis] - 1) * stride - reach, 0))

@@ -378,9 +378,8 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
 
 def find_reads(graph: onnx.GraphProto) -> set[str]:
     """Returns the names of all tensors that the nodes of a graph and their subgraphs read, and of its outputs."""
-    return {name for node in graph.node for name in soundness.iterate_reads(node)} | {
-        value.name for value in graph.output
-    }
+    read = {name for node in graph.node for name in soundness.iterate_reads(node)}
+    return read | {value.name for value in graph.output}
 
 
 def drop_unread(graph: onnx.GraphProto, ops: Collection[str] = ()) -> None:

@@ -65,7 +65,7 @@ def write_scalers(writer: Writer) -> None:
         return
     if writer.dtype != "float32":
         name = writer.add("Cast", [name], "float", to=TensorProto.FLOAT)
-    offset, scale = (writer.constant(part, attributes[part], "float32") for part in ("offset", "scale"))
+    offset, scale = writer.constants({part: attributes[part] for part in ("offset", "scale")}, "float32")
     writer.add("Mul", [writer.add("Sub", [name, offset], "centred"), scale])
 
 
@@ -500,11 +500,10 @@ def _write(proto: onnx.ModelProto, model: models.Model, temporary: Path, out: Pa
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:
-    texts = onnx.ModelProto(
+    return onnx.ModelProto(
         producer_name=proto.producer_name,
         producer_version=proto.producer_version,
         doc_string=proto.doc_string,
         metadata_props=proto.metadata_props,
+        graph=onnx.GraphProto(name=proto.graph.name),
     )
-    texts.graph.name = proto.graph.name
-    return texts

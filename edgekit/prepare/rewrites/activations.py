@@ -65,8 +65,7 @@ def plain_slope(writer: Writer) -> None:
     node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
     if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
         return
-    reshaped = writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])
-    writer.add("PRelu", [node.input[0], reshaped])
+    writer.add("PRelu", [node.input[0], writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])])
 
 
 @node_rewrite("leaky-slope", {"PRelu"}, since=7, floats=True)
@@ -88,9 +87,7 @@ def split_hard_swish(writer: Writer) -> None:
     NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
     x = writer.node.input[0]
-    three, low, high, sixth = (
-        writer.constant(part, value) for part, value in (("three", 3), ("low", 0), ("six", 6), ("sixth", 1 / 6))
-    )
+    three, low, high, sixth = writer.constants({"three": 3, "low": 0, "six": 6, "sixth": 1 / 6})
     gate = writer.add("Clip", [writer.add("Add", [x, three], "moved"), low, high], "gate")
     writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
 
@@ -148,8 +145,7 @@ def part_silu(writer: Writer) -> None:
         if zero is None or zero.data_type != onnx.TensorProto.UINT16 or scale is None:
             continue
         wider = writer.constant("scale", scale * (1 + 2**-16), "float32")
-        values = writer.add("QuantizeLinear", [name, wider, read.input[2]], "quantized", domain=read.domain)
-        again = writer.add("DequantizeLinear", [values, wider, read.input[2]], "again", domain=read.domain)
+        again = _requantize(writer, name, [wider, read.input[2]], read.domain, ("quantized", "again"))
         writer.add("Mul", [again, node.input[1 - place]])
         return
 
@@ -178,8 +174,7 @@ def narrow_mask(writer: Writer) -> None:
             scale = (max(own[1], 0) - least) / (limits.max - limits.min - 1)
             zero = writer.constant("zero", limits.min + math.ceil(-least / scale), own[2])
             names = [writer.constant("scale", scale, "float32"), zero]
-            values = writer.add("QuantizeLinear", [mask, *names], "mask-values", domain=read.domain)
-            narrow = writer.add("DequantizeLinear", [values, *names], "mask", domain=read.domain)
+            narrow = _requantize(writer, mask, names, read.domain, ("mask-values", "mask"))
             writer.add("Add", [narrow, scores])
             return
 
@@ -217,11 +212,12 @@ def write_leaky_as_max(writer: Writer) -> None:
     if read is None or span is None or span[2] != "uint8" or not 0 < alpha < 1 or not is_joined:
         return
     if len(graph.value(x).shape or ()) == _VOLUME_AXES:
-        one = [writer.constant(part, value, "uint8") for part, value in (("one", 1), ("zero", 0))]
+        one = writer.constants({"one": 1, "zero": 0}, "uint8")
         slope = writer.add("DequantizeLinear", [one[0], writer.constant("alpha", alpha, "float32"), one[1]], "slope")
         scale = writer.constant("scale", alpha * (span[1] - span[0]) / np.iinfo(span[2]).max, "float32")
         scaled = writer.add("Mul", [x, slope], "scaled")
-        writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], "scaled", read.domain)])
+        parts = ("scaled-values", "scaled-again")
+        writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], read.domain, parts)])
 
 
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
@@ -253,10 +249,11 @@ def flatten_softplus(writer: Writer) -> None:
     if zero is None or zero.data_type != onnx.TensorProto.UINT16 or is_mish or not after.has_input(2):
         return
     three, four = _sizes_in_three(writer, shape)
-    flat = writer.add("Reshape", [node.input[0], three], "flat")
-    made = writer.add("Softplus", [_requantize(writer, flat, read.input[1:3], "flat", read.domain)], "made")
-    made = _requantize(writer, made, after.input[1:3], "made", after.domain)
-    writer.add("Reshape", [made, four])
+    value = writer.add("Reshape", [node.input[0], three], "flat")
+    value = _requantize(writer, value, read.input[1:3], read.domain, ("flat-values", "flat-again"))
+    value = writer.add("Softplus", [value], "made")
+    value = _requantize(writer, value, after.input[1:3], after.domain, ("made-values", "made-again"))
+    writer.add("Reshape", [value, four])
 
 
 def _sizes_in_three(writer: Writer, shape: Sequence[int]) -> tuple[str, str]:
@@ -313,10 +310,10 @@ def bound_exponent(writer: Writer) -> None:
     writer.add(node.op_type, [writer.add("Clip", [node.input[0], *limits], "bounded")])
 
 
-def _requantize(writer: Writer, name: str, parameters: Sequence[str], part: str, domain: str) -> str:
-    """Adds Q and DQ with a scale and a zero point after a value, and returns the result."""
-    values = writer.add("QuantizeLinear", [name, *parameters], f"{part}-values", domain=domain)
-    return writer.add("DequantizeLinear", [values, *parameters], f"{part}-again", domain=domain)
+def _requantize(writer: Writer, name: str, parameters: Sequence[str], domain: str, parts: tuple[str, str]) -> str:
+    """Adds Q and DQ with this scale and zero point after a value, and returns the result."""
+    values = writer.add("QuantizeLinear", [name, *parameters], parts[0], domain=domain)
+    return writer.add("DequantizeLinear", [values, *parameters], parts[1], domain=domain)
 
 
 def _made_by(graph: Graph, name: str, op: str) -> Node | None:
@@ -368,7 +365,7 @@ def _gelu_form(node: Node) -> str:
 def _write_gelu(writer: Writer) -> None:
     """Writes x / 2 * (1 + Erf(x / sqrt 2)), or the approximation with Tanh."""
     add, data, moved = writer.add, _add_bias(writer), ""
-    one, half = writer.constant("one", 1), writer.constant("half", 0.5)
+    one, half = writer.constants({"one": 1, "half": 0.5})
     bend, factor = "Erf", math.sqrt(0.5)
     if _gelu_form(writer.node) == "tanh":
         bend, factor, cubic = "Tanh", math.sqrt(2 / math.pi), writer.constant("cubic", _CUBIC)
@@ -538,9 +535,8 @@ def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
     The value must still have this axis, with size 1, as with keepdims=1.
     """
     reduced = unshape(graph, name)
-    node = made_by(
-        graph, unshape(graph, other_operand(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced), op
-    )
+    reduced = unshape(graph, other_operand(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced)
+    node = made_by(graph, reduced, op)
     axis = None if node is None or node.input[0] != data else reduced_axis(graph, node)
     axis = None if axis is None else axis % max(len(graph.value(data).shape or ()), 1)
     return axis if axis is not None and keeps_axis(graph, name, data, axis) else None

@@ -305,9 +305,7 @@ def _write_table(writer: Writer, name: str, shape: tuple[int, ...], tables: dict
     if array is not None:
         tables[name] = writer.constant(part, array.reshape(rows, 2 * half)[:, :half], "float32")
         return tables[name]
-    places = [
-        writer.constant(f"{part}_{word}", [at], "int64") for word, at in (("start", 0), ("end", half), ("axis", -1))
-    ]
+    places = writer.constants({f"{part}_start": [0], f"{part}_end": [half], f"{part}_axis": [-1]}, "int64")
     cut = writer.add("Slice", [name, *places], f"{part}_half")
     tables[name] = writer.add("Reshape", [cut, writer.constant(f"{part}_shape", [rows, half], "int64")], part)
     return tables[name]

@@ -367,8 +367,8 @@ def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
 def _slice(writer: Writer, value: str, part: str, axis: int, bounds: tuple[int, int, int]) -> str:
     """Adds a Slice of one axis; `bounds` are its start, end and step."""
     start, end, step = bounds
-    numbers = (("start", start), ("end", end), ("axis", axis), ("step", step))
-    names = [writer.constant(f"{part}/{name}", [number], "int64") for name, number in numbers]
+    numbers = {"start": [start], "end": [end], "axis": [axis], "step": [step]}
+    names = writer.constants({f"{part}/{name}": number for name, number in numbers.items()}, "int64")
     return writer.add("Slice", [value, *names], part)
 
 

@@ -157,32 +157,18 @@ def join_rms_norm(writer: Writer) -> None:
         writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
 
 
-@node_rewrite("split-layer-norm", {"LayerNormalization"})
-def split_layer_norm(writer: Writer) -> None:
+def _split_norm(writer: Writer) -> None:
     """Splits a float LayerNormalization into (x - mean) / sqrt(mean((x - mean)^2) + epsilon) * scale + bias.
 
-    The formula is that of ONNX. The last bits may differ (1e-5 relative).
+    An RMSNormalization, or SimplifiedLayerNormalization, ONNX Runtime's older name of it, becomes
+    x / sqrt(mean(x * x) + epsilon) * scale. The formulas are those of ONNX. The last bits may differ (1e-5 relative).
     """
-    _split_norm(writer, centres=True)
-
-
-@node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})
-def split_rms_norm(writer: Writer) -> None:
-    """Splits a float RMSNormalization into x / sqrt(mean(x * x) + epsilon) * scale.
-
-    SimplifiedLayerNormalization, ONNX Runtime's older name of it, is split too. The formula is that of ONNX. The last
-    bits may differ (1e-5 relative).
-    """
-    _split_norm(writer, centres=False)
-
-
-def _split_norm(writer: Writer, *, centres: bool) -> None:
     node, shape = writer.node, writer.graph.value(writer.node.input[0]).static_shape
     if any(node.output[1:]) or shape is None or writer.dtype != "float32":
         return
     axes = list(range(node.attributes.get("axis", -1) % len(shape), len(shape)))
     centred = node.input[0]
-    if centres:
+    if node.op_type == "LayerNormalization":
         centred = writer.add("Sub", [centred, _mean(writer, centred, "mean", axes)], "centred")
     variance = _mean(writer, writer.add("Mul", [centred, centred], "squares"), "variance", axes)
     epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5))
@@ -191,6 +177,10 @@ def _split_norm(writer: Writer, *, centres: bool) -> None:
     scaled = writer.add("Mul", [normal, node.input[1]], "scaled" if node.has_input(2) else "")
     if node.has_input(2):
         writer.add("Add", [scaled, node.input[2]])
+
+
+split_layer_norm = node_rewrite("split-layer-norm", {"LayerNormalization"})(_split_norm)
+split_rms_norm = node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})(_split_norm)
 
 
 def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:

@@ -12,6 +12,7 @@ import onnx
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.prepare.rewrites.split_attention import input_of
 
 _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
@@ -217,7 +218,7 @@ def divide_one(writer: Writer) -> None:
     if read is None or read.op_type != "DequantizeLinear" or not read.has_input(2):
         return
     kind, scale = graph.value(read.input[2]).dtype or "", writer.constant("scale", 1, "float32")
-    number, zero = (writer.constant(name, value, kind) for name, value in (("number", 1), ("zero", 0)))
+    number, zero = writer.constants({"number": 1, "zero": 0}, kind)
     writer.add("Div", [writer.add("DequantizeLinear", [number, scale, zero], "one", domain=read.domain), x])
 
 
@@ -229,32 +230,19 @@ def widen_kernel(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     read, weight = (graph.producers.get(name) for name in node.input[:2])
-    if (
-        read is None
-        or weight is None
-        or {read.op_type, weight.op_type} != {"DequantizeLinear"}
-        or not read.has_input(2)
-    ):
+    if read is None or weight is None or {read.op_type, weight.op_type} != {"DequantizeLinear"}:
         return
-    values = graph.inline(weight.input[0])
-    if graph.value(read.input[2]).dtype != "uint16" or values is None or node.integer("group", 1) == 1:
-        return
-    if math.prod(values.shape[1:]) != 1:
+    values, is_wide = graph.inline(weight.input[0]), graph.value(input_of(read, 2)).dtype == "uint16"
+    if not is_wide or values is None or node.integer("group", 1) == 1 or math.prod(values.shape[1:]) != 1:
         return
     padding = [0] * (values.ndim - 3) + [1]
     constant = writer.constant("values", np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 1)]), values.dtype.name)
-    wide = writer.add(
-        "DequantizeLinear", [constant, *weight.input[1:]], "wide", domain=weight.domain, **weight.attributes
-    )
-    pads = np.add(node.entries("pads") or 0, padding * 2).tolist()
-    kept = {name: node.attributes[name] for name in ("group", "strides") if name in node.attributes}
-    writer.add(
-        "Conv",
-        [node.input[0], wide, *node.input[2:]],
-        kernel_shape=[1 + 2 * each for each in padding],
-        pads=pads,
-        **kept,
-    )
+    given = [constant, *weight.input[1:]]
+    wide = writer.add("DequantizeLinear", given, "wide", domain=weight.domain, **weight.attributes)
+    kept: dict[str, Any] = {name: node.attributes[name] for name in ("group", "strides") if name in node.attributes}
+    kept |= {"kernel_shape": [1 + 2 * each for each in padding]}
+    kept |= {"pads": np.add(node.entries("pads") or 0, padding * 2).tolist()}
+    writer.add("Conv", [node.input[0], wide, *node.input[2:]], **kept)
 
 
 @node_rewrite("sum-to-add", {"Sum"}, since=7)

@@ -47,13 +47,9 @@ def store_weights(graph: onnx.GraphProto, wanted: _Kind, ops: Collection[str] | 
         readers = view.readers(tensor.name)
         consumers = [each for node in readers for each in view.readers(node.output[0])]
         is_weight = tensor.data_type == given and tensor.data_location != onnx.TensorProto.EXTERNAL and bool(readers)
-        if (
-            not is_weight
-            or not zeros.are_quantizers(view, tensor.name, readers)
-            or (
-                ops is not None and not any(node.op_type in ops and not _reads_signed(view, node) for node in consumers)
-            )
-        ):
+        if not is_weight or not zeros.are_quantizers(view, tensor.name, readers):
+            continue
+        if ops is not None and not any(node.op_type in ops and not _reads_signed(view, node) for node in consumers):
             continue
         if np.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
             # The model was loaded without its weights, for a check, which needs the type only.

@@ -80,10 +80,7 @@ class Parts(msgspec.Struct, kw_only=True):
 
     def hide(self, part: str, counts: str, value: float = MASKED) -> str:
         """Adds a Where that turns a bool mask into an additive bias: 0 where True, else `value`, at least `MASKED`."""
-        numbers = [
-            self.writer.constant(f"{part}_{name}", number, self.heads.dtype)
-            for name, number in (("kept", 0), ("away", max(value, MASKED)))
-        ]
+        numbers = self.writer.constants({f"{part}_kept": 0, f"{part}_away": max(value, MASKED)}, self.heads.dtype)
         return self.writer.add("Where", [counts, *numbers], part)
 
     def publish(self, name: str, position: int) -> str:
@@ -221,9 +218,8 @@ def _expand_onnx(writer: Writer) -> None:
     counts = [node.integer(name, 0) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     heads = _read_heads(graph, node, counts, _ONNX_PAST)
     # In opset 23 the softcap came behind the mask. In float16 a Softmax in float32 is another.
-    is_open = (
-        node.has_input(_ONNX_LENGTHS) or read_float(node, "softcap") != 0 or "softmax_precision" in node.attributes
-    )
+    is_open = node.has_input(_ONNX_LENGTHS) or read_float(node, "softcap") != 0
+    is_open |= "softmax_precision" in node.attributes
     if heads is None or is_open or len({len(graph.value(name).shape or ()) for name in node.input[:3]}) != 1:
         return
     parts, biases = Parts(writer=writer, heads=heads), list[str]()
@@ -378,11 +374,8 @@ def split_grouped_attention(writer: Writer) -> None:
         turns = _find_turns(case, input_of(node, _POSITIONS) or row, (node.input[_COS], node.input[_SIN]))
         query, key = (_rotate(case, given, part, turns) for given, part in ((query, "query"), (key, "key")))
     key, value = (case.publish(_update_cache(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
-    case.attend(
-        (query, key, value),
-        read_float(node, "scale"),
-        [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])],
-    )
+    biases = [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])]
+    case.attend((query, key, value), read_float(node, "scale"), biases)
 
 
 def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
@@ -414,9 +407,8 @@ def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
     # Without a cache all tokens are new; with a cache there must be room for them.
     is_known = total == heads.tokens or (shape[2] > 0 and heads.tokens < (total or 0) <= shape[2] + heads.tokens)
     tables = [static_float(graph, input_of(node, at), 2) for at in (_COS, _SIN)]
-    turns = not node.integer("do_rotary", 0) or (
-        tables[0] == tables[1] and 0 < 2 * (tables[0] or (0, 0))[1] <= heads.size
-    )
+    turned = 2 * (tables[0] or (0, 0))[1]
+    turns = not node.integer("do_rotary", 0) or (tables[0] == tables[1] and 0 < turned <= heads.size)
     asked = graph.value(input_of(node, _POSITIONS)).static_shape
     places = not node.has_input(_POSITIONS) or asked == (heads.batch, heads.tokens)
     bias = not node.has_input(_BIAS) or (graph.value(node.input[_BIAS]).shape or ())[-1:] == (heads.rows,)
@@ -477,12 +469,8 @@ def split_rotary(writer: Writer) -> None:
 
 def _find_turns(case: Parts, places: str, tables: Sequence[str]) -> tuple[str, str]:
     """Returns cosines and sines of each token, [batch, 1, tokens, half of the rotated size], from rows of tables."""
-    rows = case.reshape(places, "turns", [-1, 1, case.heads.tokens])
-    cos, sin = (
-        case.writer.add("Gather", [table, rows], part, axis=0)
-        for table, part in zip(tables, ("cos", "sin"), strict=True)
-    )
-    return cos, sin
+    add, rows = case.writer.add, case.reshape(places, "turns", [-1, 1, case.heads.tokens])
+    return add("Gather", [tables[0], rows], "cos", axis=0), add("Gather", [tables[1], rows], "sin", axis=0)
 
 
 def _rotate(case: Parts, x: str, part: str, turns: tuple[str, str]) -> str:
@@ -506,8 +494,8 @@ def _update_cache(case: _Case, new: str, position: int, last: str, places: str) 
         if heads.rows == heads.tokens:
             return new
         # The rows that follow the new ones in the cache.
-        ends = (("from", heads.tokens), ("to", heads.rows), ("axis", 2))
-        bounds = [case.writer.constant(f"{part}_{name}", [value], "int64") for name, value in ends]
+        ends = {f"{part}_from": [heads.tokens], f"{part}_to": [heads.rows], f"{part}_axis": [2]}
+        bounds = case.writer.constants(ends, "int64")
         return add("Concat", [new, add("Slice", [past, *bounds], f"{part}_rest")], f"{part}_cache", axis=2)
     if heads.rows > case.past:
         empty = np.zeros((heads.batch, heads.keys, heads.rows - case.past, heads.size))

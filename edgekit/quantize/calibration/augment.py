@@ -255,10 +255,9 @@ class _Builder:
         taken = self._node("Min", [rows, self._constant(f"edgekit.rows.{count}", np.array([count]))])
         parts = self._store(f"edgekit.parts.{count}", sample_offsets(count))
         parts = self._node("Slice", [parts, self._constant("edgekit.axes.0", np.array([0])), taken])
-        sizes = (self._node("Cast", [each], to=double) for each in (rows, taken))
-        places = self._node(
-            "Cast", [self._node("Mul", [parts, self._node("Div", [*sizes])])], to=onnx.TensorProto.INT64
-        )
+        sizes = [self._node("Cast", [each], to=double) for each in (rows, taken)]
+        places = self._node("Mul", [parts, self._node("Div", sizes)])
+        places = self._node("Cast", [places], to=onnx.TensorProto.INT64)
         last = self._node("Sub", [rows, self._constant("edgekit.rows.1", np.array([1]))])
         return self._node("Gather", [name, self._node("Min", [places, last])], axis=axis)
 

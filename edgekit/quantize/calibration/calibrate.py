@@ -147,7 +147,21 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
     graph = store_float_graph(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    task = _make_task(model, graph, samples, methods, how)
+    with_histograms = methods != METHODS_WITHOUT_HISTOGRAM
+    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
+    compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
+    task = CalibrationTask(
+        model=model,
+        graph=graph,
+        samples=samples,
+        work=work,
+        cache=how.cache,
+        indices=indices,
+        compared=tuple(sorted(compared)),
+        picked=picked_values(len(indices)) if with_histograms else 0,
+        patch_samples=len(indices) if fitting else 0,
+        keep=how.keep,
+    )
     with single_blas_thread():
         found = measure_samples(task, how.progress)
     judges: tuple[str, ...] = ()
@@ -191,32 +205,8 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
     return (read_stored_graph(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
 
 
-def _make_task(
-    model: Model, graph: Graph, samples: Samples, methods: Sequence[str], how: CalibrationOptions
-) -> CalibrationTask:
-    fitting = how.fitting
-    with_histograms = methods != METHODS_WITHOUT_HISTOGRAM
-    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
-    compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
-    return CalibrationTask(
-        model=model,
-        graph=graph,
-        samples=samples,
-        work=how.work,
-        cache=how.cache,
-        indices=indices,
-        compared=tuple(sorted(compared)),
-        picked=picked_values(len(indices)) if with_histograms else 0,
-        patch_samples=len(indices) if fitting else 0,
-        keep=how.keep,
-    )
-
-
 def _choose_ranges(
-    graph: Graph,
-    aliases: dict[str, str],
-    statistics: ActivationStatistics,
-    methods: Sequence[str],
+    graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
     # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
     masked, empty = statistics.masked(), HistogramCollector().freeze()

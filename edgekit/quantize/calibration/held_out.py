@@ -58,10 +58,11 @@ class HeldOut:
 
     def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
         """Keeps a sample with the float model's tensors if it is to be held out, and returns whether it is."""
-        sample = _write_texts(sample)
+        sample, most = _write_texts(sample), MOST_BYTES if self._kept >= LEAST_KEPT else LEAST_BYTES
         outputs = {name: value for name, value in values.items() if name in self._tensors}
         size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
-        if index not in self._indices or not _is_plain(sample) or not self._has_room(size_bytes):
+        has_room = self._kept == 0 or self._size_bytes + size_bytes <= most
+        if index not in self._indices or not _is_plain(sample) or not has_room:
             return False
         self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
         self.arrays |= {f"{index}:in:{name}": self._store(value) for name, value in sample.items()}
@@ -73,10 +74,6 @@ class HeldOut:
         stored.values[...] = value
         stored.release()
         return stored.values
-
-    def _has_room(self, size_bytes: int) -> bool:
-        most = MOST_BYTES if self._kept >= LEAST_KEPT else LEAST_BYTES
-        return self._kept == 0 or self._size_bytes + size_bytes <= most
 
     def positions(self) -> set[int]:
         """Returns the positions of the kept samples among those offered."""

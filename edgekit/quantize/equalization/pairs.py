@@ -233,19 +233,18 @@ def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
         if made is not None:
             return msgspec.structs.replace(found, constants=found.constants + made)
         passed = _pass_back(graph, node, axis, channels)
-        if passed is None or not (passed.steps[0].sigmoid or _is_read_once(graph, passed.steps[0].tensor)):
+        if passed is None:
+            return None
+        before = passed.steps[0].tensor
+        if not passed.steps[0].sigmoid and not (_is_inner(graph, before) and len(graph.readers(before)) == 1):
             return None
         found = _Origin(
             constants=found.constants + passed.constants,
             steps=found.steps + passed.steps,
             ceiling=found.ceiling if passed.ceiling is None else passed.ceiling,
         )
-        node = graph.producers.get(passed.steps[0].tensor)
+        node = graph.producers.get(before)
     return None
-
-
-def _is_read_once(graph: Graph, name: str) -> bool:
-    return _is_inner(graph, name) and len(graph.readers(name)) == 1
 
 
 def _keeps_last_axis(graph: Graph, node: Node) -> bool:

@@ -220,17 +220,14 @@ def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> 
 
 
 def _descendants(graph: Graph, node: Node) -> list[Node]:
-    def readers(current: Node) -> Iterator[Node]:
-        yield from (reader for name in current.output for reader in graph.readers(name))
-
-    return _walk(node, readers, frozenset())
+    return _walk(node, lambda current: (reader for name in current.output for reader in graph.readers(name)))
 
 
 def _producers(graph: Graph, node: Node) -> Iterator[Node]:
-    yield from (graph.producers[name] for name in node.input if name in graph.producers)
+    return (graph.producers[name] for name in node.input if name in graph.producers)
 
 
-def _walk(start: Node, step: Callable[[Node], Iterator[Node]], stop: frozenset[str]) -> list[Node]:
+def _walk(start: Node, step: Callable[[Node], Iterator[Node]], stop: frozenset[str] = frozenset()) -> list[Node]:
     found: dict[str, Node] = {}
     waiting = [start]
     while waiting:

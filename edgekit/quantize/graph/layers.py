@@ -113,7 +113,25 @@ def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | Non
     spatial = tuple(dim for dim in shape[2:] if dim is not None)
     if len(shape) < 3 or len(spatial) < len(shape) - 2:
         return None
-    return _locate_conv_patches(graph, layer, spatial, count)
+    kernel = tuple(graph.constants[layer.weight].dims[2:])
+    stride, dilation, begin, _, sizes = place_windows(graph.readers(layer.weight)[0], spatial, kernel)
+    gathers: list[tuple[int, Array]] = []
+    inside: list[Array] = []
+    for axis, size in enumerate(sizes):
+        # About the same number of positions along each axis; longer axes compensate for shorter ones.
+        positions = sample_positions(size, round(count ** (1 / (len(sizes) - axis))))
+        count = max(1, -(-count // len(positions)))
+        reach = np.arange(kernel[axis])[None] * dilation[axis]
+        if layer.op == "ConvTranspose":
+            # A ConvTranspose is a Conv of its input with stride - 1 zeros between neighbours, which are not stored
+            # here.
+            taps, left = np.divmod(positions[:, None] + begin[axis] - reach, stride[axis])
+        else:
+            taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0
+        inside.append((taps >= 0) & (taps < spatial[axis]) & (left == 0))
+        gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
+    counts = tuple(map(len, inside))
+    return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))
 
 
 def expand_channel_factors(layer: Layer, factors: Array) -> Array:
@@ -164,26 +182,3 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
         node=node.name, op=node.op_type, source=node.input[0], weight=node.input[1], bias=bias, groups=groups,
         outputs=outputs // groups, inputs=math.prod(weight.dims) // outputs, transposed=transposed,
     )  # fmt: skip
-
-
-def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
-    kernel = tuple(graph.constants[layer.weight].dims[2:])
-    node, wanted = graph.readers(layer.weight)[0], count
-    stride, dilation, begin, _, sizes = place_windows(node, spatial, kernel)
-    gathers: list[tuple[int, Array]] = []
-    inside: list[Array] = []
-    for axis, size in enumerate(sizes):
-        # About the same number of positions along each axis; longer axes compensate for shorter ones.
-        positions = sample_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
-        wanted = max(1, -(-wanted // len(positions)))
-        reach = np.arange(kernel[axis])[None] * dilation[axis]
-        if layer.op == "ConvTranspose":
-            # A ConvTranspose is a Conv of its input with stride - 1 zeros between neighbours, which are not stored
-            # here.
-            taps, left = np.divmod(positions[:, None] + begin[axis] - reach, stride[axis])
-        else:
-            taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0
-        inside.append((taps >= 0) & (taps < spatial[axis]) & (left == 0))
-        gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
-    counts = tuple(map(len, inside))
-    return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))

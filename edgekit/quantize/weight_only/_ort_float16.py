@@ -36,10 +36,8 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     # The converter warns of each weight that it clamps; `convert_to_fp16` reports all of them at once.
     _LOGGER.disabled = True
     try:
-        converted = cast(
-            "onnx.ModelProto",
-            float16.convert_float_to_float16(copy, keep_io_types=True, node_block_list=list(kept)),
-        )
+        converted = float16.convert_float_to_float16(copy, keep_io_types=True, node_block_list=list(kept))
+        converted = cast("onnx.ModelProto", converted)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
             f"'{subject}' cannot be converted to fp16: {error}", hint="build it with --precision fp32"
