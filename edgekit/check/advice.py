@@ -4,6 +4,8 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -153,20 +155,14 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
     return sum(node.macs for node in nodes if node.taken)
 
 
-def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
-    """Returns a function that applies a rewrite to a copy of the graph, so that the real change is checked."""
-
-    def find(case: Case) -> Iterator[Finding]:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(case.graph.model)
-        opset = read_opset(case.graph.model)
-        # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
-        nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
-        if nodes:
-            drop_idle_nodes(copy.graph)
-            yield Finding(nodes=nodes, changed=infer_graph(copy))
-
-    return find
+def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
+    """Applies a rewrite to a copy of the graph, so that the real change is checked."""
+    # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
+    copy, opset = deepcopy(case.graph.model), read_opset(case.graph.model)
+    nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
+    if nodes:
+        drop_idle_nodes(copy.graph)
+        yield Finding(nodes=nodes, changed=infer_graph(copy))
 
 
 def _find_dims(case: Case) -> Iterator[Finding]:
@@ -199,10 +195,8 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     refused = case.refused(because="older than") + case.refused(because="the model's opset")
     if not refused or read_opset(case.graph.model) == DEFAULT_OPSET:
         return
-    copy = onnx.ModelProto()
-    copy.CopyFrom(case.graph.model)
     try:
-        changed = infer_graph(convert_opset(copy, DEFAULT_OPSET))
+        changed = infer_graph(convert_opset(deepcopy(case.graph.model), DEFAULT_OPSET))
     # Some operators cannot be converted to the newer opset; then there is no advice to give.
     except ModelError:
         return
@@ -246,8 +240,7 @@ def _find_end(case: Case) -> Iterator[Finding]:
     names = [name for node in kept for name in node.output if name in ends | case.graph.outputs]
     is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
     if downstream and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(case.graph.model)
+        copy = deepcopy(case.graph.model)
         # Values whose type is unknown cannot be outputs.
         with suppress(UsageError):
             keep_outputs(copy, names)
@@ -278,7 +271,7 @@ ADVISERS: tuple[Adviser, ...] = (
             id_,
             "automatic",
             message,
-            _find_rewrite(REWRITES[id_]),
+            partial(_find_rewrite, REWRITES[id_]),
             # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
             # 32298).
             always=id_ == leave_out_empty_inputs.id,

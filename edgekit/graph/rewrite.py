@@ -1,6 +1,7 @@
 """Rewrites of a graph: nodes are replaced by others that compute the same."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,7 @@ def _is_valid(node: Node, opset: int) -> bool:
 
 def reshape_tensor(tensor: onnx.TensorProto, name: str, shape: Sequence[int]) -> onnx.TensorProto:
     """Returns a copy of a constant with another name and shape; its data may lie in a file."""
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
+    copy = deepcopy(tensor)
     copy.name, copy.dims[:] = name, shape
     return copy
 
@@ -165,8 +165,7 @@ class Writer(msgspec.Struct, kw_only=True):
 
     def copy(self, node: Node) -> onnx.NodeProto:
         """Adds a copy of a node and returns it for changes."""
-        self.nodes.append(onnx.NodeProto())
-        self.nodes[-1].CopyFrom(node.proto)
+        self.nodes.append(deepcopy(node.proto))
         return self.nodes[-1]
 
     def constant(self, part: str, value: Any, dtype: str = "") -> str:

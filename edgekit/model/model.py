@@ -127,15 +127,12 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
     opset, newest, last = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version(), ORT_FORMATS[-1]
     if opset > newest:
-        raise ModelError(
-            f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
-            hint=f"export it with opset {last.opset} or lower, which ONNX Runtime {last.since} reads",
-        )
+        words = f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows"
+        hint = f"export it with opset {last.opset} or lower, which ONNX Runtime {last.since} reads"
+        raise ModelError(words, hint=hint)
     if proto.ir_version > onnx.IR_VERSION:
-        raise ModelError(
-            f"'{path}' has IR version {proto.ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
-            hint=f"save it with ir_version={last.ir_version} or lower",
-        )
+        words = f"'{path}' has IR version {proto.ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows"
+        raise ModelError(words, hint=f"save it with ir_version={last.ir_version} or lower")
     return Model(
         path=path,
         name=path.name.removesuffix(".onnx"),
@@ -184,10 +181,8 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
             for graph in iterate_graphs(proto.graph):
                 load_external(graph, model.path.parent)
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
-            hint="copy the file to a place of its own",
-        ) from error
+        words = f"cannot read the weights of '{model.path}': {str(error)[-300:]}"
+        raise ModelError(words, hint="copy the file to a place of its own") from error
     if damage := soundness.find_wrong_size(proto):
         raise ModelError(f"'{model.path}' is damaged: {damage}", hint="export it again")
     return proto

@@ -140,10 +140,9 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
             continue
         rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
         if not rank and not may_stay_open:
-            raise UsageError(
-                f"input '{value.name}' has no rank, so its whole shape is needed",
-                hint=f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis",
-            )
+            words = f"input '{value.name}' has no rank, so its whole shape is needed"
+            hint = f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis"
+            raise UsageError(words, hint=hint)
         for _ in range(rank):
             value.type.tensor_type.shape.dim.add()
     inputs = read_inputs(graph)

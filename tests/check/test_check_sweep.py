@@ -15,9 +15,8 @@ from onnx.backend.test import loader
 
 from edgekit.check.advice import Case, give_advice
 from edgekit.check.check import check_graph
-from edgekit.check.report import CheckedNode
+from edgekit.check.report import CheckedNode, trace_nodes
 from edgekit.check.rules.rulebook import load_rules
-from edgekit.check.trace import trace_nodes
 from edgekit.graph.graph import Graph, infer_graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.prepare.interface import name_nodes

@@ -111,10 +111,8 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
     whole = augment_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
     whole = _write(whole, task.work / "augmented.onnx")
     if not (whole.highs or whole.bounds):
-        raise ModelError(
-            f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
-            hint="export it in float32, or build it with --precision fp32",
-        )
+        words = f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32"
+        raise ModelError(words, hint="export it in float32, or build it with --precision fp32")
     # Histograms and patches cost several times as much as extremes (tools/bench/calibrate_ratio.py), so samples that
     # are not needed for them run without.
     with open_cache(task.cache, _key(task, whole), progress) as cache:
@@ -232,10 +230,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             run.cache.report(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         # Both passes and the cache identify samples by position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
-            raise DataError(
-                f"sample {task.samples.place(index)} of '{task.samples.source}' is another one than before",
-                hint="it must give the same at each pass",
-            )
+            words = f"sample {task.samples.place(index)} of '{task.samples.source}' is another one than before"
+            raise DataError(words, hint="it must give the same at each pass")
         if isinstance(values, RuntimeRefusal):
             text = f"sample {task.samples.place(index)} of '{task.samples.source}' does not run: {values.message}"
             raise DataError(text, hint="mend the sample or the model") from values
@@ -286,9 +282,8 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
             raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
     # What is left are tensors that constants make infinite, such as scores plus a mask of minus infinity.
     output = next((name for name in values if name in graph.outputs and _non_finite(values[name])), "")
-    raise DataError(
-        f"{subject} a value that is not finite in output '{output}'", hint="prepare --outputs A,B leaves outputs out"
-    )
+    words = f"{subject} a value that is not finite in output '{output}'"
+    raise DataError(words, hint="prepare --outputs A,B leaves outputs out")
 
 
 def _refuse_weights(graph: Graph, node: Node) -> None:

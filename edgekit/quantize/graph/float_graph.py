@@ -48,10 +48,8 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
             continue
         other = next((each for each in (name, stem) if each is not None and each not in kept), None)
         if other is None:
-            raise ModelError(
-                f"quantizing '{subject}' would give the quantized '{stem or name}' the name of tensor '{name}'",
-                hint=f"rename it: edgekit prepare MODEL --rename {name}=NEW --out FILE",
-            )
+            words = f"quantizing '{subject}' would give the quantized '{stem or name}' the name of tensor '{name}'"
+            raise ModelError(words, hint=f"rename it: edgekit prepare MODEL --rename {name}=NEW --out FILE")
         renamed.setdefault(other, _free_name(other, names))
     if renamed:
         models.rename_tensors(proto.graph, renamed)
@@ -322,19 +320,15 @@ def _check_float(model: models.Model, proto: onnx.ModelProto) -> None:
         )
     opset = model.opsets.get("ai.onnx", 1)
     if opset < MINIMUM_OPSET:
-        raise ModelError(
-            f"'{model.path.name}' has opset {opset}, quantizing needs {MINIMUM_OPSET}",
-            hint="edgekit prepare MODEL --opset 17 --out FILE",
-        )
+        words = f"'{model.path.name}' has opset {opset}, quantizing needs {MINIMUM_OPSET}"
+        raise ModelError(words, hint="edgekit prepare MODEL --opset 17 --out FILE")
     # One that no node reads gets no Q and DQ.
     read = {name for node in models.iterate_nodes(proto.graph) for name in node.input}
     fed = {value.name for value in proto.graph.input if value.name in read}
     through = next((value.name for value in proto.graph.output if value.name in fed), None)
     if through is not None:
-        raise ModelError(
-            f"output '{through}' of '{model.path.name}' is an input of it, with no node between for Q and DQ",
-            hint="leave it out: edgekit prepare MODEL --outputs NAMES --out FILE",
-        )
+        words = f"output '{through}' of '{model.path.name}' is an input of it, with no node between for Q and DQ"
+        raise ModelError(words, hint="leave it out: edgekit prepare MODEL --outputs NAMES --out FILE")
 
 
 def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:

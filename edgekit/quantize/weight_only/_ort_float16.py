@@ -39,9 +39,8 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         converted = float16.convert_float_to_float16(copy, keep_io_types=True, node_block_list=list(kept))
         converted = cast("onnx.ModelProto", converted)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"'{subject}' cannot be converted to fp16: {error}", hint="build it with --precision fp32"
-        ) from error
+        words = f"'{subject}' cannot be converted to fp16: {error}"
+        raise ModelError(words, hint="build it with --precision fp32") from error
     finally:
         _LOGGER.disabled = False
     _widen_captured(converted.graph, _list_halves(converted.graph) - halves, kept)
