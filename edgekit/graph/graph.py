@@ -35,14 +35,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     counted: Shape | None = None
 
     @property
-    def is_static(self) -> bool:
-        """True if every dimension is known."""
-        return self.shape is not None and None not in self.shape
-
-    @property
     def static_shape(self) -> tuple[int, ...] | None:
         """The shape, None if a dimension is not known."""
-        return cast("tuple[int, ...]", self.shape) if self.is_static else None
+        return None if self.shape is None or None in self.shape else cast("tuple[int, ...]", self.shape)
 
     @property
     def sizes(self) -> Shape | None:
@@ -85,6 +80,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def has_input(self, position: int) -> bool:
         """Returns True if there is an input at this position and its name is not empty."""
         return position < len(self.input) and bool(self.input[position])
+
+    def given(self, position: int) -> str:
+        """Returns the name of the input at this position, "" if it is absent."""
+        return self.input[position] if self.has_input(position) else ""
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """Returns a numeric attribute; the default if it is absent or of another type."""
+        value = self.attributes.get(name)
+        return float(value) if isinstance(value, int | float) else default
 
     def integer(self, name: str, default: int) -> int:
         """Returns an integer attribute; the default if it is absent or of another type."""

@@ -94,7 +94,7 @@ class _Writer:
         if node.op_type not in _WHOLE:
             return False
         op, places = _WHOLE[node.op_type]
-        named = [[node.input[at] if node.has_input(at) else "" for at in place] for place in places]
+        named = [list(map(node.given, place)) for place in places]
         inputs = [self._make_float(graph, node, *names) if len(names) > 1 else names[0] for names in named]
         at = _BIASES.get(node.op_type, len(node.input))
         if not _put(node, op, inputs, node):
@@ -111,7 +111,7 @@ class _Writer:
         bias = _find_bias(graph, node, biased) if biased is not None else []
         if last is None or product is None or bias is None:
             return False
-        zeros = [node.input[at] if node.has_input(at) else "" for at in (2, 3)]
+        zeros = [node.given(at) for at in (2, 3)]
         for scales in (product.input, product.input[::-1]):
             operands = zip(node.input[:2], scales, zeros, strict=True)
             inputs = [self._make_float(graph, node, *names) for names in operands]

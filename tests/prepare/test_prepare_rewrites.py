@@ -1053,6 +1053,15 @@ def test_weights_of_float64_in_another_file_become_float32(tmp_path: Path) -> No
     assert_same(tmp_path, fixed, 1e-6)
 
 
+def test_float_weights_are_stored_beside_a_node_that_makes_nothing() -> None:
+    text = """g (float[1,2] x) => (float[1,2] y) <int8[2,2] w = {1,2,3,4}, float s = {0.5}>
+        { d = DequantizeLinear(w, s) y = MatMul(x, d) }"""
+    graph = onnx.parser.parse_graph(text)
+    graph.node.append(onnx.helper.make_node("Log", ["x"], [], domain="my.domain"))
+    assert len(REWRITES["float-weights"](graph, 17)) == 1
+    assert [node.op_type for node in graph.node] == ["MatMul", "Log"]
+
+
 def test_an_input_of_float16_that_is_an_output_stays_so(tmp_path: Path) -> None:
     text = "g (float16[2] x) => (float16[2] x, float16[2] y, float16[2] w) <float16[2] w = {1, 2}> { y = Mul(x, w) }"
     fixed = rewrite(tmp_path, text, "half-to-float")

@@ -1,6 +1,7 @@
 """Smaller weights alone: what each form changes, keeps, weighs and computes; QOperator form."""
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -18,8 +19,6 @@ from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.qdq import write_qoperator
 from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights, quantize_blocks, round_blocks
 from edgekit.quantize.weight_only.convert import (
-    BLOCK_ROUNDINGS,
-    WEIGHT_FORMS,
     BlockRounding,
     WeightForm,
     WeightOnlyOptions,
@@ -52,7 +51,7 @@ def sqnr_db(wanted: Array, got: Array) -> float:
     return float(10 * np.log10(np.square(wanted).sum() / np.square(wanted - got).sum()))
 
 
-@pytest.mark.parametrize("form", WEIGHT_FORMS)
+@pytest.mark.parametrize("form", get_args(WeightForm))
 def test_each_form_makes_weights_smaller_and_stays_close(tmp_path: Path, form: WeightForm) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
     light = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
@@ -151,7 +150,7 @@ def drawn(count: int, seed: int) -> Samples:
 def test_blocks_that_learn_from_samples_err_less_on_others(tmp_path: Path) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
     ratios: dict[str, float] = {}
-    for rounding in BLOCK_ROUNDINGS:
+    for rounding in get_args(BlockRounding):
         options = WeightOnlyOptions(form="int4", rounding=rounding)
         light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", drawn(128, 1))
         assert set(light.changed) == {"first", "second"}
@@ -201,7 +200,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
     assert np.linalg.norm(inputs @ (back - weight)) < 0.95 * np.linalg.norm(inputs @ (nearest - weight))
 
 
-@pytest.mark.parametrize("rounding", BLOCK_ROUNDINGS)
+@pytest.mark.parametrize("rounding", get_args(BlockRounding))
 def test_scales_of_lpbq_are_sixteenths_of_their_columns_largest(tmp_path: Path, rounding: BlockRounding) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
     options = WeightOnlyOptions(form="int4", rounding=rounding, lpbq=True)
@@ -286,7 +285,7 @@ def test_a_tied_head_is_rounded_by_samples_and_its_embedding_loses_nothing(tmp_p
 
     samples = Samples(source="drawn", count=64, read=lambda: map(draw, range(64)))
     found: dict[BlockRounding, tuple[float, float]] = {}
-    for rounding in BLOCK_ROUNDINGS:
+    for rounding in get_args(BlockRounding):
         options = WeightOnlyOptions(form="int4", rounding=rounding, kept=("mix",))
         light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", samples)
         stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in read_proto(light.model).graph.initializer}

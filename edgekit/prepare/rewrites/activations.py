@@ -23,7 +23,6 @@ from edgekit.graph.match import (
 )
 from edgekit.graph.nhwc import find_orders
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
-from edgekit.prepare.rewrites.split_attention import read_float
 
 
 @node_rewrite("clip-to-relu", {"Clip"}, since=11)
@@ -110,7 +109,7 @@ def join_hard_swish(writer: Writer) -> None:
         if clip is not None and [graph.number(bound) for bound in clip.input[1:]] == [0, 6]:
             is_gate = other_operand(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
         elif sigmoid is not None and sigmoid.input[0] == data:
-            is_gate = is_near(read_float(sigmoid, "alpha", 0.2), 1 / 6) and read_float(sigmoid, "beta", 0.5) == 0.5
+            is_gate = is_near(sigmoid.number("alpha", 0.2), 1 / 6) and sigmoid.number("beta", 0.5) == 0.5
         if is_gate and graph.value(data).dtype in FLOATS:
             writer.add("HardSwish", [data])
             return
@@ -203,7 +202,7 @@ def write_leaky_as_max(writer: Writer) -> None:
     The HTP fuses both nodes, and then takes the one's integers for those of the other's scale (targets/qnn/NOTES.md).
     The product has the integers of x, with a scale that is smaller by alpha.
     """
-    graph, (x, *_), alpha = writer.graph, writer.node.input, read_float(writer.node, "alpha", 0.01)
+    graph, (x, *_), alpha = writer.graph, writer.node.input, writer.node.number("alpha", 0.01)
     read, readers = _made_by(graph, x, "DequantizeLinear"), graph.readers(writer.node.output[0])
     for _ in "QD":
         readers = tuple(reader for each in readers for reader in graph.readers(each.output[0]))
@@ -270,7 +269,7 @@ def put_gate_first(writer: Writer) -> None:
     """
     x, gate = writer.node.input
     made = made_by(writer.graph, gate, "HardSigmoid")
-    if made is not None and made.input[0] == x and is_near(read_float(made, "alpha", 0.2), 1 / 6):
+    if made is not None and made.input[0] == x and is_near(made.number("alpha", 0.2), 1 / 6):
         writer.add("Mul", [gate, x])
 
 
@@ -285,7 +284,7 @@ def split_mish(writer: Writer) -> None:
 def split_swish(writer: Writer) -> None:
     """Rewrites ONNX's Swish, or ONNX Runtime's QuickGelu, to x * Sigmoid(alpha * x). 1e-6 relative."""
     node, x = writer.node, writer.node.input[0]
-    alpha = read_float(node, "alpha", 1.0 if node.op_type == "Swish" else 1.702)
+    alpha = node.number("alpha", 1.0 if node.op_type == "Swish" else 1.702)
     scaled = x if alpha == 1 else writer.add("Mul", [x, writer.constant("alpha", alpha)], "scaled")
     writer.add("Mul", [x, writer.add("Sigmoid", [scaled], "gate")])
 

@@ -15,7 +15,6 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
-from edgekit.prepare.rewrites.split_attention import read_float
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
 _PLAIN_INPUTS = 3
@@ -50,7 +49,7 @@ def split_fused(writer: Writer) -> None:
     if kind:
         # FusedConv lists the numbers, FusedGemm names each.
         params = dict(zip(_ACTIVATIONS[kind], given, strict=False))
-        named = {name: read_float(node, f"activation_{name}", math.nan) for name in _ACTIVATIONS[kind]}
+        named = {name: node.number(f"activation_{name}", math.nan) for name in _ACTIVATIONS[kind]}
         params |= {name: value for name, value in named.items() if not math.isnan(value)}
         if kind == "Clip" and writer.opset >= _CLIP_INPUTS_SINCE:
             bounds = [writer.constant(name, params[name]) if name in params else "" for name in ("min", "max")]
@@ -73,7 +72,7 @@ def _split_matmul(writer: Writer) -> None:
         if node.integer(f"trans{side}", 0) and rank > 1:
             turned = [*range(rank - 2), rank - 1, rank - 2]
             sides[place] = writer.add("Transpose", [sides[place]], f"turned_{side}", perm=turned)
-    alpha = read_float(node, "alpha", 1.0)
+    alpha = node.number("alpha", 1.0)
     product = writer.add("MatMul", sides, "product" if alpha != 1 else "")
     if alpha != 1:
         writer.add("Mul", [product, writer.constant("alpha", alpha)])
@@ -132,7 +131,7 @@ def split_qlinear(writer: Writer) -> None:
             given = [node.input[at], *_flatten(writer, f"input_{at}", node.input[at + 1 : at + 3])]
             inputs[place] = writer.add("DequantizeLinear", given, f"input_{at}", axis=axis)
     if bias and node.has_input(bias):
-        scale = read_float(node, "alpha", 1.0) * scales[0] * scales[1]
+        scale = node.number("alpha", 1.0) * scales[0] * scales[1]
         last = len(graph.value(node.input[bias]).shape or (0,)) - 1
         given = [node.input[bias], writer.constant("bias_scale", scale if scale.size > 1 else scale[0], "float32")]
         inputs.append(writer.add("DequantizeLinear", given, "bias", axis=last))

@@ -9,7 +9,6 @@ import numpy as np
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import fraction_of, keeps_axis, made_by, mean_of, other_operand, root_of, square_of, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
-from edgekit.prepare.rewrites.split_attention import input_of, read_float
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
 _LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
@@ -227,13 +226,13 @@ def split_embed_norm(writer: Writer) -> None:
     relative).
     """
     graph, node, add = writer.graph, writer.node, writer.add
-    shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(input_of(node, _PLACES))
+    shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(node.given(_PLACES))
     is_whole = all(node.has_input(at) for at in (_WORDS, _PLACES, _GAIN, _SHIFT))
     if shape is None or len(shape) != 2 or not is_whole or table.dtype not in FLOATS:
         return
     if node.has_input(_SEGMENTS) != node.has_input(_KINDS) or shape[1] > (table.static_shape or (0,))[0]:
         return
-    places = input_of(node, _POSITIONS) or writer.constant("places", np.arange(shape[1])[None], "int64")
+    places = node.given(_POSITIONS) or writer.constant("places", np.arange(shape[1])[None], "int64")
     words = add("Gather", [node.input[_WORDS], node.input[_IDS]], "words", axis=0)
     total = add("Add", [words, add("Gather", [node.input[_PLACES], places], "positions", axis=0)], "placed")
     if node.has_input(_KINDS):
@@ -249,7 +248,7 @@ def split_embed_norm(writer: Writer) -> None:
             add("Identity", [writer.constant("none", [0] * shape[0], "int32")], "counted")
         writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
-    add("LayerNormalization", norm, axis=-1, epsilon=read_float(node, "epsilon", 1e-12))
+    add("LayerNormalization", norm, axis=-1, epsilon=node.number("epsilon", 1e-12))
 
 
 @node_rewrite("planar-instance-norm", {"InstanceNormalization"}, since=5)

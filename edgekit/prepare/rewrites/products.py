@@ -12,7 +12,6 @@ import onnx
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
-from edgekit.prepare.rewrites.split_attention import input_of
 
 _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
@@ -232,7 +231,7 @@ def widen_kernel(writer: Writer) -> None:
     read, weight = (graph.producers.get(name) for name in node.input[:2])
     if read is None or weight is None or {read.op_type, weight.op_type} != {"DequantizeLinear"}:
         return
-    values, is_wide = graph.inline(weight.input[0]), graph.value(input_of(read, 2)).dtype == "uint16"
+    values, is_wide = graph.inline(weight.input[0]), graph.value(read.given(2)).dtype == "uint16"
     if not is_wide or values is None or node.integer("group", 1) == 1 or math.prod(values.shape[1:]) != 1:
         return
     padding = [0] * (values.ndim - 3) + [1]

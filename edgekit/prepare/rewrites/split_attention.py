@@ -133,17 +133,6 @@ def static_float(graph: Graph, name: str, rank: int) -> tuple[int, ...] | None:
     return shape if shape is not None and len(shape) == rank and value.dtype in FLOATS else None
 
 
-def input_of(node: Node, position: int) -> str:
-    """Returns the name of an input, or "" if it is absent."""
-    return node.input[position] if node.has_input(position) else ""
-
-
-def read_float(node: Node, name: str, default: float = 0.0) -> float:
-    """Returns a numeric attribute, or the default if it is absent or no number."""
-    value = node.attributes.get(name)
-    return float(value) if isinstance(value, int | float) else default
-
-
 _WIDTHS = "qkv_hidden_sizes"
 _PACKED_MASK, _PACKED_PAST, _PACKED_BIAS = 3, 4, 5
 _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
@@ -169,7 +158,7 @@ def split_attention(writer: Writer) -> None:
 def _expand_packed(writer: Writer) -> None:
     """Splits Attention, which multiplies one input by packed weights to make query, key and value."""
     graph, node = writer.graph, writer.node
-    shape, weight = static_float(graph, node.input[0], 3), static_float(graph, input_of(node, 1), 2)
+    shape, weight = static_float(graph, node.input[0], 3), static_float(graph, node.given(1), 2)
     count, is_open = node.integer("num_heads", 0), any(node.has_input(at) for at in (_PACKED_PAST, 6))
     if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
         return
@@ -183,7 +172,7 @@ def _expand_packed(writer: Writer) -> None:
     )  # fmt: skip
     parts = Parts(writer=writer, heads=heads)
     whole = [count * size for size in (heads.size, heads.size, heads.value_size)]
-    mask = _find_form(graph, input_of(node, _PACKED_MASK), heads)
+    mask = _find_form(graph, node.given(_PACKED_MASK), heads)
     if not heads.is_sound or tuple(widths) != tuple(whole) or sum(whole) != weight[1] or mask is None:
         return
     made = parts.writer.add("MatMul", [node.input[0], node.input[1]], "product")
@@ -192,7 +181,7 @@ def _expand_packed(writer: Writer) -> None:
     names = parts.writer.cut(made, "packed", whole, 2)
     sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
-    parts.attend((query, key, value), read_float(node, "scale"), _list_biases(parts, mask, _PACKED_BIAS))
+    parts.attend((query, key, value), node.number("scale"), _list_biases(parts, mask, _PACKED_BIAS))
 
 
 def _expand_multi(writer: Writer) -> None:
@@ -200,7 +189,7 @@ def _expand_multi(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     heads = _read_heads(graph, node, (node.integer("num_heads", 0),) * 3, _MULTI_PAST)
     is_open = any(node.has_input(at) for at in (8, 9)) or len(graph.value(node.input[0]).shape or ()) != 3
-    mask = None if heads is None else _find_form(graph, input_of(node, _MULTI_MASK), heads)
+    mask = None if heads is None else _find_form(graph, node.given(_MULTI_MASK), heads)
     if heads is None or is_open or mask is None:
         return
     parts = Parts(writer=writer, heads=heads)
@@ -209,7 +198,7 @@ def _expand_multi(writer: Writer) -> None:
         widths = [heads.heads * size for size in (heads.size, heads.size, heads.value_size)]
         shifts = writer.cut(node.input[_MULTI_BIAS], "shifts", widths, 0)
     biases = _list_biases(parts, mask, _MULTI_SCORES)
-    parts.attend(_take_parts(parts, _MULTI_PAST, shifts), read_float(node, "scale"), biases)
+    parts.attend(_take_parts(parts, _MULTI_PAST, shifts), node.number("scale"), biases)
 
 
 def _expand_onnx(writer: Writer) -> None:
@@ -218,7 +207,7 @@ def _expand_onnx(writer: Writer) -> None:
     counts = [node.integer(name, 0) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     heads = _read_heads(graph, node, counts, _ONNX_PAST)
     # In opset 23 the softcap came behind the mask. In float16 a Softmax in float32 is another.
-    is_open = node.has_input(_ONNX_LENGTHS) or read_float(node, "softcap") != 0
+    is_open = node.has_input(_ONNX_LENGTHS) or node.number("softcap") != 0
     is_open |= "softmax_precision" in node.attributes
     if heads is None or is_open or len({len(graph.value(name).shape or ()) for name in node.input[:3]}) != 1:
         return
@@ -241,7 +230,7 @@ def _expand_onnx(writer: Writer) -> None:
     if node.integer("is_causal", 0):
         biases.append(_hide_later(parts))
     is_flat = len(graph.value(node.input[0]).shape or ()) == 3
-    parts.attend(_take_parts(parts, _ONNX_PAST, ("", "", "")), read_float(node, "scale"), biases, merges=is_flat)
+    parts.attend(_take_parts(parts, _ONNX_PAST, ("", "", "")), node.number("scale"), biases, merges=is_flat)
 
 
 def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -> Heads | None:
@@ -251,7 +240,7 @@ def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -
     """
     in_heads: list[tuple[int, ...]] = []
     for at, count in enumerate(counts):
-        shape = _part_heads(graph, input_of(node, at), count)
+        shape = _part_heads(graph, node.given(at), count)
         if shape is None:
             return None
         in_heads.append(shape)
@@ -315,10 +304,10 @@ def _list_biases(parts: Parts, form: str, scores_at: int) -> list[str]:
             counts = writer.add("Greater", [mask, writer.constant("nothing", 0, "int32")], "counts")
         else:
             counts = writer.add("Less", [parts.rows(heads.rows, (1, 1, 1, heads.rows)), mask], "counts")
-        biases.append(parts.hide("bias", counts, read_float(node, "mask_filter_value", MASKED)))
+        biases.append(parts.hide("bias", counts, node.number("mask_filter_value", MASKED)))
     if node.integer("unidirectional", 0):
         biases.append(_hide_later(parts))
-    return biases + [name for name in (input_of(node, scores_at),) if name]
+    return biases + [name for name in (node.given(scores_at),) if name]
 
 
 def _hide_later(parts: Parts) -> str:
@@ -353,7 +342,7 @@ def split_grouped_attention(writer: Writer) -> None:
     heads = _read_grouped_heads(graph, node)
     if heads is None or not heads.is_sound or not _fits(graph, node, heads):
         return
-    past, table = graph.value(input_of(node, _PAST)).static_shape, graph.value(input_of(node, _COS)).static_shape
+    past, table = graph.value(node.given(_PAST)).static_shape, graph.value(node.given(_COS)).static_shape
     case = _Case(
         writer=writer,
         heads=heads,
@@ -371,27 +360,27 @@ def split_grouped_attention(writer: Writer) -> None:
     last = case.reshape(node.input[_LENGTHS], "last", [heads.batch, 1, 1, 1])
     column, row = _find_places(case, last)
     if case.turned:
-        turns = _find_turns(case, input_of(node, _POSITIONS) or row, (node.input[_COS], node.input[_SIN]))
+        turns = _find_turns(case, node.given(_POSITIONS) or row, (node.input[_COS], node.input[_SIN]))
         query, key = (_rotate(case, given, part, turns) for given, part in ((query, "query"), (key, "key")))
     key, value = (case.publish(_update_cache(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
-    biases = [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])]
-    case.attend((query, key, value), read_float(node, "scale"), biases)
+    biases = [_mask(case, last, column), *filter(None, [node.given(_BIAS)])]
+    case.attend((query, key, value), node.number("scale"), biases)
 
 
 def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
     """Returns the sizes of a GroupQueryAttention; None if they are unknown, or it uses a feature not supported here."""
     quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
-    options = any(read_float(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
+    options = any(node.number(name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
     inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
     inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1) or node.has_input(1) != node.has_input(2)
     if quantized or options or inputs or any(node.output[3:]):
         return None
-    shape, total = static_float(graph, node.input[0], 3), graph.number(input_of(node, _TOTAL))
+    shape, total = static_float(graph, node.input[0], 3), graph.number(node.given(_TOTAL))
     heads, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
     if shape is None or total is None or not total.is_integer() or heads < 1 or keys < 1:
         return None
     size = shape[2] // (heads if node.has_input(1) else heads + 2 * keys)
-    past = static_float(graph, input_of(node, _PAST), 4) or (0, 0, 0, 0)
+    past = static_float(graph, node.given(_PAST), 4) or (0, 0, 0, 0)
     return Heads(
         batch=shape[0], tokens=shape[1], rows=max(int(total), past[2]), heads=heads, keys=keys, size=size,
         value_size=size, dtype=str(graph.value(node.input[0]).dtype),
@@ -400,16 +389,16 @@ def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
 
 def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
     """Returns True if the shapes of the other inputs agree with these sizes."""
-    past, total = input_of(node, _PAST), graph.number(node.input[_TOTAL])
+    past, total = node.given(_PAST), graph.number(node.input[_TOTAL])
     shape = static_float(graph, past, 4) if past else (heads.batch, heads.keys, 0, heads.size)
     if shape is None or (shape[0], shape[1], shape[3]) != (heads.batch, heads.keys, heads.size):
         return False
     # Without a cache all tokens are new; with a cache there must be room for them.
     is_known = total == heads.tokens or (shape[2] > 0 and heads.tokens < (total or 0) <= shape[2] + heads.tokens)
-    tables = [static_float(graph, input_of(node, at), 2) for at in (_COS, _SIN)]
+    tables = [static_float(graph, node.given(at), 2) for at in (_COS, _SIN)]
     turned = 2 * (tables[0] or (0, 0))[1]
     turns = not node.integer("do_rotary", 0) or (tables[0] == tables[1] and 0 < turned <= heads.size)
-    asked = graph.value(input_of(node, _POSITIONS)).static_shape
+    asked = graph.value(node.given(_POSITIONS)).static_shape
     places = not node.has_input(_POSITIONS) or asked == (heads.batch, heads.tokens)
     bias = not node.has_input(_BIAS) or (graph.value(node.input[_BIAS]).shape or ())[-1:] == (heads.rows,)
     return is_known and turns and places and bias and graph.value(node.input[_LENGTHS]).dtype == "int32"
@@ -435,7 +424,7 @@ def split_rotary(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     at, order = (1, (2, 3)) if node.domain else (3, (1, 2))
-    places, tables = input_of(node, at), [input_of(node, each) for each in order]
+    places, tables = node.given(at), [node.given(each) for each in order]
     shapes = [static_float(graph, name, 2 if places else 3) for name in tables]
     is_flat, count = len(graph.value(node.input[0]).shape or ()) == 3, node.integer("num_heads", 0)
     if shapes[0] is None or shapes[0] != shapes[1]:
@@ -444,8 +433,8 @@ def split_rotary(writer: Writer) -> None:
     if is_flat and node.domain and not count and turned:
         count = (graph.dims(node.input[0])[-1] or 0) // turned
     shape = _part_heads(graph, node.input[0], count)
-    is_open = any(read_float(node, name) for name in ("interleaved", "is_packed_batching"))
-    if shape is None or is_open or read_float(node, "scale", 1) != 1:
+    is_open = any(node.number(name) for name in ("interleaved", "is_packed_batching"))
+    if shape is None or is_open or node.number("scale", 1) != 1:
         return
     batch, count, tokens, size = shape
     asked = graph.value(places).static_shape if places else shapes[0][:2]

@@ -53,10 +53,10 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     `extremes` lists all measured tensors with their channel axis. `lows` and `highs` are the tensors in the vectors of
     minima and maxima, with the number of entries of each; they omit `bounds`, which follow from the operator alone,
     such as the 0 of a Relu. `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` are the tensors
-    before a Softmax whose lowest unmasked value is measured too. `sums` are tensors whose sum is computed to detect
-    NaN, which ONNX Runtime's minimum and maximum skip. `picks` are the tensors in the vectors of picked values, with
-    the number of values. `patches` says how to read the input patches of layers from the output that is named PATCHES
-    and the first layer's node: several layers, such as queries, keys and values, may share patches. `channel_axes`
+    before a Softmax whose lowest unmasked value is measured too. `picks` are the tensors in the vectors of picked
+    values, with the number of values. `patches` says how to read the input patches of layers from the output that is
+    named PATCHES and the first layer's node: several layers, such as queries, keys and values, may share patches.
+    `channel_axes`
     holds the channel axis of each layer's input, by node name.
     """
 
@@ -65,7 +65,6 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     channel_axes: dict[str, int | None]
     lows: tuple[tuple[TensorAxis, int], ...]
     highs: tuple[tuple[TensorAxis, int], ...]
-    sums: tuple[str, ...]
     scores: tuple[float_graph.AttentionScores, ...]
     picks: tuple[tuple[str, int], ...]
     patches: tuple[tuple[tuple[Layer, ...], PatchIndices], ...]
@@ -105,6 +104,7 @@ def augment_graph(
     builder.extremes(LOWS, "ReduceMin", lows)
     builder.extremes(HIGHS, "ReduceMax", highs)
     builder.concat(SCORES, lowest)
+    # Sums reveal NaN, which ONNX Runtime's minimum and maximum skip.
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = {name: min(picked, _count_pickable(graph, name)) for name in names}
     picks = {name: count for name, count in picks.items() if count}
@@ -118,7 +118,6 @@ def augment_graph(
         channel_axes={layer.node: layer.channel_axis(graph) for layer in layers},
         lows=tuple((each, _count_entries(graph, *each)) for each in lows),
         highs=tuple((each, _count_entries(graph, *each)) for each in highs),
-        sums=sums,
         scores=tuple(scores),
         picks=tuple(picks.items()),
         patches=patches,

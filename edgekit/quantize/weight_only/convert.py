@@ -90,13 +90,11 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
 
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
-WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")
 BLOCKS = (16, 32, 64, 128, 256)
 """The block sizes that ONNX Runtime's kernels take (onnxruntime/contrib_ops/cpu/quantization/matmul_nbits.cc)."""
 
 
 BlockRounding = Literal["nearest", "comq"]
-BLOCK_ROUNDINGS: tuple[BlockRounding, ...] = ("nearest", "comq")
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
 """The values of MatMulNBits' attribute `accuracy_level` (ContribOperators.md)."""
 
