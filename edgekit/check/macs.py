@@ -136,14 +136,14 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
 
 # The assumed sizes: one sample; an image side that can be halved five times and more; the length of a text.
 _SAMPLES, _SIDE, _LENGTH = 1, 224, 128
-_PICTURE_RANK = 4
+_PICTURE_RANK, _STATE_RANK = 4, 3
 
 
 def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
     """Returns an assumed size for each open dimension of the inputs, by its name or as `INPUT:AXIS`.
 
-    It is 1 for the batch, 224 for the sides of images, and 128 for every other length. For a dimension that is a
-    formula, the names in it get a size.
+    It is 1 for the batch, also in the state [layers, batch, width] of a recurrent network, 224 for the sides of images,
+    and 128 for every other length. For a dimension that is a formula, the names in it get a size.
     """
     sizes: dict[str, int] = {}
     # Dimensions that are a single name come before names that occur in formulas only.
@@ -151,10 +151,12 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
         for spec in read_inputs(graph):
             axes, rank = spec.name_axes(), len(spec.shape or ())
             side = _SIDE if rank >= _PICTURE_RANK and len(axes.keys() - {0}) > 1 else _LENGTH
+            # [1, length, width] is one sample of a sequence.
+            batch = 1 if rank == _STATE_RANK and [*axes] == [1] and (spec.shape or (1,))[0] != 1 else 0
             for axis, text in axes.items():
                 names = formula_names(text)
                 for name in (sorted(names) or [text]) if bool(names) == is_formula else ():
-                    sizes.setdefault(name, _SAMPLES if axis == 0 and rank > 1 else side)
+                    sizes.setdefault(name, _SAMPLES if axis == batch and rank > 1 else side)
     return sizes
 
 

@@ -60,6 +60,11 @@ def test_a_provider_that_takes_nothing_without_sizes_is_asked_about_the_file_as_
     assert check_json(capsys, model, "--target", target, "--shape", "x=1,3,64,64")[target]["taken"] == 2
 
 
+def test_the_batch_of_a_state_is_one_and_the_length_of_a_sample_is_not(tmp_path: Path) -> None:
+    text = "g (float[2,N,8] state, float[1,T,8] x) => (float[2,N,8] y, float[1,T,8] z) { y = Relu(state) z = Relu(x) }"
+    assert check_file(save_text(text, tmp_path / "s.onnx"), "cpu").counted_at == {"N": 1, "T": 128}
+
+
 def test_a_formula_is_counted_as_it_follows(tmp_path: Path) -> None:
     path = save_text(CACHE, tmp_path / "c.onnx")
     proto = onnx.load(str(path))
