@@ -106,7 +106,7 @@ def bench_on(
     openings: Sequence[Opening] = (Opening(),),
     *,
     against: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = say_nothing,
 ) -> BenchReport:
     """Returns the times of a bundle or a model on devices, for each combination of an opening and an effort.
 
@@ -128,25 +128,24 @@ def bench_subjects(
     efforts: Sequence[Effort],
     *,
     against: Subject | None = None,
-    progress: Progress | None = None,
+    progress: Progress = say_nothing,
 ) -> BenchReport:
     """Returns the times of subjects on each device, or with `against` how that one compares with the first subject.
 
     Devices on this machine run one at a time, others concurrently. If a device fails, the report says so.
     """
     present, skipped = find_present(devices)
-    report_progress = progress or say_nothing
     report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:
         trials = [(subject, effort) for subject in subjects for effort in efforts]
 
         def measure(device: Device) -> list[BenchRun]:
-            return [_bench_device(subject, effort, report_progress, device) for subject, effort in trials]
+            return [_bench_device(subject, effort, progress, device) for subject, effort in trials]
 
         found = run_each(present, measure, timed=True)
         return msgspec.structs.replace(report, runs=tuple(run for runs in found for run in runs))
     first, effort = subjects[0], efforts[0]
-    compared = run_each(present, lambda on: compare_on(first, against, on, effort, report_progress), timed=True)
+    compared = run_each(present, lambda on: compare_on(first, against, on, effort, progress), timed=True)
     return msgspec.structs.replace(report, against=against.name, comparisons=compared)
 
 

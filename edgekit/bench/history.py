@@ -185,15 +185,10 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
     (last,) = past
     found = tuple(compare_benches(last.report, report))
     source = f"run {last.id} of {last.time}"
-    return msgspec.structs.replace(
-        report,
-        notes=(*report.notes, *(_describe(one, source) for one in found)),
-        regressions=tuple(
-            f"{_describe(one, source)}, more than {max_slowdown:g} times"
-            for one in found
-            if max_slowdown is not None and one.apart and one.ratio > max_slowdown
-        ),
-    )
+    notes = (*report.notes, *(_describe(one, source) for one in found))
+    slower = [] if max_slowdown is None else [one for one in found if one.apart and one.ratio > max_slowdown]
+    lines = tuple(f"{_describe(one, source)}, more than {max_slowdown:g} times" for one in slower)
+    return msgspec.structs.replace(report, notes=notes, regressions=lines)
 
 
 def _describe(one: Slowdown, source: str) -> str:

@@ -98,9 +98,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> str:
         """Which of the two is faster, or that the interval includes 1."""
         low, high = self.interval
-        if low > 1:
-            return "A is faster"
-        return "B is faster" if high < 1 else "no difference can be told"
+        return "A is faster" if low > 1 else "B is faster" if high < 1 else "no difference can be told"
 
 
 def summarize_latency(latency_ms: Sequence[float]) -> Latency | None:

@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.main import NO, UNPROVEN, YES
@@ -42,8 +41,7 @@ def check_command(
     tables = {"settings": settings, "dims": dims, "freeze": freeze}
     chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
-    if html is not None:
-        write_file(html, checked.render_check(summary).encode())
+    options.write_page(html, lambda: checked.render_check(summary))
     forecast_verdict = "pass" if summary.forecast is None else summary.forecast.verdict
     code = NO if summary.is_refused or forecast_verdict == "fail" else YES if forecast_verdict == "pass" else UNPROVEN
     return Answer(describe_checks(summary), lambda: show_checks(summary), code)

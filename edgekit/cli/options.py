@@ -9,7 +9,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from edgekit._files import require_apart, require_place
+from edgekit._files import require_apart, require_place, write_file
 from edgekit.bench.subject import Opening
 from edgekit.cli.declare import Argument, From, Option, number
 from edgekit.cli.main import NO, UNPROVEN, YES
@@ -149,6 +149,12 @@ def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]
         require_place(path)
 
 
+def write_page(path: Path | None, draw: Callable[[], str]) -> None:
+    """Writes a page, if a path for it was given: `draw` makes its text."""
+    if path is not None:
+        write_file(path, draw().encode())
+
+
 _FILES = {".aar", ".gz", ".html", ".json", ".mlpackage", ".npz", ".onnx", ".ort", ".tar", ".tflite", ".txt", ".zip"}
 
 
@@ -165,13 +171,9 @@ def require_suffix(out: Path | None, suffix: str = "") -> None:
 
 def list_given() -> frozenset[str]:
     """Returns the words of the options, and the names of the arguments, that are given on the command line."""
-    context = click.get_current_context()
-    return frozenset(
-        max(each.opts, key=len)
-        for each in context.command.params
-        if context.get_parameter_source(each.name or "") is not ParameterSource.DEFAULT
-        and context.params[each.name or ""] is not False
-    )
+    context, default = click.get_current_context(), ParameterSource.DEFAULT
+    given = (it for it in context.command.params if context.get_parameter_source(it.name or "") is not default)
+    return frozenset(max(it.opts, key=len) for it in given if context.params[it.name or ""] is not False)
 
 
 def refuse_unused(unused: str, reason: str) -> None:
@@ -218,11 +220,8 @@ def time_budget(help_text: str) -> Option:
 
 def verify_option(what: str) -> Option:
     """Returns the option --verify/--no-verify of a build of bundles or groups."""
-    return Option(
-        f"Run each {what} on the emulators and simulators of its device that this machine has.",
-        words="--verify/--no-verify",
-        default=True,
-    )
+    help_text = f"Run each {what} on the emulators and simulators of its device that this machine has."
+    return Option(help_text, words="--verify/--no-verify", default=True)
 
 
 def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:

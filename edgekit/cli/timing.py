@@ -126,10 +126,8 @@ def bench_command(
         compared = compare_with_last(report, history, max_slowdown)
         record_bench(history, report)
         report = compared
-    if markdown is not None:
-        write_file(markdown, render_bench_markdown(report).encode())
-    if series is not None:
-        write_file(series, to_json(list_series(report)).encode())
+    options.write_page(markdown, lambda: render_bench_markdown(report))
+    options.write_page(series, lambda: to_json(list_series(report)))
     return Answer(report, lambda: _show_bench(report), YES if report.succeeded else NO)
 
 
@@ -204,8 +202,7 @@ def profile_command(
         for number, one in enumerate(result.profiled):
             if one.raw:
                 write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
-    if html is not None:
-        write_file(html, profiles.render_profile(result).encode())
+    options.write_page(html, lambda: profiles.render_profile(result))
     return Answer(result.report, lambda: show_profile(result.report, top), YES if result.report.succeeded else NO)
 
 
@@ -269,8 +266,7 @@ def tune_command(
         apply=apply,
     )
     report = tune_on(subject, choice, tuning_options, opening, progress=progress)
-    if html is not None:
-        write_file(html, tuning.render_tuning(report).encode())
+    options.write_page(html, lambda: tuning.render_tuning(report))
     return Answer(report, lambda: _show_tuning(report))
 
 
@@ -324,8 +320,7 @@ def forecast_command(
         if compiles:
             progress("compile the model as QNN does")
         report = forecast(frozen, devices, precisions, known, dims=dims, every=every, max_ms=max_ms, compiles=compiles)
-    if html is not None:
-        write_file(html, text.render_forecast(report).encode())
+    options.write_page(html, lambda: text.render_forecast(report))
     code = NO if report.too_slow else UNPROVEN if report.unproven else YES
     return Answer(report, lambda: _show_forecast(report), code)
 

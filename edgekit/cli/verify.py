@@ -217,10 +217,8 @@ def verify_command(
         record_report(history, report)
     if junit is not None:
         write_file(junit, render_junit((report,), accept_unproven=accept_unproven))
-    if html is not None:
-        write_file(html, render_verify(report, pictures).encode())
-    if markdown is not None:
-        write_file(markdown, render_markdown((report,)).encode())
+    options.write_page(html, lambda: render_verify(report, pictures))
+    options.write_page(markdown, lambda: render_markdown((report,)))
     code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
     return Answer(report, lambda: show_verify(report), code)
 
@@ -369,11 +367,9 @@ def compare_command(
     if b is None or formats or cpu:
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
         if not formats or any(one not in (None, False, ()) for one in others):
-            raise UsageError(
-                "give a second model, or --formats with only --data, --preprocess, --samples, --cpu, --dim, --shape, "
-                "--freeze",
-                hint="edgekit compare MODEL --formats --data DATA",
-            )
+            allowed = "--data, --preprocess, --samples, --cpu, --dim, --shape, --freeze"
+            words = f"give a second model, or --formats with only {allowed}"
+            raise UsageError(words, hint="edgekit compare MODEL --formats --data DATA")
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
         host_cpu: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
         formats_report = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or host_cpu, progress)

@@ -93,12 +93,9 @@ def refuse_other_input(preprocess: Preprocess, spec: TensorSpec) -> None:
     fitting = next((other for other in _list_others(preprocess, spec) if _makes(other, spec)), None)
     before, after = (msgspec.to_builtins(each) for each in (preprocess, fitting or preprocess))
     keys = [f"{key} = {json.dumps(value)}" for key, value in after.items() if value != before[key]]
-    raise DataError(
-        f"--preprocess makes {preprocess.dtype}{_shape_of(preprocess)} of an image, the model wants {spec}",
-        hint=f"write into the file: {'; '.join(keys)}"
-        if fitting
-        else "no preprocessing makes that of one image: give a .npz",
-    )
+    words = f"--preprocess makes {preprocess.dtype}{_shape_of(preprocess)} of an image, the model wants {spec}"
+    none_fits = "no preprocessing makes that of one image: give a .npz"
+    raise DataError(words, hint=f"write into the file: {'; '.join(keys)}" if fitting else none_fits)
 
 
 def _shape_of(preprocess: Preprocess) -> list[int]:

@@ -78,11 +78,9 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
                 other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
                 partitions = _ask_provider(describe_job(model, other, samples=0), work / str(release))
                 if [_outline(partition) for partition in partitions] != outlines:
-                    raise DeviceError(
-                        f"the Core ML provider makes other partitions of '{model.name}' on iOS {release} than on"
-                        f" {before}: the same cache would be wrong there",
-                        hint=f"--set ios={release}, or leave --cache out",
-                    )
+                    apart = f"other partitions of '{model.name}' on iOS {release} than on {before}"
+                    words = f"the Core ML provider makes {apart}: the same cache would be wrong there"
+                    raise DeviceError(words, hint=f"--set ios={release}, or leave --cache out")
                 before = release
             key = first[0].parent.parent.name
             sizes = [_copy(path, out / CACHE / key / path.parent.name / path.name) for path in first]

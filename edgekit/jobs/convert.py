@@ -436,11 +436,9 @@ def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> None:
     proto = read_proto(model)
     written = save_proto(quantize_dynamically(proto, (), model.path.name, per_channel=per_channel), out)
     if len(read_proto(written, weights=False).graph.node) == len(proto.graph.node):
-        raise ModelError(
-            f"'{model.name}' has no MatMul, LSTM, Attention or Gather with weights, and ONNX Runtime's CPU provider"
-            " runs no other operator with int8 weights dynamically",
-            hint="the static formats, QDQ and QOperator, take it",
-        )
+        words = f"'{model.name}' has no MatMul, LSTM, Attention or Gather with weights"
+        why = "ONNX Runtime's CPU provider runs no other operator with int8 weights dynamically"
+        raise ModelError(f"{words}, and {why}", hint="the static formats, QDQ and QOperator, take it")
 
 
 def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[FormatRow]:

@@ -54,41 +54,32 @@ def convert_to_half(
     kept = [node.name for node in check.node_list if not node.taken]
     # Where a provider computes all floats in half precision, float32 in the file would save nothing.
     if target.float_bits > 16:
-        kept += _find_unfit(prepared, check, target, golden, notes)
+        keeps_all = "--precision fp32 keeps all of them"
+        taken = [node.name for node in check.node_list if node.taken]
+        overflowing: dict[str, float] = {}
+        # If the run is refused, the comparison of layers fails too, and the bundle says so.
+        with contextlib.suppress(RuntimeRefusal):
+            largest_values = find_overflows(prepared, choose_layer_samples(golden))
+            overflowing = {name: reach for name, reach in largest_values.items() if name in taken}
+        if overflowing:
+            worst = max(overflowing, key=overflowing.__getitem__)
+            why = "values there come close to 65504, the largest of half precision, or exceed it"
+            names = f"{', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at '{worst}'"
+            notes.append(f"{len(overflowing)} nodes stay in float32, because {why}: {names}; {keeps_all}")
+        half_nodes = [name for name in taken if name not in overflowing]
+        lossy, least_db = None, target.thresholds.min_sqnr_db
+        with contextlib.suppress(RuntimeRefusal):
+            lossy = find_lossy(prepared, half_nodes, choose_layer_samples(golden, _SAMPLES), least_db)
+        if lossy is not None:
+            span = f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32"
+            kept_db = f"the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for"
+            expected = f"{lossy.kept_db:.1f} dB are expected"
+            notes.append(f"{span}: in half precision {kept_db}, so {expected}; {keeps_all}")
+        kept += (*overflowing, *(lossy.nodes if lossy is not None else ()))
     converted = convert_to_fp16(prepared, kept, out)
     if converted.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
     return converted.model
-
-
-def _find_unfit(
-    prepared: Model, check: CheckReport, target: Target, golden: Golden, notes: list[str]
-) -> tuple[str, ...]:
-    """Returns the nodes of a target that must stay in float32, and adds to `notes` why."""
-    taken = [node.name for node in check.node_list if node.taken]
-    overflowing: dict[str, float] = {}
-    # If the run is refused, the comparison of layers fails too, and the bundle says so.
-    with contextlib.suppress(RuntimeRefusal):
-        largest_values = find_overflows(prepared, choose_layer_samples(golden))
-        overflowing = {name: reach for name, reach in largest_values.items() if name in taken}
-    if overflowing:
-        worst = max(overflowing, key=overflowing.__getitem__)
-        notes.append(
-            f"{len(overflowing)} nodes stay in float32, because values there come close to 65504, the largest of half"
-            f" precision, or exceed it: {', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at"
-            f" '{worst}'; --precision fp32 keeps all of them"
-        )
-    half_nodes = [name for name in taken if name not in overflowing]
-    lossy, least_db = None, target.thresholds.min_sqnr_db
-    with contextlib.suppress(RuntimeRefusal):
-        lossy = find_lossy(prepared, half_nodes, choose_layer_samples(golden, _SAMPLES), least_db)
-    if lossy is not None:
-        notes.append(
-            f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32: in half"
-            f" precision the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so"
-            f" {lossy.kept_db:.1f} dB are expected; --precision fp32 keeps all of them"
-        )
-    return (*overflowing, *(lossy.nodes if lossy is not None else ()))
 
 
 def warn_of_fp16_loss(prepared: Model, floats: Collection[str], target: Target, samples: Samples) -> str:

@@ -155,16 +155,11 @@ def _list_group(group: Group) -> list[_Released]:
     name, report = f"{group.manifest.name}-{group.manifest.target}", _read_report(group.folder, GroupReport)
     # A verification of another version of the group does not count.
     report = report if report is not None and report.sha256 == group.sha256 else None
-    members = [
-        _describe(
-            group.folder / "members" / each,
-            f"{name}/{each}",
-            f"members/{each}/{MANIFEST}",
-            group.manifest.members[each].manifest.sha256,
-            None if report is None else report.members.get(each),
-        )
-        for each in group.manifests
-    ]
+    members: list[_Released] = []
+    for each in group.manifests:
+        place, sha256 = group.folder / "members" / each, group.manifest.members[each].manifest.sha256
+        verified = None if report is None else report.members.get(each)
+        members.append(_describe(place, f"{name}/{each}", f"members/{each}/{MANIFEST}", sha256, verified))
     doubt, runs = None, () if report is None else report.runs
     doubtful = next((member for member in members if member.doubt is not None), None)
     if report is None:

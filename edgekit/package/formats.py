@@ -266,12 +266,9 @@ GROUP_PROGRAMS = (
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a package for a Linux board: `bundles/`, `cpp/`, `python/` and a README."""
-    programs = {
-        f"{language}/{name}": path
-        for language in ("cpp", "python")
-        for name, path in list_files(_STANDALONE / language).items()
-        if "__pycache__" not in name
-    }
+    found = {folder: list_files(_STANDALONE / folder) for folder in ("cpp", "python")}
+    named = ((f"{folder}/{name}", path) for folder, files in found.items() for name, path in files.items())
+    programs = {name: path for name, path in named if "__pycache__" not in name}
     return {
         **list_entries(parts, BUNDLES),
         **programs,

@@ -319,11 +319,9 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
         hint = "build it with the size of every dimension: --dim NAME=INT"
         raise UsageError(f"'{bundle.folder}' cannot be packaged{problem}", hint=hint)
     if not (outputs := [each for each in manifest.outputs if each.name in shapes]):
-        raise UsageError(
-            f"'{bundle.folder}' cannot be packaged: the shape of each of its outputs depends on the data, so that a"
-            " loader could prove nothing",
-            hint="let the model give one output of fixed shape too, such as the number of detections",
-        )
+        why = "the shape of each of its outputs depends on the data, so that a loader could prove nothing"
+        hint = "let the model give one output of fixed shape too, such as the number of detections"
+        raise UsageError(f"'{bundle.folder}' cannot be packaged: {why}", hint=hint)
 
     def fix(spec: TensorSpec) -> TensorSpec:
         shape = shapes[spec.name] or ()

@@ -30,13 +30,7 @@ class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def profile_on(
-    path: Path,
-    choice: DeviceChoice,
-    options: ProfileOptions,
-    opening: Opening,
-    *,
-    against: Path | None,
-    progress: Progress,
+    path: Path, choice: DeviceChoice, how: ProfileOptions, opening: Opening, *, against: Path | None, progress: Progress
 ) -> ProfileRun:
     """Profiles a bundle or a model on devices.
 
@@ -51,19 +45,14 @@ def profile_on(
         other = None if against is None else open_subject(against, work / "b", opening)
         devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
         present, skipped = find_present(devices)
-        found = run_each(present, lambda device: profile_subject(subject, device, options, progress), timed=True)
+        found = run_each(present, lambda device: profile_subject(subject, device, how, progress), timed=True)
         ratio = None
         if other is not None and present:
-            found = (found[0], profile_subject(other, present[0], options, progress))
-            seconds = min(options.limit_s, Effort().seconds)
-            effort = Effort(runs=options.runs, seconds=seconds, threads=options.threads)
+            found = (found[0], profile_subject(other, present[0], how, progress))
+            effort = Effort(runs=how.runs, seconds=min(how.limit_s, Effort().seconds), threads=how.threads)
             ratio = compare_on(subject, other, present[0], effort, progress).ratio
-    report = reports.ProfileReport(
-        profiles=tuple(one.profile for one in found),
-        comparison=_compare(found, ratio) if len(found) == 2 else None,
-        skipped=skipped,
-        notes=subject.notes,
-    )
+    profiles, compared = tuple(one.profile for one in found), _compare(found, ratio) if len(found) == 2 else None
+    report = reports.ProfileReport(profiles=profiles, comparison=compared, skipped=skipped, notes=subject.notes)
     return ProfileRun(report=report, profiled=found)
 
 
@@ -302,12 +291,9 @@ def _between(sides: SlowAndFast) -> Iterator[Cause]:
     if any(one.overhead is None or one.overhead.value > reports.DISTURBED for one in (slow, fast)):
         return
     gap = (slow.run_ms - slow.nodes_ms) - (fast.run_ms - fast.nodes_ms)
-    yield Cause(
-        id="between-kernels",
-        message=f"{gap:.3g} ms more pass between kernels: {len(slow.nodes)} of them, against {len(fast.nodes)}",
-        milliseconds=gap,
-        advice="fewer, larger nodes: edgekit prepare MODEL --fix --out FILE",
-    )
+    words = f"{gap:.3g} ms more pass between kernels: {len(slow.nodes)} of them, against {len(fast.nodes)}"
+    advice = "fewer, larger nodes: edgekit prepare MODEL --fix --out FILE"
+    yield Cause(id="between-kernels", message=words, milliseconds=gap, advice=advice)
 
 
 def _layers(sides: SlowAndFast) -> Iterator[Cause]:

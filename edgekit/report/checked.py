@@ -318,13 +318,10 @@ def draw_strip(report: CheckReport) -> tuple[Mark, ...]:
         first = next((node for node in part if not node.taken), part[0])
         partition = first.partition
         where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
-        mark = Mark(
-            kind=_place(first) + (" odd" if (partition or 0) % 2 else ""),
-            x=100 * start / len(nodes),
-            width=100 * len(part) / len(nodes),
-            title=f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}",
-        )
-        marks.append(mark)
+        kind = f"{_place(first)}{' odd' if (partition or 0) % 2 else ''}"
+        title = f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}"
+        x, width = (100 * count / len(nodes) for count in (start, len(part)))
+        marks.append(Mark(kind=kind, x=x, width=width, title=title))
         start += len(part)
     return tuple(marks)
 

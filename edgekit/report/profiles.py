@@ -29,11 +29,10 @@ def headline_profile(profile: DeviceProfile) -> str:
     if profile.overhead is not None:
         times, (low, high) = profile.overhead.value, profile.overhead.interval
         cost = f"; with the profiler a run takes {times:.2f} times that (95 %: {low:.2f} to {high:.2f})"
-    return (
-        f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}; {len(profile.nodes)} kernels"
-        f" make {profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
-        + (f", the profiler between them {profile.recording:.1%}" if profile.recording >= _MIN_SHARE else "")
-    )
+    time = f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}"
+    share = f"{profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
+    share += f", the profiler between them {profile.recording:.1%}" if profile.recording >= _MIN_SHARE else ""
+    return f"{time}; {len(profile.nodes)} kernels make {share}"
 
 
 def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
@@ -90,11 +89,9 @@ def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
         yield f"{one.kind}: {one.self_ms:.3g} ms ({one.share:.1%}) in {one.nodes} kernels{inserted}"
     if profile.roof is not None:
         roof = profile.roof
-        yield (
-            f"{profile.device} reaches {roof.float_gmacs:.3g} GMAC/s in float32, {roof.integer_gmacs:.3g} in 8 bits,"
-            f" {roof.gbytes:.3g} GB/s from memory and {roof.cache_gbytes:.3g} GB/s from a cache"
-            " (a probe, measured once)"
-        )
+        rates = f"{roof.float_gmacs:.3g} GMAC/s in float32, {roof.integer_gmacs:.3g} in 8 bits"
+        reads = f"{roof.gbytes:.3g} GB/s from memory and {roof.cache_gbytes:.3g} GB/s from a cache"
+        yield f"{profile.device} reaches {rates}, {reads} (a probe, measured once)"
     yield from (f"would help: {describe_cause(cause)}" for cause in profile.advice)
     yield from profile.warnings
 
@@ -191,11 +188,9 @@ def describe_node(node: NodeTime) -> str:
     """Returns the tooltip of a kernel in the charts."""
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
     roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
-    return (
-        f"{node.op} {node.source or node.name} ({short_provider(node.provider)}): {node.self_ms:.3g} ms,"
-        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {describe_shapes(node.inputs)} ->"
-        f" {describe_shapes(node.outputs)}"
-    )
+    name = f"{node.op} {node.source or node.name} ({short_provider(node.provider)})"
+    cost = f"{node.self_ms:.3g} ms, {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}"
+    return f"{name}: {cost}; {describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}"
 
 
 _Area = tuple[float, float, float, float]

@@ -89,8 +89,7 @@ def describe_comparison(found: Comparison) -> str:
     if found.ratio is None:
         return f"{found.device}: no comparison: {found.failure}"
     low, high = found.ratio.interval
-    return (
-        f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; B ({found.b}) takes"
-        f" {found.ratio.value:.3f} times as long as A ({found.a}), 95 % between {low:.3f} and {high:.3f}"
-        f" ({found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds)"
-    )
+    longer = f"{found.ratio.value:.3f} times as long as A ({found.a}), 95 % between {low:.3f} and {high:.3f}"
+    times = f"{found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds"
+    takes = f"B ({found.b}) takes {longer} ({times})"
+    return f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; {takes}"

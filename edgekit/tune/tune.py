@@ -130,7 +130,7 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tune_on(
-    path: Path, choice: DeviceChoice, options: Tuning, opening: Opening, *, progress: Progress | None = None
+    path: Path, choice: DeviceChoice, options: Tuning, opening: Opening, *, progress: Progress = say_nothing
 ) -> TuneReport:
     """Returns the best settings for a goal on a device, with confidence intervals; `apply` writes them into the bundle.
 
@@ -142,7 +142,7 @@ def tune_on(
         require_bundle(path)
     busy = _read_load()
     with work_folder() as work:
-        search = _prepare(path, choice, options, opening, work, progress or say_nothing)
+        search = _prepare(path, choice, options, opening, work, progress)
         chosen, decisions, final = _search(search)
         report = _describe(search, chosen, decisions, final, work)
     report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
@@ -265,13 +265,9 @@ def _race_group(
             break
         winner = next(change for change in changes if entrants[change.name].name == decision.challenger)
         current = entrants[winner.name]
-        changes = [
-            change
-            for change in changes
-            if group.combinable
-            and not change.touches & winner.touches
-            and decision.screened.get(entrants[change.name].name, 1.0) < 1 - race.LEAST_GAIN
-        ]
+        apart = [it for it in changes if group.combinable and not it.touches & winner.touches]
+        screened = {it.name: decision.screened.get(entrants[it.name].name, 1.0) for it in apart}
+        changes = [it for it in apart if screened[it.name] < 1 - race.LEAST_GAIN]
     return current, decisions
 
 
@@ -320,12 +316,10 @@ def _describe(
     # The levels were raced on top of the setting at that time, which may have another file.
     name = next((one.holder for one in decisions if one.group == LEVELS.name), DEFAULTS.name)
     base = tried[name].entrant if name in tried else DEFAULTS
-    by_level = {
-        one.entrant.setting.level: one
-        for one in tried.values()
-        if (one.entrant.file, one.entrant.batch) == (base.file, base.batch)
-        and msgspec.structs.replace(one.entrant.setting, level=base.setting.level) == base.setting
-    }
+    level = base.setting.level
+    alike = [it for it in tried.values() if (it.entrant.file, it.entrant.batch) == (base.file, base.batch)]
+    alike = [it for it in alike if msgspec.structs.replace(it.entrant.setting, level=level) == base.setting]
+    by_level = {one.entrant.setting.level: one for one in alike}
     return TuneReport(
         subject=search.subject.name,
         device=setup.device.name,

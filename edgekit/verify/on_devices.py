@@ -171,11 +171,9 @@ def _list_inputs(bundle: Bundle) -> Sequence[TensorSpec]:
 def _open_source(bundle: Bundle, reference: Path) -> Model:
     source, wanted = load_model(reference), bundle.manifest.ancestry.source
     if source.sha256 != wanted:
-        raise UsageError(
-            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
-            f" that of the bundle's source is {wanted}",
-            hint="give the float model that edgekit build was given",
-        )
+        words = f"'{reference}' is not the model that bundle '{bundle.folder}' was made of"
+        digests = f"its sha256 is {source.sha256}, that of the bundle's source is {wanted}"
+        raise UsageError(f"{words}: {digests}", hint="give the float model that edgekit build was given")
     return source
 
 

@@ -332,12 +332,12 @@ def add_stand_ins(
             agreeing=sum(_agree(metric, *pair) for pair in zip(here, there, strict=True)),
         )
 
-    return tuple(
-        report
-        if scored is None or report.failure is not None or len(scored.records) >= len(best.records)
-        else msgspec.structs.replace(report, stand_in=stand_in(scored, best))
-        for report, scored in found
-    )
+    def add(report: RunReport, scored: Scored | None) -> RunReport:
+        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
+            return report
+        return msgspec.structs.replace(report, stand_in=stand_in(scored, best))
+
+    return tuple(add(*pair) for pair in found)
 
 
 def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:

@@ -104,11 +104,9 @@ def describe_state(report: StateReport) -> Iterator[str]:
     for drift in report.read:
         first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
         if first is not None and last is not None and lost is not None:
-            yield (
-                f"{report.sequences} sequences of {report.steps} steps with its own state: output '{drift.output}' has"
-                f" {first:.1f} dB at the first step and {last:.1f} dB at the last; its second half has {lost:.1f} dB"
-                " less than with the float model's state"
-            )
+            ran = f"{report.sequences} sequences of {report.steps} steps with its own state"
+            ends = f"output '{drift.output}' has {first:.1f} dB at the first step and {last:.1f} dB at the last"
+            yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
 
 
 def measure_drift(

@@ -341,12 +341,9 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
         # Named after the member, because in a group the models are in one folder.
         path = folder / name / "model" / f"{name}.onnx"
         # External weights that are not shared go beside the model.
-        unshared = {
-            tensor.name: _locate(tensor, models[name].path.parent)
-            for tensor in proto.graph.initializer
-            if tensor.data_location == onnx.TensorProto.EXTERNAL
-            and read_external_entries(tensor).get("location") != file.name
-        }
+        outside = [it for it in proto.graph.initializer if it.data_location == onnx.TensorProto.EXTERNAL]
+        own = [it for it in outside if read_external_entries(it).get("location") != file.name]
+        unshared = {tensor.name: _locate(tensor, models[name].path.parent) for tensor in own}
         own_file = path.with_name(f"{path.name}.data")
         for other, offset in (_write_weights(own_file, unshared) if unshared else {}).items():
             point_to(unshared[other].tensor, DataPlace(own_file.name, offset, unshared[other].size_bytes))

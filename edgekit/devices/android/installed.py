@@ -82,11 +82,9 @@ def _read(data: bytes) -> Library:
         # Section 0 is SHN_UNDEF. A weak symbol may stay undefined: the loader sets it to zero.
         if section == 0 and info >> 4 != _WEAK:
             imports.append(names[name : names.index(b"\0", name)].decode())
-    return Library(
-        machine=ELF_MACHINES.get(machine, f"machine {machine}"),
-        imports=tuple(sorted(imports)),
-        words=frozenset(word.decode(errors="replace") for word in names.split(b"\0")),
-    )
+    kind = ELF_MACHINES.get(machine, f"machine {machine}")
+    words = frozenset(word.decode(errors="replace") for word in names.split(b"\0"))
+    return Library(machine=kind, imports=tuple(sorted(imports)), words=words)
 
 
 def _read_headers(data: bytes) -> list[tuple[int, ...]]:

@@ -224,15 +224,14 @@ class _Comparison:
         Compared are the tensors that are floats of the same shape on both sides; sequences and maps are split into
         parts. The values are those of one sample.
         """
-        self._matched = tuple(
-            item
-            for item in self._matched
-            if item.in_a in wanted
-            and item.in_b in found
-            and wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
-            and wanted[item.in_a].shape == found[item.in_b].shape
-            and wanted[item.in_a].size
-        )
+
+        def is_comparable(item: matching.MatchedTensor) -> bool:
+            if item.in_a not in wanted or item.in_b not in found:
+                return False
+            a, b = wanted[item.in_a], found[item.in_b]
+            return a.dtype.kind == b.dtype.kind == "f" and a.shape == b.shape and a.size > 0
+
+        self._matched = tuple(filter(is_comparable, self._matched))
         kept, (a, b), of_a = self._matched, self._models, None
         self._regions = grids.find_regions(*self._graphs, kept)
         if any(region.roundings for region in self._regions.values()):

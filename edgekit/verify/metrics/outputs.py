@@ -200,11 +200,9 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     if is_unclear:
         others = ", ".join(f"{SHARED[each.of]} {each.share:.4g}" for each, _ in kept)
         kinds = " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each, _ in limits))
-        hint = (
-            "samples that differ more would tell"
-            if {each.of for each, _ in limits} <= {"variance", "energy"}
-            else f"state what it is, [outputs] {output.name} = {kinds}"
-        )
+        hint = f"state what it is, [outputs] {output.name} = {kinds}"
+        if {each.of for each, _ in limits} <= {"variance", "energy"}:
+            hint = "samples that differ more would tell"
         lines = "; ".join(_describe(*each) for each in missed)
         return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
     for each, least in missed:
