@@ -39,8 +39,10 @@ def find_float_weights(graph: onnx.GraphProto, *, directly: bool = False) -> tup
     moves Q and DQ may be in between, unless `directly`. XNNPACK's provider computes wrong values with such weights.
     """
     view, found, moved = view_part(graph), list[str](), frozenset[str]() if directly else _MOVED
+    # A session folds what `narrow_constants` wrote before it rounds weights.
+    narrow = find_narrow(graph)
     for node in view.nodes:
-        if node.op_type not in _WEIGHTED or not view.is_float_constant(node.input[1]):
+        if node.op_type not in _WEIGHTED or not (view.is_float_constant(node.input[1]) or node.input[1] in narrow):
             continue
         source = view.producers.get(node.input[0])
         while source is not None and source.op_type in moved:

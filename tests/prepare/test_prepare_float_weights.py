@@ -11,7 +11,15 @@ from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.prepare.constants import DISABLED, OPTIMIZER, TURNING, disable_harmful, find_float_weights, find_turned
+from edgekit.prepare.constants import (
+    DISABLED,
+    OPTIMIZER,
+    TURNING,
+    disable_harmful,
+    find_float_weights,
+    find_turned,
+    narrow_constants,
+)
 from edgekit.target import load_target
 
 HEAD = """(float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
@@ -48,6 +56,15 @@ def test_what_is_found_is_what_a_session_rounds(tmp_path: Path, body: str) -> No
     found = find_float_weights(onnx.load(str(path)).graph)
     changes = bool(np.abs(run(path, kept=True) - run(path, kept=False)).max() > 0)
     assert (found, changes) == (BODIES[body], bool(BODIES[body]))
+
+
+def test_float_weights_that_are_stored_as_integers_are_found_too(tmp_path: Path) -> None:
+    path = write(OPEN, tmp_path / "m.onnx")
+    proto = onnx.load(str(path))
+    narrow_constants(proto.graph, {"w": 16})
+    onnx.save(proto, str(path))
+    assert find_float_weights(proto.graph) == ("n",)
+    assert np.abs(run(path, kept=True) - run(path, kept=False)).max() > 0
 
 
 def test_what_a_target_switches_off_itself_stays_off(tmp_path: Path) -> None:
