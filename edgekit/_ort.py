@@ -2,11 +2,12 @@
 
 import contextlib
 import enum
+import functools
 import importlib
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 import onnxruntime as _ort
@@ -14,9 +15,11 @@ import onnxruntime as _ort
 from edgekit._files import hide_work
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.external import point_into
-from edgekit.model.model import has_large_weights_inside
+from edgekit.model.model import Model, has_large_weights_inside
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 VERSION: str = _ort.__version__
 AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
@@ -137,6 +140,25 @@ def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:
     except RuntimeRefusal:
         return False
     return True
+
+
+def tells_refusal(step: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a step that reads a model: if it fails on one that ONNX Runtime refuses too, that refusal is raised.
+
+    A model may contradict itself where a step does not look, as a Conv does whose weight has an axis too few. If ONNX
+    Runtime loads the model, the exception stays as it is: then the fault is in the step.
+    """
+
+    @functools.wraps(step)
+    def read(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return step(*args, **kwargs)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            model = next(each for each in (*args, *kwargs.values()) if isinstance(each, Model))
+            CpuSession(model.path, SessionSettings(level=Level.DISABLED), subject=model.path.name)
+            raise
+
+    return read
 
 
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from edgekit._ort import VERSION
+from edgekit._ort import VERSION, tells_refusal
 from edgekit.check.advice import Case, give_advice
 from edgekit.check.macs import assume_sizes, choose_sizes, count_bytes, count_macs, count_unsized, value_bytes
 from edgekit.check.placement import place_units
@@ -33,6 +33,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     crashes: bool = False
 
 
+@tells_refusal
 def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckReport:
     """Returns the predicted placement of a prepared model on a target, with advice on how the target would take more.
 

@@ -9,6 +9,7 @@ import onnx
 from onnx import external_data_helper, helper, numpy_helper
 
 from edgekit._files import safe_join
+from edgekit.errors import ModelError
 from edgekit.model.external import read_place
 from edgekit.model.tensors import Array
 
@@ -89,13 +90,22 @@ def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Arra
     """Returns the output of a DequantizeLinear of constants, computed in float32, in the type of its scale.
 
     `read` returns the constant of a name. The scale is per tensor or per channel.
+
+    Raises:
+        ModelError: the numbers of scales, zero points and channels differ.
     """
     values, scale, *rest = map(read, node.input)
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
     shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
+    channels = values.shape[axis % values.ndim] if scale.ndim == 1 and values.ndim else 1
+    if any(each.size not in {1, channels} for each in (scale, *rest)):
+        text = f"DequantizeLinear '{node.name}' has {scale.size} scales for the shape {list(values.shape)}"
+        raise ModelError(text, hint="export it again")
     shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
-    weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
-    return weight.astype(scale.dtype)
+    # The constants of a damaged file may be infinite.
+    with np.errstate(invalid="ignore", over="ignore"):
+        weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
+        return weight.astype(scale.dtype)
 
 
 def is_small(tensor: onnx.TensorProto) -> bool:

@@ -72,7 +72,7 @@ def place_windows(node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...])
 def find_picks(graph: Graph, node: Node, modes: Modes) -> list[Array] | None:
     """Returns, for each axis, the indices of the elements that a nearest Resize of a fixed size picks with these modes.
 
-    Returns None for another Resize, and for a coordinate mode that is seldom used.
+    Returns None for another Resize, and for modes that are seldom used or wrong.
     """
     before, after = (graph.value(name).static_shape for name in (node.input[0], node.output[0]))
     if node.since < 11 or node.attributes.get("mode", "nearest") != "nearest" or before is None or after is None:
@@ -93,7 +93,7 @@ def find_picks(graph: Graph, node: Node, modes: Modes) -> list[Array] | None:
             "align_corners": at * (size - 1) / max(made - 1, 1),
             "tf_half_pixel_for_nn": centred,
         }
-        if modes[0] not in places:
+        if modes[0] not in places or modes[1] not in _ROUNDED:
             return None
         picks.append(np.clip(_ROUNDED[modes[1]](places[modes[0]]), 0, size - 1).astype(np.int64))
     return picks

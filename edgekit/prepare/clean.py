@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
-from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph
+from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
 from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
@@ -283,6 +283,7 @@ _EXTERNAL_FROM_BYTES = 1 << 30
 _MADE = ".prepared"
 
 
+@tells_refusal
 def prepare_model(
     model: models.Model,
     out: AnyPath,

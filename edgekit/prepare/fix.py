@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import onnx
 
+from edgekit._ort import tells_refusal
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.graph.constants import lift_constants
@@ -338,6 +339,7 @@ def ready_model(
     return fix_model(prepared, folder / "fixed" / f"{source.name}.onnx")
 
 
+@tells_refusal
 def fix_model(model: models.Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:
     """Writes a model to `out` with the rewrites of these ids applied, by default `FIXES`.
 

@@ -1,5 +1,7 @@
 """Each rewrite finds its pattern, leaves what only looks like it, and changes no result beyond what it says."""
 
+import contextlib
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from prepare_models import assert_same, make_model, op_names, rewrite
 
 from edgekit.check.check import check_model
-from edgekit.errors import ModelError
+from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.contrib import ORT_OWN
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
@@ -1126,6 +1128,41 @@ def test_an_invalid_node_is_refused_before_any_rewrite(tmp_path: Path) -> None:
     onnx.save(proto, str(model.path))
     with pytest.raises(ModelError, match="has 0 inputs, the operator takes 2 to 3"):
         load_model(model.path)
+
+
+CONTRADICTORY = {
+    "conv-to-planes": """g (float[1,3,20] x) => (float[1,1,18] y) <float[1,3] w = {1,2,3}, float[1] b = {1}>
+        { y = Conv(x, w, b) }""",
+    "plain-nearest": """g (float[1,1,2,2] x) => (float[1,1,4,4] y) <float[4] f = {1,1,2,2}>
+        { y = Resize<nearest_mode="up">(x, , f) }""",
+    "flat-bias": """g (x) => (y) <float[3,2] w = {1,2,3,4,5,6}, float b = {0.5}>
+        { a = Gemm<transB=5>(x, w, b) y = Neg(a) }""",
+    "int8-activations": """g (float[2,3] x) => (float[2,3] y) <float s = {1}, uint8[2] z = {1}>
+        { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, , z) }""",
+    "unsigned-weights": """g (float[1,2] x) => (float[1,3] y) <int8[2,3] w = {1,2,3,4,5,6}, float[2147483647] s>
+        { f = DequantizeLinear(w, s) y = MatMul(x, f) }""",
+    "float-weights": """g (float[1,3,4,4] x) => (float[1,2,2,2] y)
+        <int8[2,3,3,3] q, float[5] s = {1,2,3,4,5}> { w = DequantizeLinear<axis=0>(q, s) y = Conv(x, w) }""",
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTORY)
+def test_a_model_that_contradicts_itself_is_refused_or_left_as_it_is(name: str, tmp_path: Path) -> None:
+    with contextlib.suppress(EdgekitError):
+        assert rewrite(tmp_path, CONTRADICTORY[name], name).fixes == ()
+
+
+def test_an_error_of_a_rewrite_itself_is_no_refusal_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: onnx.ModelProto, ids: Collection[str]) -> None:
+        raise KeyError(*ids)
+
+    monkeypatch.setattr("edgekit.prepare.fix.apply_rewrites", fail)
+    with pytest.raises(KeyError):
+        rewrite(tmp_path, WITH["plain-gemm"], "plain-gemm")
+    with pytest.raises(RuntimeRefusal, match="ONNX Runtime refuses"):
+        rewrite(tmp_path, CONTRADICTORY["conv-to-planes"], "conv-to-planes")
 
 
 def test_every_rewrite_is_tested() -> None:

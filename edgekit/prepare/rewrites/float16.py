@@ -169,7 +169,8 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     found = [
         node
         for node in graph.node
-        if node.op_type == "DequantizeLinear" and stored.keys() >= {*node.input} and shown.isdisjoint(node.output)
+        if node.op_type == "DequantizeLinear" and len(node.input) > 1 and any(node.output)
+        if stored.keys() >= {*node.input} and shown.isdisjoint(node.output)
         if all(stored[name].data_location != TensorProto.EXTERNAL for name in node.input)
         if _is_plain([stored[name] for name in node.input], node) and not _is_quantized(readers, node)
     ]

@@ -324,7 +324,7 @@ def pad_all_axes(writer: Writer) -> None:
     if not ((axes >= -len(shape)) & (axes < len(shape))).all():
         return
     whole = np.zeros((2, len(shape)), np.int64)
-    whole[:, axes] = pads.reshape(2, -1)
+    whole[:, axes.ravel()] = pads.reshape(2, -1)
     given = [node.input[0], writer.constant("pads", whole.ravel(), "int64"), *filter(None, node.input[2:3])]
     writer.add("Pad", given, **node.attributes)
 

@@ -82,7 +82,9 @@ def flat_bias(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
     weight, number = graph.constants.get(node.input[1]), None if bias is None else graph.number(bias.name)
-    if weight is not None and number is not None and (count := weight.dims[1 - node.integer("transB", 0)]) > 1:
+    dims = () if weight is None or len(weight.dims) != 2 else weight.dims
+    count = dims[0 if node.integer("transB", 0) else 1] if dims else 0
+    if number is not None and count > 1 and writer.dtype:
         writer.copy(node).input[2] = writer.constant("bias", [number] * count)
     elif bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
         writer.copy(node).input[2] = writer.reshaped("bias", node.input[2], [bias.dims[1]])

@@ -4,6 +4,7 @@ A number q with the zero point z stands for (q - z) * scale. With 128 added to b
 the same value.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal
@@ -136,6 +137,10 @@ class _Zeros:
             if name not in {node.input[0], node.output[0]} or name in node.input[1:]:
                 return False
             if any(each is None or each.data_location == onnx.TensorProto.EXTERNAL for each in parameters):
+                return False
+            # A damaged file may state a scale of 2^31 entries, without their data.
+            entries = max((math.prod(each.dims) for each in parameters if each is not None), default=1)
+            if entries > math.prod(size or 1 for size in view.value(name).shape or ()):
                 return False
             # ONNX Runtime refuses a zero point of another type than the numbers.
             if node.has_input(2) and self._stored[node.input[2]].data_type != _TYPES[_OTHER[self._wanted]]:
