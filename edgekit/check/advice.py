@@ -159,8 +159,7 @@ def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
     """Applies a rewrite to a copy of the graph, so that the real change is checked."""
     # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
     copy, opset = deepcopy(case.graph.model), read_opset(case.graph.model)
-    nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
-    if nodes:
+    if nodes := tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset)):
         drop_idle_nodes(copy.graph)
         yield Finding(nodes=nodes, changed=infer_graph(copy))
 
@@ -186,8 +185,7 @@ def _find_float(case: Case) -> Iterator[Finding]:
 
 
 def _find_bounds(case: Case) -> Iterator[Finding]:
-    computed = case.refused("Clip", "bounds are computed")
-    if computed:
+    if computed := case.refused("Clip", "bounds are computed"):
         yield Finding(nodes=computed)
 
 

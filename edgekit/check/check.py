@@ -181,12 +181,8 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     minor = int(judge.settings["ort_minor"])
     # The rules judge the graph that ONNX Runtime shows to a provider; the report lists the nodes of the file.
     shown = propagate_quantization(graph)
-    units = group_units(
-        shown,
-        selectors if book.units.qdq else None,
-        absorb_clips=minor >= book.units.clip_from_ort_minor,
-        fits_bias=minor >= book.units.bias_from_ort_minor,
-    )
+    clips, biases = minor >= book.units.clip_from_ort_minor, minor >= book.units.bias_from_ort_minor
+    units = group_units(shown, selectors if book.units.qdq else None, absorb_clips=clips, fits_bias=biases)
     refusals = [
         (Refusal(reason=blocked, fatal=book.provider.alone),)
         if blocked
@@ -257,13 +253,11 @@ def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | 
     if rule == "placed":
         return _check_nodes(body, judge, blocked)
     taken = parent.taken and rule == "whole"
-    why = f"it is in the body of '{parent.name}', " + (
-        "which is not taken" if rule == "whole" else "which the provider does not enter"
-    )
+    what = "which is not taken" if rule == "whole" else "which the provider does not enter"
+    why = f"it is in the body of '{parent.name}', {what}"
+    partition, reasons = (parent.partition, ()) if taken else (None, (why,))
     return [
-        msgspec.structs.replace(
-            node, taken=taken, partition=parent.partition if taken else None, reasons=() if taken else (why,)
-        )
+        msgspec.structs.replace(node, taken=taken, partition=partition, reasons=reasons)
         for node in _check_nodes(body, judge, why)
     ]
 

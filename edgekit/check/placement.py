@@ -50,8 +50,7 @@ def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], 
     partitions: list[int | None] = [None] * len(units)
     number = 0
     for group in _groups(followers, able):
-        dropped = _drop_reason(graph, [units[at] for at in group], placing)
-        if dropped:
+        if dropped := _drop_reason(graph, [units[at] for at in group], placing):
             reasons.update(dict.fromkeys(group, dropped))
             continue
         for at in group:

@@ -128,12 +128,9 @@ class _Draft:
         ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
         while ahead:
             edges = ahead.pop()
-            for edge in edges:
-                # An output of the graph keeps its name, so its producer's output is renamed: the following edge is
-                # found first.
-                follow = self._moved_after(edge)
-                if follow:
-                    ahead.append(follow)
+            # An output of the graph keeps its name, so its producer's output is renamed: the following edges are found
+            # first.
+            ahead += [follow for edge in edges if (follow := self._moved_after(edge))]
             if edges:
                 self._insert(edges, quantizer)
 

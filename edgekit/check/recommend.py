@@ -55,9 +55,8 @@ def recommend_target(
     usable = [name for name in fit if name not in cpus] or fit
     if not usable:
         # Such as numbers for open dimensions, without which some providers take nothing.
-        gains = [
-            (report, advice) for report in reports.values() for advice in report.advice if advice.fix == "automatic"
-        ]
+        gains = [(report, advice) for report in reports.values() for advice in report.advice]
+        gains = [(report, advice) for report, advice in gains if advice.fix == "automatic"]
         helps = any(2 * (report.taken + advice.gain_nodes) >= report.nodes for report, advice in gains)
         what = "follow the automatic advice, and check again" if helps else "use the CPU"
         if any(reports[name].is_refused for name in cpus & reports.keys()):

@@ -306,9 +306,8 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
     found: dict[int, Trace] = {}
     makers = {name: node.index for name, node in source.producers.items()}
     nodes = {node.index: node for node in source.nodes}
-    order = TopologicalSorter(
-        {index: [makers[name] for name in node.reads if name in makers] for index, node in nodes.items()}
-    )
+    needs = {index: [makers[name] for name in node.reads if name in makers] for index, node in nodes.items()}
+    order = TopologicalSorter(needs)
     # From the end, because the fate of a node may depend on that of its readers. A file may hold nodes in any order.
     for index in reversed(tuple(order.static_order())):
         found[index] = _trace(view, nodes[index], found)

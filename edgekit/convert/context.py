@@ -127,8 +127,7 @@ def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str
     job = {"model": model, "out": "planned.onnx", "provider_options": provider, "config": {}, "embed": False}
     _run_child(job, folder, timeout_s)
     # One plan for each part of the graph that the NPU takes.
-    plans = sorted(folder.glob("*_schematic.bin"))
-    if not plans:
+    if not (plans := sorted(folder.glob("*_schematic.bin"))):
         raise DeviceError(f"QNN's compiler wrote no plan of '{model}'", hint="forecast without --compile")
     return "\n".join(path.read_text(errors="replace") for path in plans)
 

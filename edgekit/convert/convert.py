@@ -202,11 +202,9 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
     if equality is not None and not equality.passed:
         place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"
-        raise ModelError(
-            f"'{path.name}' gives other results than its source, {place}: error {equality.error:.2g},"
-            f" at most {equality.tolerance:g} is allowed",
-            hint="convert with --level basic, and report the model to ONNX Runtime",
-        )
+        words = f"'{path.name}' gives other results than its source, {place}: error {equality.error:.2g}, at most"
+        hint = "convert with --level basic, and report the model to ONNX Runtime"
+        raise ModelError(f"{words} {equality.tolerance:g} is allowed", hint=hint)
     return Written(
         files=(path.name,),
         census=ort_files.count_ops(nodes),

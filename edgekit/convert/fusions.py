@@ -120,8 +120,7 @@ def _judge_region(sources: Sequence[OrtNode], results: Sequence[OrtNode]) -> dic
     left = list(results)
     fates = {node.index: GONE for node in sources if node.op in _IDLE_OPS}
     for node in sources:
-        same = next((one for one in left if _bare(one.op) == _bare(node.op)), None)
-        if same is not None:
+        if (same := next((one for one in left if _bare(one.op) == _bare(node.op)), None)) is not None:
             left.remove(same)
             fates[node.index] = _short(same)
     names = [_short(one) for one in reversed(left) if _bare(one.op) not in _LAYOUT_OPS | _MOVES]

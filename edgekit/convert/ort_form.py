@@ -178,8 +178,7 @@ def compare_with_source(
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
     if drawn := sorted(ops & RANDOM_OPS):
         return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
-    chosen = choose_samples(source, samples)
-    if chosen is None:
+    if (chosen := choose_samples(source, samples)) is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
     settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
     loaded = load_settings(options, source)
@@ -196,8 +195,7 @@ def compare_onnx(source: models.Model, changed: models.Model, samples: Samples |
         RuntimeRefusal: ONNX Runtime runs the first but not the second.
     """
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
-    chosen = choose_samples(source, samples)
-    if chosen is None:
+    if (chosen := choose_samples(source, samples)) is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
     unoptimized = SessionSettings(level=Level.DISABLED, threads=1)
     return _compare(facts, (source, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
@@ -245,9 +243,8 @@ def _compare(
             return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
         # Why nothing was compared, without the path of a temporary file.
         reason = refusal.message.partition("': ")[2] or refusal.message
-        return msgspec.structs.replace(
-            facts, skipped=f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
-        )
+        words = f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
+        return msgspec.structs.replace(facts, skipped=words)
     got = _run(*other, samples, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     found = [error for error in errors if error is not None]
@@ -372,11 +369,9 @@ def write_level(
     path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
     if equality is not None and not equality.passed:
-        raise ModelError(
-            f"'{path.name}' gives other results than its source: error {equality.error:.2g}, at most"
-            f" {equality.tolerance:g} is allowed",
-            hint="choose a lower --level, and report the model to ONNX Runtime",
-        )
+        words = f"'{path.name}' gives other results than its source: error {equality.error:.2g}, at most"
+        hint = "choose a lower --level, and report the model to ONNX Runtime"
+        raise ModelError(f"{words} {equality.tolerance:g} is allowed", hint=hint)
     return describe_level(model, path, level, equality)
 
 

@@ -60,8 +60,7 @@ def lift_constants(graph: onnx.GraphProto) -> None:
     """Turns the Constant nodes of one graph into initializers, in place."""
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
-        tensor = read_constant(node)
-        if tensor is None:
+        if (tensor := read_constant(node)) is None:
             kept.append(node)
             continue
         lifted = graph.initializer.add()
@@ -120,8 +119,7 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
         BundleError: the external file lies outside the folder.
         ValueError: the tensor holds no data, or not all.
     """
-    place = read_place(tensor)
-    if place is None:
+    if (place := read_place(tensor)) is None:
         return numpy_helper.to_array(tensor)
     dtype, count = helper.tensor_dtype_to_np_dtype(tensor.data_type), math.prod(tensor.dims)
     # Types of whole bytes can be mapped. Types of 4 bits are packed, strings are stored in another field, and mmap

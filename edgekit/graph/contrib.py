@@ -125,8 +125,7 @@ def _skip_norm(of: _Substitution) -> None:
 
 
 def _nbits(of: _Substitution) -> None:
-    scales = of.stored(2)
-    if scales is not None:
+    if (scales := of.stored(2)) is not None:
         of.add("MatMul", [of.name(0), of.stub(scales.dtype, (of.number("K", 0), of.number("N", 0)))])
 
 

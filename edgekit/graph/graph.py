@@ -147,8 +147,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False, weakref=True):
 
     def value(self, name: str) -> Value:
         """Returns type and shape of any tensor, as far as they are known."""
-        constant = self.constants.get(name)
-        if constant is not None:
+        if (constant := self.constants.get(name)) is not None:
             return Value(dtype=tensor_dtype(constant.data_type), shape=tuple(constant.dims))
         return self.values.get(name, Value())
 

@@ -119,8 +119,7 @@ def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> t
 
     The value `stop` is a factor even if it is a product itself.
     """
-    number = graph.number(name)
-    if number is not None:
+    if (number := graph.number(name)) is not None:
         return number, ()
     node = made_by(graph, name, "Mul", "Div") if name != stop and depth else None
     if node is None:
@@ -142,8 +141,7 @@ def walk_product(graph: Graph, name: str, depth: int = _DEEPEST) -> Iterator[str
 
 def square_of(graph: Graph, name: str) -> str | None:
     """Returns x where a value is x * x or Pow(x, 2)."""
-    node = made_by(graph, name, "Mul", "Pow")
-    if node is None:
+    if (node := made_by(graph, name, "Mul", "Pow")) is None:
         return None
     if node.op_type == "Mul":
         return node.input[0] if node.input[0] == node.input[1] else None
@@ -196,8 +194,7 @@ def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
         return None
     added = made_by(graph, node.input[0], "Add")
     for value, number in (added.input, added.input[::-1]) if added is not None else ():
-        epsilon = graph.number(number)
-        if epsilon is not None:
+        if (epsilon := graph.number(number)) is not None:
             return value, epsilon
     return None
 

@@ -72,8 +72,7 @@ def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order], layers: 
         moved = [orders[name] for name in computed if name in orders]
         # ONNX Runtime's cost estimate: the removed Transposes must outweigh those added at other inputs and after it.
         return moved[0] if 2 * len(moved) - len(computed) > 1 else None
-    order = orders.get(node.input[0])
-    if order is None:
+    if (order := orders.get(node.input[0])) is None:
         return None
     if op in _FIRST or (op in _ALONG_AXIS and node.since >= 13):
         return order

@@ -118,8 +118,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
     # Before the other rules, which expect names to be text: protobuf returns those that are no UTF-8 as bytes.
-    strange = soundness.find_invalid_text(proto)
-    if strange is not None:
+    if (strange := soundness.find_invalid_text(proto)) is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
     if flaw := next(soundness.find_flaws(proto), None):
         raise ModelError(f"'{path}' is no valid ONNX model: {flaw}", hint="export it again")

@@ -86,8 +86,7 @@ def check_outputs(stated: Mapping[str, OutputKind | StatedOutput], model: Model)
             message = f"[outputs] names '{name}', which is no output of '{model.path.name}'"
             raise UsageError(message, hint=suggest_name(name, specs))
         found[name] = given if isinstance(given, StatedOutput) else StatedOutput(kind=given)
-        complaint = _find_complaint(specs[name], found[name])
-        if complaint:
+        if complaint := _find_complaint(specs[name], found[name]):
             hint = f'kinds are {", ".join(get_args(OutputKind))}; with an axis: {{kind = "map", axis = 1}}'
             raise UsageError(f"[outputs] says that '{name}' is {found[name].kind}, but {complaint}", hint=hint)
     return found

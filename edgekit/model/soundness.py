@@ -141,9 +141,8 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
 def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields a flaw if nodes form a cycle; nodes may be in any order, since a quantizer appends its own."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    needs = {
-        index: [makers[name] for name in iterate_reads(node) if name in makers] for index, node in enumerate(graph.node)
-    }
+    reads = enumerate(map(iterate_reads, graph.node))
+    needs = {index: [makers[name] for name in names if name in makers] for index, names in reads}
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:

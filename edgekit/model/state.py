@@ -105,9 +105,8 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
 
 def _propose_feeds(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     """Returns the line of a recipe that states the feeds, with the pairs of equal type and shape filled in."""
-    candidates = [
-        (spec, out) for spec in inputs for out in outputs if (spec.dtype, spec.shape) == (out.dtype, out.shape)
-    ]
+    every = [(spec, out) for spec in inputs for out in outputs]
+    candidates = [(spec, out) for spec, out in every if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
     pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in candidates[:4]) or '"INPUT" = "OUTPUT"'
     return f"say which does in a recipe (--recipe FILE): [state] feeds = {{ {pairs} }}, without what is no state"
 

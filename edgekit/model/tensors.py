@@ -116,6 +116,5 @@ def shape_matches(shape: Sequence[int], spec: TensorSpec) -> bool:
     """Returns True if an array of this shape fits the spec; an unknown dimension fits any size."""
     if spec.shape is None:
         return True
-    return len(shape) == len(spec.shape) and all(
-        not isinstance(want, int) or want == got for got, want in zip(shape, spec.shape, strict=True)
-    )
+    pairs = zip(shape, spec.shape, strict=False)
+    return len(shape) == len(spec.shape) and all(not isinstance(want, int) or want == got for got, want in pairs)

@@ -111,8 +111,7 @@ _REASONS = {
 
 def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
     """Returns a target whose session switches off the optimizers that would harm the graph, and notes about it."""
-    found = find_harmful(graph, target.provider)
-    if not found:
+    if not (found := find_harmful(graph, target.provider)):
         return target, ()
     off = target.session.config.get(DISABLED, "").split(";")
     value = ";".join([*(name for name in off if name and name not in found), *found])

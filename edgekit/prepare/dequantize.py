@@ -134,8 +134,7 @@ class _Writer:
             return None
         if source in self._moving:
             return name if self._moving[source] == (scale, zero) else None
-        moved = self._make_float(graph, reader, source.input[0], scale, zero)
-        if moved is None:
+        if (moved := self._make_float(graph, reader, source.input[0], scale, zero)) is None:
             return None
         self._moving[source], source.proto.input[0] = (scale, zero), moved
         return name

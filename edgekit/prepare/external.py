@@ -42,9 +42,8 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
         if place is not None:
             bare = onnx.TensorProto()
             # ONNX Runtime gives tensors with external data alone an empty `doc_string`.
-            copy_fields(
-                tensor, bare, {"external_data", "data_location", *(() if tensor.doc_string else ("doc_string",))}
-            )
+            skipped = {"external_data", "data_location", *(() if tensor.doc_string else ("doc_string",))}
+            copy_fields(tensor, bare, skipped)
             before, after = _split(bare, _RAW_DATA)
             before += _frame(_RAW_DATA, place.length)
         size = len(before) + len(after) + (place.length if place is not None else 0)

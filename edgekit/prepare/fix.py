@@ -127,9 +127,8 @@ def fuse_transformer(
         logging.disable(disabled)
     lower_ir_version(fused, read_opset(fused))
     written = models.save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
-    prepared = prepare(
-        msgspec.structs.replace(written, custom_ops=model.custom_ops), out.with_name(f"{out.stem}-prepared.onnx")
-    )
+    written = msgspec.structs.replace(written, custom_ops=model.custom_ops)
+    prepared = prepare(written, out.with_name(f"{out.stem}-prepared.onnx"))
     joined = fix_model(prepared, out, _PARTS_OF_ATTENTION).model
     counts = [
         Counter(node.op_type for node in models.iterate_nodes(proto.graph) if node.domain == ORT_DOMAIN)
@@ -468,10 +467,7 @@ def prepare_buckets(
     ((name, sizes),) = buckets.items()
     smaller = {size: ready_model(source, work / f"size-{size}", {**dims, name: size}).model for size in sizes[:-1]}
     at = {**smaller, sizes[-1]: prepared}
-    padding = find_padding(
-        name,
-        {size: model.inputs for size, model in at.items()},
-        {size: model.outputs for size, model in at.items()},
-        values,
-    )
+    inputs = {size: model.inputs for size, model in at.items()}
+    outputs = {size: model.outputs for size, model in at.items()}
+    padding = find_padding(name, inputs, outputs, values)
     return BucketModels(padding=padding, smaller=smaller, largest=sizes[-1])

@@ -44,9 +44,9 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
         return False
     given = {attribute.name for attribute in node.attribute}
     before, after = old.attributes, new.attributes
-    return given <= set(before) and all(
-        name in after and after[name].default_value == before[name].default_value for name in set(before) - given
-    )
+    unused = set(before) - given
+    same = all(name in after and after[name].default_value == before[name].default_value for name in unused)
+    return given <= set(before) and same
 
 
 def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
@@ -210,9 +210,8 @@ def _write_preview(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
         ends = [top + size[0], left + size[1]] if size else [-each or _TO_THE_END for each in (bottom, right)]
         return (helper.make_node("Slice", [x], [y], node.name, starts=[top, left], ends=ends, axes=[2, 3]),)
     names = ("alpha", "beta") if node.op_type == "Affine" else ("scale", "bias")
-    factor, shift = (
-        np.asarray(given.get(name, default), np.float32) for name, default in zip(names, (1, 0), strict=True)
-    )
+    defaults = zip(names, (1, 0), strict=True)
+    factor, shift = (np.asarray(given.get(name, default), np.float32) for name, default in defaults)
     shift = shift.reshape(-1, 1, 1) if shift.ndim else shift
     constants = [
         helper.make_node("Constant", [], [f"{y}/{name}"], value=numpy_helper.from_array(value))
@@ -252,10 +251,8 @@ def lower_model(model: models.Model, folder: Path, runtime: str = VERSION) -> mo
     except ModelError as error:
         newer = models.find_reader(model.ir_version, opset)
         reader = f"ONNX Runtime {newer} reads it as it is" if newer else "no ONNX Runtime that was tried reads it"
-        raise ModelError(
-            f"'{model.path}' has opset {opset}, and ONNX Runtime {runtime} reads up to {reads.opset}: {error.message}",
-            hint=f"{error.hint}; {reader}",
-        ) from error
+        words = f"'{model.path}' has opset {opset}, and ONNX Runtime {runtime} reads up to {reads.opset}"
+        raise ModelError(f"{words}: {error.message}", hint=f"{error.hint}; {reader}") from error
     lower_ir_version(proto, min(opset, reads.opset), reads.ir_version)
     folder.mkdir(parents=True, exist_ok=True)
     lowered = models.save_proto(proto, folder / model.path.name)
@@ -295,11 +292,8 @@ def _has_parted_norms(graph: onnx.GraphProto) -> bool:
 
     divisors = [node.input[-1] for node in graph.node if node.op_type in {"Div", "Reciprocal"} and node.input]
     centred, difference = (_SQUARES, _SUB, _MEANS), (_SUB, _MEANS, _SQUARES)
-    return any(
-        climb(name, frozenset({"Sqrt"}), frozenset({"Add"}), *variance)
-        for name in divisors
-        for variance in ((_MEANS, *centred), difference)
-    )
+    paths = [(frozenset({"Sqrt"}), frozenset({"Add"}), *variance) for variance in ((_MEANS, *centred), difference)]
+    return any(climb(name, *path) for name in divisors for path in paths)
 
 
 _SQUARES, _SUB, _MEANS = frozenset({"Mul", "Pow"}), frozenset({"Sub"}), frozenset({"ReduceMean", "ReduceSum"})

@@ -51,8 +51,7 @@ _MAX_LENGTH = 200
 
 def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
     """Returns the value of a formula; None if it is no formula, lacks the size of a name, or is no integer."""
-    tree = _parse(formula)
-    if tree is None:
+    if (tree := _parse(formula)) is None:
         return None
     try:
         value = _evaluate(tree, {name: Fraction(size) for name, size in sizes.items()})
@@ -306,8 +305,7 @@ def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[s
     """Returns the sizes with those derived from them: formulas from their names, and a name from a formula."""
     derived = dict(sizes)
     for formula in sizes:
-        solved = solve_dim(formula, sizes[formula], derived)
-        if solved is not None:
+        if (solved := solve_dim(formula, sizes[formula], derived)) is not None:
             derived.setdefault(*solved)
     for name in sorted(names):
         size = derive_dim(name, derived)

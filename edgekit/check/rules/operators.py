@@ -26,8 +26,7 @@ class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         names = tuple(operand.name for operand in subject.unit.inputs)
-        found = clip_bounds(subject.graph, names, subject.unit.node.attributes)
-        if found is None:
+        if (found := clip_bounds(subject.graph, names, subject.unit.node.attributes)) is None:
             yield "its bounds are computed; they must be constants"
         elif self.allowed and found not in self.allowed:
             pairs = " or ".join(f"{low:g} to {high:g}" for low, high in self.allowed)

@@ -407,8 +407,7 @@ class Attribute(BaseRule, frozen=True, kw_only=True, tag="attribute"):
     absent: bool = False
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
-        value = subject.unit.node.attributes.get(self.name, self.default)
-        if value is None:
+        if (value := subject.unit.node.attributes.get(self.name, self.default)) is None:
             return
         if self.absent:
             yield f"attribute '{self.name}' is not taken"

@@ -281,9 +281,8 @@ def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, ob
     """Returns the bounds of a Clip, infinite if it has none, or None if a bound is no constant."""
     # Clip has its bounds as attributes up to opset 10 and as inputs from 11 on (ONNX's changelog of operators).
     given = attributes.get("min"), attributes.get("max")
-    bounds = [
-        float(value) if isinstance(value, (int, float)) else end for value, end in zip(given, _ENDLESS, strict=True)
-    ]
+    pairs = zip(given, _ENDLESS, strict=True)
+    bounds = [float(value) if isinstance(value, (int, float)) else end for value, end in pairs]
     for place, name in enumerate(inputs[1:3]):
         if name:
             array = graph.array(name)

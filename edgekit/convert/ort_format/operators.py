@@ -132,8 +132,7 @@ def read_operators(path: Path) -> tuple[Operators, Types] | None:
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith(("#", "!")):
             continue
-        match = re.fullmatch(r"([\w.]+);(\d+(?:,\d+)*);(.*)", _LIMIT.sub("", line))
-        if match is None:
+        if (match := re.fullmatch(r"([\w.]+);(\d+(?:,\d+)*);(.*)", _LIMIT.sub("", line))) is None:
             words = f"line {number} of '{path}' is no line of a config"
             raise UsageError(words, hint="a line is `domain;opset;Operator,Operator`")
         domain = match[1]
@@ -164,8 +163,7 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
         UsageError: the config cannot be read.
         ModelError: the model is damaged, or no ORT-format file.
     """
-    found = read_operators(config)
-    if found is None:
+    if (found := read_operators(config)) is None:
         return ()
     (built, limits), report = found, inspect_ort(model)
     lacking = [

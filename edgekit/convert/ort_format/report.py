@@ -121,9 +121,8 @@ def inspect_ort(path: Path) -> OrtFileReport:
         kernels = {f"{text(node, 'domain')}:{text(node, 'op_type')}:{number(node, 'since_version')}" for node in nodes}
         types = {number for part in graphs for number in _element_types(part)}
         known = onnx.TensorProto.DataType.values()
-        opsets = {
-            text(entry, "domain") or "ai.onnx": number(entry, "version") for entry in records(model, "opset_import")
-        }
+        imports = records(model, "opset_import")
+        opsets = {text(entry, "domain") or "ai.onnx": number(entry, "version") for entry in imports}
         return OrtFileReport(
             format_version=text(file.root, "ort_version"),
             writer=_WRITERS.get(text(file.root, "ort_version"), "unknown"),
@@ -153,9 +152,8 @@ def read_graph(path: Path) -> OrtGraph:
     """
     with open_tables(path) as file:
         graph = table(table(file.root, "model"), "graph")
-        return OrtGraph(
-            nodes=read_nodes(graph), saved=tuple(_saved_optimizations(graph)), outputs=tuple(texts(graph, "outputs"))
-        )
+        saved, outputs = tuple(_saved_optimizations(graph)), tuple(texts(graph, "outputs"))
+        return OrtGraph(nodes=read_nodes(graph), saved=saved, outputs=outputs)
 
 
 def read_nodes(graph: Record) -> tuple[OrtNode, ...]:

@@ -434,8 +434,7 @@ def _find_tanh(graph: Graph, tanh: Node) -> str | None:
         return next((x for x, cubic in (added.input, added.input[::-1]) if _is_power(graph, cubic, x, 3)), None)
     # GPT-J and transformers' FastGELUActivation factor x out: Tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x^2)).
     for each in walk_product(graph, tanh.input[0]):
-        square = other_operand(graph, made_by(graph, each, "Add"), 1.0)
-        if square is None:
+        if (square := other_operand(graph, made_by(graph, each, "Add"), 1.0)) is None:
             continue
         number, values = factors(graph, tanh.input[0])
         rest = [value for value in values if value != each]

@@ -43,9 +43,8 @@ def compute_double_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, .
     graph keep their types by a Cast.
     """
     types = dict(_list_types(graph))
-    has_layer = any(
-        node.op_type in _LAYERS and types.get(node.input[0]) == _DOUBLE for node in graph.node if node.input
-    )
+    layers = (node for node in graph.node if node.op_type in _LAYERS and node.input)
+    has_layer = any(types.get(node.input[0]) == _DOUBLE for node in layers)
     has_trees = any(node.domain == ML_DOMAIN and _DOUBLE in map(types.get, _list_ends(node)) for node in graph.node)
     return _replace_type(graph, _DOUBLE) if has_layer and not has_trees else ()
 
@@ -55,9 +54,7 @@ def _replace_type(graph: onnx.GraphProto, kind: int) -> tuple[str, ...]:
     if kind not in models.list_element_types(graph):
         return ()
     types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
-    changed = [
-        node for node in models.iterate_nodes(graph) if any(types.get(name) == kind for name in _list_ends(node))
-    ]
+    changed = [node for node in models.iterate_nodes(graph) if kind in map(types.get, _list_ends(node))]
     # This rewrite was applied before if all are Casts right after an input or before an output.
     is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
     if is_done or any(node.domain not in _KNOWN_DOMAINS for node in changed):

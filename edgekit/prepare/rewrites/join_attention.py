@@ -301,8 +301,7 @@ def _write_table(writer: Writer, name: str, shape: tuple[int, ...], tables: dict
         return tables[name]
     rows, half = shape[2], shape[3] // 2
     part = f"table{len(tables)}"
-    array = writer.graph.inline(name)
-    if array is not None:
+    if (array := writer.graph.inline(name)) is not None:
         tables[name] = writer.constant(part, array.reshape(rows, 2 * half)[:, :half], "float32")
         return tables[name]
     places = writer.constants({f"{part}_start": [0], f"{part}_end": [half], f"{part}_axis": [-1]}, "int64")

@@ -18,8 +18,7 @@ _FLATTENED = {0: (1, -1), 1: (0, -1)}
 @node_rewrite("flatten-to-reshape", {"Flatten"}, since=5)
 def flatten_to_reshape(writer: Writer) -> None:
     """Writes a Flatten at axis 0 or 1 as Reshape."""
-    shape = _FLATTENED.get(writer.node.integer("axis", 1))
-    if shape is not None:
+    if (shape := _FLATTENED.get(writer.node.integer("axis", 1))) is not None:
         writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
 
 
@@ -335,8 +334,7 @@ def pad_edge(writer: Writer) -> None:
 
     With few channels, or three axes, the HTP copies what lies beyond the data (targets/qnn/NOTES.md).
     """
-    shape = writer.graph.value(writer.node.input[0]).shape
-    if shape is None:
+    if (shape := writer.graph.value(writer.node.input[0]).shape) is None:
         return
 
     def repeat(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:

@@ -61,8 +61,7 @@ def plain_gemm(writer: Writer) -> None:
     if alpha != 1:
         left = writer.add("Mul", [left, writer.constant("alpha", alpha)], "scaled")
     if biased and beta != 1:
-        value = writer.graph.array(node.input[2])
-        if value is not None:
+        if (value := writer.graph.array(node.input[2])) is not None:
             bias = [writer.constant("bias", value * value.dtype.type(beta))]
         else:
             bias = [writer.add("Mul", [node.input[2], writer.constant("beta", beta)], "bias")]
@@ -143,10 +142,8 @@ def einsum_to_matmul(writer: Writer) -> None:
     # Sizes of 1 may stand for others, and a Reshape to 0 would copy a size.
     if [tuple(sizes.get(each) for each in term) for term in (one, two)] != shapes or 0 in sizes.values():
         return
-    given = [
-        _arrange(writer, name, term, groups, sizes, part)
-        for name, term, groups, part in zip(writer.node.input, terms, parts, ("left", "right"), strict=False)
-    ]
+    operands = zip(writer.node.input, terms, parts, ("left", "right"), strict=False)
+    given = [_arrange(writer, name, term, groups, sizes, part) for name, term, groups, part in operands]
     made, order = parts[2], "".join(parts[2])
     is_split, is_turned = any(len(group) != 1 for group in made), order != out
     product = writer.add("MatMul", given, "product" if is_split or is_turned else "")
@@ -163,10 +160,8 @@ def _spell_out(terms: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
     pairs = zip(terms, ranks, strict=False)
     counts = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in pairs]
     most = max(counts)
-    return [
-        term.replace("...", "".join(free[most - count : most]))
-        for term, count in zip(terms, [*counts, most], strict=False)
-    ]
+    pairs = zip(terms, [*counts, most], strict=False)
+    return [term.replace("...", "".join(free[most - count : most])) for term, count in pairs]
 
 
 def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:

@@ -240,8 +240,7 @@ def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -
     """
     in_heads: list[tuple[int, ...]] = []
     for at, count in enumerate(counts):
-        shape = _part_heads(graph, node.given(at), count)
-        if shape is None:
+        if (shape := _part_heads(graph, node.given(at), count)) is None:
             return None
         in_heads.append(shape)
     (batch, count, tokens, size), (_, keys, rows, _), (*_, value_size) = in_heads

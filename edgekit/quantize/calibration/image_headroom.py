@@ -36,9 +36,8 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     images = {name for name in seen if _holds_pixels(graph, name, seen[name], white, calibration.outputs)}
 
     def widen(name: str, its: TensorRange) -> TensorRange:
-        return snap_range(
-            TensorRange(low=its.low * growth, high=max(its.high * growth, white if name in images else 0.0))
-        )
+        least = white if name in images else 0.0
+        return snap_range(TensorRange(low=its.low * growth, high=max(its.high * growth, least)))
 
     return calibration.map_ranges(widen)
 

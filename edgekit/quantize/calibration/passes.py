@@ -153,8 +153,7 @@ def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCach
     for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
         if not count or len(run.seen) < needed:
             continue
-        found = cache.load(part, digests, most_bytes)
-        if found is None:
+        if (found := cache.load(part, digests, most_bytes)) is None:
             continue
         if tuple(found.seen) != order[: len(found.seen)] or len(found.seen) > count or not run.restore(found):
             cache.note(f"what is kept as '{part}' is not used: it does not fit this model")
@@ -293,9 +292,8 @@ def _refuse_weights(graph: Graph, node: Node) -> None:
             before = ",".join(each for each in node.input[-2:] if each in graph.producers)
             # A Where may mark in an output what is missing.
             marks = node.op_type == "Where" and node.output[0] in graph.outputs and before
-            hint = (
-                f"prepare --outputs {before} ends the model before it" if marks else "export or train the model again"
-            )
+            ends = f"prepare --outputs {before} ends the model before it"
+            hint = ends if marks else "export or train the model again"
             raise ModelError(f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint=hint)
 
 

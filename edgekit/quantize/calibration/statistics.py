@@ -33,9 +33,8 @@ class ActivationStatistics:
         self._pending = 0
         self._layers = [layers for layers, _ in augmented.patches]
         sizes = block_sizes([layer for layers in self._layers for layer in layers])
-        self._moments = [
-            MomentCollector(layers[0], its, sizes[layers[0].node], file) for layers, its in augmented.patches
-        ]
+        patches = ((layers[0], its) for layers, its in augmented.patches)
+        self._moments = [MomentCollector(layer, its, sizes[layer.node], file) for layer, its in patches]
 
     def fits(self, values: Tensors) -> bool:
         """Returns False if a tensor has more or fewer channels than the graph says."""

@@ -58,9 +58,8 @@ def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
     Raises:
         OutputError: the folder cannot be written, or is full.
     """
-    headers = tuple(
-        _ArrayHeader(name=name, dtype=array.dtype.str, shape=array.shape) for name, array in checkpoint.arrays.items()
-    )
+    named = checkpoint.arrays.items()
+    headers = tuple(_ArrayHeader(name=name, dtype=array.dtype.str, shape=array.shape) for name, array in named)
     header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
     parts: list[bytes | memoryview] = [_MAGIC, _LENGTH.pack(len(header)), header]
     parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in checkpoint.arrays.values()]

@@ -82,8 +82,7 @@ class ScaledConstants:
 
     def producer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
         """Returns the largest weight that makes each channel, relative to the largest weight with the same scale."""
-        constant = self.find_sharing(pair, per_channel)
-        if constant is None:
+        if (constant := self.find_sharing(pair, per_channel)) is None:
             return np.zeros(pair.channels)
         value = np.abs(self.value(constant.node, constant.index))
         others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + constant.axis)
@@ -224,11 +223,9 @@ def _trace_back(
 def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mapping[str, TensorRange]) -> Array:
     """Returns an estimate of each channel's lowest value in a layer's output: mean less six standard deviations."""
     lowest = np.full(len(step.slope), seen[step.tensor].low if step.tensor in seen else 0.0)
-    layer = read_layer(graph, graph.producers[step.tensor])
-    if layer is None:
+    if (layer := read_layer(graph, graph.producers[step.tensor])) is None:
         return lowest
-    moments = stored(layer.node)
-    if moments is None:
+    if (moments := stored(layer.node)) is None:
         return lowest
     matrix = layer.to_matrix(graph.weight(layer.weight).astype(np.float64))
     bias = graph.weight(layer.bias).astype(np.float64) if layer.bias else 0.0

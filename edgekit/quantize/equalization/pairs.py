@@ -215,8 +215,7 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
     if len(places) != 1 or reshaped is None:
         return None
     ((axis, channels),) = places
-    origin = _trace(graph, name, axis, channels)
-    if origin is None:
+    if (origin := _trace(graph, name, axis, channels)) is None:
         return None
     return EqualizationPair(
         tensor=name, axis=axis, channels=channels, constants=origin.constants, steps=origin.steps,
@@ -229,11 +228,9 @@ def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
     found = _Origin()
     node = graph.producers.get(name)
     while node is not None:
-        made = _find_constants(graph, node, axis, channels)
-        if made is not None:
+        if (made := _find_constants(graph, node, axis, channels)) is not None:
             return msgspec.structs.replace(found, constants=found.constants + made)
-        passed = _pass_back(graph, node, axis, channels)
-        if passed is None:
+        if (passed := _pass_back(graph, node, axis, channels)) is None:
             return None
         before = passed.steps[0].tensor
         if not passed.steps[0].sigmoid and not (_is_inner(graph, before) and len(graph.readers(before)) == 1):
@@ -303,8 +300,7 @@ def _pass_back(graph: Graph, node: Node, axis: int, channels: int) -> _Origin | 
         bounds = _read_slope(graph, node, channels)
         sloped = bounds and msgspec.structs.replace(step, slope=bounds[0], negative_only=True)
         return _Origin(steps=(sloped,), ceiling=bounds[1]) if bounds and sloped else None
-    sigmoid = find_silu(graph, node)
-    if sigmoid is not None:
+    if (sigmoid := find_silu(graph, node)) is not None:
         return _Origin(steps=(msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),))
     constants = _find_constant_input(graph, node, axis, channels) if node.op_type == "Add" else None
     value = graph.constant(node.input[constants[0].index]) if constants else None

@@ -41,9 +41,8 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
     kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     renamed: dict[str, str] = {}
     for name in sorted(names):
-        stem = next(
-            (name[: match.start()] for match in _ORT_SUFFIX.finditer(name) if name[: match.start()] in names), None
-        )
+        stems = (name[: match.start()] for match in _ORT_SUFFIX.finditer(name))
+        stem = next((each for each in stems if each in names), None)
         if stem is None and not name.startswith(_OURS):
             continue
         other = next((each for each in (name, stem) if each is not None and each not in kept), None)
@@ -91,8 +90,7 @@ def _write_product(writer: Writer) -> None:
     if node.integer("transA", 0):
         left = writer.add("Transpose", [left], "left", perm=[1, 0])
     if node.integer("transB", 0):
-        weight = graph.constant(right)
-        if weight is None:
+        if (weight := graph.constant(right)) is None:
             right = writer.add("Transpose", [right], "right", perm=[1, 0])
         else:
             right = writer.constant("weight", np.ascontiguousarray(weight.T), weight.dtype.name)
@@ -239,9 +237,8 @@ def read_float_graph(model: models.Model) -> Graph:
         if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    models.refill(
-        proto.graph.value_info, [value for value in infer_model(proto).graph.value_info if value.name not in known]
-    )
+    inferred = infer_model(proto).graph.value_info
+    models.refill(proto.graph.value_info, [value for value in inferred if value.name not in known])
     drop_initializer_inputs(proto.graph)
     return view_model(proto, folder)
 
@@ -310,8 +307,7 @@ def known_bounds(graph: Graph, node: Node) -> tuple[float | None, float | None]:
 
 
 def _check_float(model: models.Model, proto: onnx.ModelProto) -> None:
-    found = models.find_integer_ops(proto)
-    if found:
+    if found := models.find_integer_ops(proto):
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",
             hint="edgekit prepare MODEL --dequantize --out FILE makes it float"

@@ -301,11 +301,8 @@ def learn_blocks(
     # The float weights are copied several times.
     if model.size_bytes > MOST_INLINE_BYTES:
         size, most = (f"{count / 1e9:.1f} GB" for count in (model.size_bytes, MOST_INLINE_BYTES))
-        raise ModelError(
-            f"'{model.path.name}' has {size}; weights are rounded by samples up to {most}, for it takes several times"
-            " as much",
-            hint="leave --data out: weights are rounded to the nearest",
-        )
+        words = f"'{model.path.name}' has {size}; weights are rounded by samples up to {most}, for it takes several"
+        raise ModelError(f"{words} times as much", hint="leave --data out: weights are rounded to the nearest")
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
     calibrate_model(model, samples, work=work, methods=METHODS_WITHOUT_HISTOGRAM)
