@@ -1152,6 +1152,15 @@ def test_a_model_that_contradicts_itself_is_refused_or_left_as_it_is(name: str, 
         assert rewrite(tmp_path, CONTRADICTORY[name], name).fixes == ()
 
 
+@pytest.mark.parametrize("id_", ["float-weights", "complete-units"])
+def test_a_quantizer_far_behind_a_layer_is_found(id_: str, tmp_path: Path) -> None:
+    moves = " ".join(f"t{at + 1} = Transpose(t{at})" for at in range(1200))
+    text = f"""g (float[3,3] x) => (float[3,3] y) <float s = {{0.5}}, int8 z = {{0}}, int8[3,3] w = {{{_count(0, 9)}}}>
+        {{ q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) f = DequantizeLinear(w, s) t0 = Gemm(d, f)
+        {moves} r = QuantizeLinear(t1200, s, z) y = DequantizeLinear(r, s, z) }}"""
+    assert rewrite(tmp_path, text, id_).fixes == ()
+
+
 def test_an_error_of_a_rewrite_itself_is_no_refusal_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,11 +192,17 @@ def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
     return scale.data_type == _FLOAT and [*scale.dims] in counts and all(zero.dims == scale.dims for zero in zeros)
 
 
-def _is_quantized(readers: Mapping[str, Sequence[onnx.NodeProto]], node: onnx.NodeProto, *, layers: int = 1) -> bool:
-    """Returns True if what a node makes gets to a QuantizeLinear through at most so many operators that compute."""
-    for name in node.output:
+def _is_quantized(readers: Mapping[str, Sequence[onnx.NodeProto]], node: onnx.NodeProto) -> bool:
+    """Returns True if what a node makes gets to a QuantizeLinear through at most one operator that computes."""
+    waiting, seen = [(name, True) for name in node.output], set[tuple[str, bool]]()
+    while waiting:
+        seen.add(place := waiting.pop())
+        name, may_compute = place
         for reader in readers.get(name, ()):
-            left = layers - (reader.op_type not in {"Clip", *MOVED})
-            if reader.op_type == "QuantizeLinear" or (left >= 0 and _is_quantized(readers, reader, layers=left)):
+            if reader.op_type == "QuantizeLinear":
                 return True
+            moves = reader.op_type in {"Clip", *MOVED}
+            if moves or may_compute:
+                found = {(made, may_compute and moves) for made in reader.output}
+                waiting += sorted(found - seen)
     return False

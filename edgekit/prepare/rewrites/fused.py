@@ -274,7 +274,8 @@ def _round_bias(writer: Writer, source: Node) -> None:
 
 def _read_on(graph: Graph, node: Node) -> Node | None:
     """Returns the only reader of what a node makes, behind operators that move values; None if others read it too."""
-    readers = graph.consumers.get(node.output[0], ())
-    if len(readers) != 1 or node.output[0] in graph.outputs:
-        return None
-    return _read_on(graph, readers[0]) if readers[0].op_type in MOVED else readers[0]
+    while len(readers := graph.consumers.get(node.output[0], ())) == 1 and node.output[0] not in graph.outputs:
+        if readers[0].op_type not in MOVED:
+            return readers[0]
+        node = readers[0]
+    return None
