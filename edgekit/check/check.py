@@ -42,6 +42,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
         ModelError: the model file is gone or unreadable.
+        RuntimeRefusal: the model contradicts itself, and ONNX Runtime refuses it.
     """
     book = load_rules(target)
     settings = {**target.session.provider_options, **target.settings}

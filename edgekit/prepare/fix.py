@@ -343,6 +343,7 @@ def fix_model(model: models.Model, out: Path, ids: Collection[str] = tuple(FIXES
     """Writes a model to `out` with the rewrites of these ids applied, by default `FIXES`.
 
     Raises:
+        RuntimeRefusal: the model contradicts itself, and ONNX Runtime refuses it.
         OutputError: `out` cannot be written.
     """
     # Four rewrites need the values of weights: these two, and those to float32, for which they are read below.
