@@ -37,6 +37,7 @@ from edgekit.verify.layers.comparison import (
     find_first_bad,
     name_first_bad,
 )
+from edgekit.verify.layers.grids import StepErrors
 from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.two_models import compare_models
@@ -444,3 +445,11 @@ def test_a_file_of_a_bundle_with_its_outputs_in_another_order_fails(model: Model
     report = verify_bundle(write_bundle(contents, tmp_path / "two-nnapi"), [InProcess()])
     assert not report.passed
     assert "its outputs are down, up, those in the manifest up, down" in report.failures[0]
+
+
+@pytest.mark.parametrize(("noise", "expected"), [((1.5, 0.1), 0.85), ((1.0,), 1.0), ((1.0, 1.0, 1.0), 1.0)])
+def test_rounding_is_expected_of_each_channel_by_its_own_scale(noise: tuple[float, ...], expected: float) -> None:
+    steps = StepErrors(count=2, total=0.0, energies=(np.array([36.0, 9.0]),), low=0.0, high=1.0)
+    of_channel, of_all = steps.expect_rounding(1.0, np.array(noise), 4.0)
+    assert of_channel == pytest.approx(expected)
+    assert of_all == pytest.approx(np.sqrt(np.square(noise).mean() / 2) + np.sqrt(0.5))

@@ -25,7 +25,7 @@ from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.causes import find_causes
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.tensor_metrics import SampleErrors
+from edgekit.verify.metrics.tensor_metrics import Floats, SampleErrors
 
 _MOST_CHANNEL_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _MOST_OFFSET_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
@@ -275,7 +275,7 @@ class _Comparison:
         layer = report_layer(item.layer, item.op, item.tensor, errors, step)
         rounding = None
         if moved is not None and layer.offset_steps is not None:
-            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size)
+            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size, _SIGMAS)
         return msgspec.structs.replace(
             layer,
             arithmetic=region.arithmetic,
@@ -350,13 +350,12 @@ def describe_layer(layer: LayerReport) -> str:
     return ""
 
 
-def _measure_noise(graph: Graph, region: grids.Region) -> float:
-    """Returns the expected RMS error that rounding of weights adds to the results of a region, for inputs of RMS 1.
+def _measure_noise(graph: Graph, region: grids.Region) -> Floats:
+    """Returns the expected RMS error that rounding of weights adds to each channel of a region, for inputs of RMS 1.
 
-    It is scale * sqrt(terms / 12), for independent errors that are uniform within a step (Widrow and Kollar 2008), of
-    the channel with the largest scale.
+    It is scale * sqrt(terms / 12), for independent errors that are uniform within a step (Widrow and Kollar 2008).
     """
-    noises: list[float] = []
+    squares = np.zeros(1)
     for node in (graph.producers[name] for name in region.results):
         by_row = node.op_type == "Conv" or bool(node.integer("transB", 0))
         for weight in (graph.producers.get(name) for name in node.input):
@@ -364,8 +363,14 @@ def _measure_noise(graph: Graph, region: grids.Region) -> float:
                 continue
             dims, scale = graph.constants[weight.input[0]].dims, graph.array(weight.input[1])
             terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
-            noises.append(0.0 if scale is None else float(scale.max(initial=0.0)) * math.sqrt(terms / 12.0))
-    return math.hypot(*noises)
+            if scale is None or not scale.size:
+                continue
+            added = np.square(scale.reshape(-1).astype(np.float64)) * (terms / 12.0)
+            if 1 not in {squares.size, added.size} and squares.size != added.size:
+                # Of layers with other numbers of channels the largest of each counts.
+                squares, added = np.array([squares.max()]), np.array([added.max()])
+            squares = squares + added
+    return np.asarray(np.sqrt(squares))
 
 
 # The same number of samples as in tools/bench/seeded_faults.py.

@@ -22,9 +22,6 @@ from edgekit.verify.metrics.tensor_metrics import Floats
 # steps of a 16-bit grid.
 _STEPS = 255.0
 
-# The most steps of error that are expected of a channel: the expectation is that of the largest channel.
-_MOST_NOISE = 1.0
-
 _MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
@@ -68,21 +65,26 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
 
     def measure_channels(self, step: float) -> tuple[float, float]:
         """Returns the root of the mean square, in steps, of the worst channel and of the middle one."""
-        found = [(0.0, 0.0)]
-        for energies in self.energies:
-            roots = np.sqrt(energies * len(energies) / max(1, self.count)) / step
-            found.append((float(roots.max()), float(np.median(roots))))
-        return max(found)
+        return max((float(roots.max()), float(np.median(roots))) for roots in self._find_roots(step))
 
-    def expect_rounding(self, step: float, noise: float) -> tuple[float, float]:
+    def expect_rounding(self, step: float, noise: Floats, sigmas: float) -> tuple[float, float]:
         """Returns the error, in steps, to be expected of a channel and of the mean of all if weights are rounded.
 
-        `noise` is the independent error that the weights add to each channel. The mean of n rounded values has an error
-        smaller by the root of n than a single value.
+        `noise` is the independent error that the weights add to each channel, or to all if it is one number. The
+        expected error is the one by whose `sigmas` the worst channel exceeds the largest excess of a channel over its
+        own. The mean of n rounded values has an error smaller by the root of n than a single value.
         """
+        middle = math.sqrt(float(np.square(noise).mean())) / step
+        excess = max(
+            float((roots - sigmas * (noise / step if noise.size == roots.size else middle)).max())
+            for roots in self._find_roots(step)
+        )
         channels = len(self.energies[-1]) if self.is_image else min(len(energies) for energies in self.energies)
-        noise_steps = min(noise / step, _MOST_NOISE)
-        return noise_steps, noise_steps / math.sqrt(channels) + 1.0 / math.sqrt(max(1, self.count))
+        of_channel = (self.measure_channels(step)[0] - excess) / sigmas
+        return of_channel, middle / math.sqrt(channels) + 1.0 / math.sqrt(max(1, self.count))
+
+    def _find_roots(self, step: float) -> tuple[Floats, ...]:
+        return tuple(np.sqrt(energies * len(energies) / max(1, self.count)) / step for energies in self.energies)
 
 
 def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
