@@ -329,15 +329,16 @@ _Built = tuple[Path | None, Path, dict[str, Any]]
 
 
 def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: BuildCache) -> _Built:
-    verify = app.table.verify
+    verify, budget_s = app.table.verify, app.table.time_budget_s
+    by_build = verify.enabled and not verify.names_devices
     report = build(
         cell.path,
         cell.data,
         folder,
         cell.recipe,
-        verify=verify.enabled and not verify.names_devices,
+        verify=by_build,
         cache=kept,
-        time_budget_s=app.table.time_budget_s,
+        time_budget_s=budget_s,
         progress=progress,
     )
     (bundle,) = report.bundles

@@ -84,11 +84,10 @@ def draft_app(
     if images is not None:
         guessed = _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
         preprocess = msgspec.structs.replace(guessed, **known)
-        remarks.append(
-            f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
-            f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
-            " compare that with how the model was trained"
-        )
+        kind = f"{preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}"
+        size = f"{preprocess.size[0]} x {preprocess.size[1]}"
+        taken = f"images are taken as {preprocess.layout}, {size}, {preprocess.color}, {kind}"
+        remarks.append(f"{taken}: compare that with how the model was trained")
     environment = make_environment(Path(__file__).parent / "templates")
     environment.filters.update({"toml": _write_value, "key": _quote_key, "table": _write_table})
     text = environment.get_template("edgekit.toml.j2").render(

@@ -58,10 +58,10 @@ def run_app(
         require_private_key(app.path.parent / app.table.keys.sign)
     all_cells, digests = list_cells(app), Digests(app.out / DIGESTS_FILE)
     for selector in only:
-        known = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
-        if selector not in known:
+        names = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
+        if selector not in names:
             words = f"--only '{selector}': the app has no such model or target"
-            raise UsageError(words, hint=suggest_name(selector, known))
+            raise UsageError(words, hint=suggest_name(selector, names))
     cells = [cell for cell in all_cells if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:
@@ -87,15 +87,10 @@ def run_app(
     digests.save()
     if not bare:
         sign_all(app, results)
-    whole = AppReport(
-        app=app.path.name,
-        out=app.out,
-        cells=tuple(result for result in results_by_cell.values() if result is not None),
-        packages=()
-        if bare or None in results_by_cell.values()
-        else pack_all(app, tuple(filter(None, results_by_cell.values()))),
-        seconds=round(time.monotonic() - start, 2),
-    )
+    known = tuple(result for result in results_by_cell.values() if result is not None)
+    packages = pack_all(app, known) if not bare and len(known) == len(results_by_cell) else ()
+    seconds = round(time.monotonic() - start, 2)
+    whole = AppReport(app=app.path.name, out=app.out, cells=known, packages=packages, seconds=seconds)
     if bare:
         return msgspec.structs.replace(whole, cells=results)
     _write_reports(app, whole)

@@ -167,9 +167,7 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
             yield self.name, self.dtype, shape, self.path
 
 
-def _pack(
-    archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], content: bytes | Path
-) -> None:
+def _pack(file: zipfile.ZipFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes | Path) -> None:
     header = BytesIO()
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     # Version 1.0 of the header, which every numpy reads.
@@ -178,10 +176,10 @@ def _pack(
     entry.create_system = 3
     entry.external_attr = 0o644 << 16
     # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
-    entry.file_size = header.tell() + measure_content(content)
-    with archive.open(entry, "w") as out:
+    entry.file_size = header.tell() + measure_content(data)
+    with file.open(entry, "w") as out:
         out.write(header.getvalue())
-        copy_into(content, out)
+        copy_into(data, out)
 
 
 def _name_dtype(dtype: np.dtype[Any]) -> str:

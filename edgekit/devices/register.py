@@ -238,13 +238,11 @@ def choose_devices(
     return devices
 
 
-def _find_with_settings(
-    name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]
-) -> Sequence[Device]:
+def _find_with_settings(name: str, target_for: Callable[[str], Target], given: Mapping[str, str]) -> Sequence[Device]:
     """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
     target = target_for(name)
     device = find_device(name, target)
-    return (device.with_settings(settings, target) or (device,)) if settings else (device,)
+    return (device.with_settings(given, target) or (device,)) if given else (device,)
 
 
 def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:

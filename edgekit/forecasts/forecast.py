@@ -245,11 +245,9 @@ class _Estimate:
             guess = fit.sum(list_amounts(self.work.kinds))
             if abs(device_free_log_ms - math.log(guess)) > math.log(_MAX_ERROR_FACTOR):
                 forecast = guess * math.exp(fit.devices[device])
-                raise UsageError(
-                    f"{time.ms:g} ms on {time.device} cannot be of this network: {forecast:.3g} ms are forecast, and no"
-                    f" network is further off than {_MAX_ERROR_FACTOR:g} times",
-                    hint="give the time of one inference, with its unit: 1.9ms",
-                )
+                words = f"{time.ms:g} ms on {time.device} cannot be of this network: {forecast:.3g} ms are forecast"
+                words += f", and no network is further off than {_MAX_ERROR_FACTOR:g} times"
+                raise UsageError(words, hint="give the time of one inference, with its unit: 1.9ms")
             shift, spread = (0.0, 0.0) if time.precision == self.precision else self.fitted.over[time.precision]
             estimates.append((device_free_log_ms + shift, spread))
         if not estimates:

@@ -188,13 +188,11 @@ def convert_for(
             kinds: dict[Form, OrtOptions] = {it: msgspec.structs.replace(options.ort, style=it) for it in ORT_FILES}
             conversion_source = Source(model=current, origin=source, samples=samples, checked=options.checked)
             converted = convert_forms(current, conversion_source, forms, kinds, staging)
-        coreml, coreml_options = None, options.coreml
-        if coreml_options.packages or coreml_options.cache:
+        coreml, wanted = None, options.coreml
+        if wanted.packages or wanted.cache:
             progress("ask the Core ML provider")
             onnx = load_model(staging / converted.files["onnx"][0])
-            coreml = write_coreml(
-                onnx, targets[0], staging, packages=coreml_options.packages, cache=coreml_options.cache
-            )
+            coreml = write_coreml(onnx, targets[0], staging, packages=wanted.packages, cache=wanted.cache)
         levels: tuple[LevelModel, ...] = ()
         if options.levels:
             progress("optimize and time each level")

@@ -356,7 +356,6 @@ def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple
             traffic = compile_traffic(prepared.path.name, work, timeout_s=COMPILE_SECONDS)
     except (DeviceError, RuntimeRefusal) as error:
         return None, f"forecast from the graph alone, without a plan: {error}"
-    return traffic, (
-        f"QNN's compiler plans {traffic.operations:,} operations in float for SoC {SOC}, and moves"
-        f" {format_bytes(traffic.dram)} from and to DRAM (compiled in {time.monotonic() - start:.0f} s)"
-    )
+    plans = f"QNN's compiler plans {traffic.operations:,} operations in float for SoC {SOC}"
+    moves = f"{format_bytes(traffic.dram)} from and to DRAM (compiled in {time.monotonic() - start:.0f} s)"
+    return traffic, f"{plans}, and moves {moves}"

@@ -252,9 +252,8 @@ def _share(
     shared_bytes = sum(path.stat().st_size for path in files)
     separate_bytes = sum(path.stat().st_size for paths in files_by_size.values() for path in paths)
     sizes = ", ".join(str(size) for size in sized.models.sizes)
-    notes.append(
-        f"a model for each {sized.models.padding.dim} of {sizes}: {shared_bytes} bytes together, {separate_bytes} if"
-        " they shared no weights; only in ONNX form, because files in ORT format and contexts cannot share any"
-    )
+    together = f"{shared_bytes} bytes together, {separate_bytes} if they shared no weights"
+    why = "only in ONNX form, because files in ORT format and contexts cannot share any"
+    notes.append(f"a model for each {sized.models.padding.dim} of {sizes}: {together}; {why}")
     buckets = tuple(Bucket(size=size, file=files_by_size[size][0].name) for size in sized.models.sizes)
     return files, Buckets(padding=sized.models.padding, sizes=buckets, lengths=sized.lengths)

@@ -54,12 +54,11 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complaints(self) -> tuple[str, ...]:
         """What Google Play refuses, one line each (developer.android.com: page sizes, 64-bit architectures)."""
-        lines = [
-            f"'jni/{library.abi}/{library.name}' of '{self.archive}' is aligned to {library.alignment} bytes and not"
-            " to 16 KB"
-            for library in self.libraries
-            if library.abi not in _64_BIT_ABI and library.alignment % PAGE_BYTES
-        ]
+        lines: list[str] = []
+        for library in self.libraries:
+            if library.abi not in _64_BIT_ABI and library.alignment % PAGE_BYTES:
+                place = f"'jni/{library.abi}/{library.name}' of '{self.archive}'"
+                lines.append(f"{place} is aligned to {library.alignment} bytes and not to 16 KB")
         pairs = ((abi, _64_BIT_ABI[abi]) for abi in self.abis if abi in _64_BIT_ABI)
         unmatched = [(abi, wide) for abi, wide in pairs if wide not in self.abis]
         lines += [f"'{self.archive}' has libraries for {abi} and none for {wide}" for abi, wide in unmatched]
@@ -183,11 +182,9 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
     result = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
     if not result.succeeded:
         errors = (line.partition("error: ")[2] for line in result.stderr.splitlines() if "error: " in line)
-        raise UsageError(
-            f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}:"
-            f" {next(errors, result.stderr[-300:])}",
-            hint="edgekit devices install android --library FILE.aar, of another version",
-        )
+        words = f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}"
+        hint = "edgekit devices install android --library FILE.aar, of another version"
+        raise UsageError(f"{words}: {next(errors, result.stderr[-300:])}", hint=hint)
     return dict(list_files(work / "classes"))
 
 

@@ -382,18 +382,13 @@ def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:
         longer = f"the profiler makes these runs {found.overhead.value:.2g} times as long"
         yield f"{longer}, most of it between the kernels: shares tell more than milliseconds here"
     elif found.covered + found.recording < _MIN_COVERAGE:
-        yield (
-            f"kernels make {found.covered:.1%} of a run and the profiler's own writing {found.recording:.1%}: the rest"
-            f" lies between them, {found.between_us:.1f} us for each, where ONNX Runtime hands over from one to the"
-            " next, or another program had the core"
-        )
-    if found.roof is not None and (
-        fast := sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)
-    ):
+        shares = f"kernels make {found.covered:.1%} of a run and the profiler's own writing {found.recording:.1%}"
+        rest = f"the rest lies between them, {found.between_us:.1f} us for each"
+        yield f"{shares}: {rest}, where ONNX Runtime hands over from one to the next, or another program had the core"
+    fast = sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)
+    if found.roof is not None and fast:
         why = "the machine was busy when that ran, or a cache holds their data"
         yield f"{fast} kernels are faster than the probe: {why}; --probe-again measures it anew"
     if found.npu and found.evidence is not Evidence.DEVICE:
-        yield (
-            "cycles inside the NPU's graph are this PC's: QNN counts what its simulator took, which differs from run to"
-            " run and says nothing of a phone; which operations there are, does"
-        )
+        why = "QNN counts what its simulator took, which differs from run to run and says nothing of a phone"
+        yield f"cycles inside the NPU's graph are this PC's: {why}; which operations there are, does"

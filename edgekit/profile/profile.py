@@ -105,9 +105,7 @@ def pair_layers(a: Kernels, graph_a: Graph, b: Kernels, graph_b: Graph) -> tuple
     return tuple(_join(keys, _assign_kernels(a, graph_a, ends_a), _assign_kernels(b, graph_b, ends_b)))
 
 
-def _join(
-    keys: Sequence[str], of_a: Mapping[str, list[NodeTime]], of_b: Mapping[str, list[NodeTime]]
-) -> Iterator[LayerPair]:
+def _join(keys: Sequence[str], a: Mapping[str, list[NodeTime]], b: Mapping[str, list[NodeTime]]) -> Iterator[LayerPair]:
     groups: list[tuple[str, list[NodeTime], list[NodeTime]]] = [("", [], [])]
     # Kernels after the last matched value come last.
     for key in (*keys, ""):
@@ -116,8 +114,8 @@ def _join(
             groups.append((key, [], []))
         _, first, second = groups[-1]
         groups[-1] = (key or groups[-1][0], first, second)
-        first += of_a.get(key, [])
-        second += of_b.get(key, [])
+        first += a.get(key, [])
+        second += b.get(key, [])
     if len(groups) > 1 and not all(map(_computes, groups[-1][1:])):
         # One side computes nothing for the last values: they belong to the group before.
         key, first, second = groups.pop()
@@ -248,12 +246,10 @@ def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
     if not integers or any(node.integers and node.macs for node in sides.fast.nodes):
         return
     if (roof := sides.slow.roof) is not None and roof.integer_gmacs < _MIN_INTEGER_SPEEDUP * roof.float_gmacs:
+        words = f"this machine multiplies integers {roof.integer_gmacs / roof.float_gmacs:.2g} times as fast as floats"
         yield Cause(
             id="no-fast-integers",
-            message=(
-                f"this machine multiplies integers {roof.integer_gmacs / roof.float_gmacs:.2g} times as fast as floats:"
-                " it has no instruction for products of 8 bits (VNNI, dot product)"
-            ),
+            message=f"{words}: it has no instruction for products of 8 bits (VNNI, dot product)",
             milliseconds=sum(node.self_ms for node in integers),
             advice="INT8 saves memory here, not time: keep float where time counts, or measure on the device itself",
             nodes=_name(integers),
@@ -262,12 +258,10 @@ def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
     concerned = (layer for layer in sides.layers if ops & {*layer[0].a_ops, *layer[0].b_ops})
     if slower := [(pair, slow, fast) for pair, slow, fast in concerned if slow > fast > 0]:
         pair, slow, fast = max(slower, key=lambda one: one[1] - one[2])
+        words = f"{len(slower)} layers take longer in integers, with the Q and DQ nodes around them"
         yield Cause(
             id="slow-integer-layers",
-            message=(
-                f"{len(slower)} layers take longer in integers, with the Q and DQ nodes around them, most of all"
-                f" '{pair.tensor}': {slow:.3g} ms, against {fast:.3g} ms"
-            ),
+            message=f"{words}, most of all '{pair.tensor}': {slow:.3g} ms, against {fast:.3g} ms",
             milliseconds=sum(slow - fast for _, slow, fast in slower),
             advice="small layers gain little: leave them in float with a plan (edgekit quantize --plan-only, --plan)",
             nodes=tuple(pair.tensor for pair, *_ in sorted(slower, key=lambda one: one[2] - one[1])[:_MAX_NAMED]),

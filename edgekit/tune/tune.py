@@ -244,9 +244,7 @@ def _search(search: _Search) -> tuple[Entrant, list[Decision], Ratio | str | Non
     return current, decisions, final
 
 
-def _race_group(
-    search: _Search, current: Entrant, group: Group, *, last: bool = False
-) -> tuple[Entrant, list[Decision]]:
+def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = False) -> tuple[Entrant, list[Decision]]:
     """Returns the current setting after a group's race, with the changes that it adopted, and the decisions.
 
     One change is adopted at most, or several if the group is `combinable`. A group may use half of the remaining time,
@@ -257,18 +255,18 @@ def _race_group(
     take = journal.take if last else partial(journal.take, reserve=2 * ROUNDS, until_s=journal.seconds + free_s / 2)
     changes, decisions = list(group.changes), list[Decision]()
     while changes:
-        search.progress(f"race {group.name}: {len(changes)} beside '{current.name}'")
-        entrants = {change.name: add_change(current, change) for change in changes}
-        decision = race.race(group.name, current, tuple(entrants.values()), take, search.given.goal)
+        search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
+        entrants = {change.name: add_change(held, change) for change in changes}
+        decision = race.race(group.name, held, tuple(entrants.values()), take, search.given.goal)
         decisions.append(decision)
         if not decision.taken:
             break
         winner = next(change for change in changes if entrants[change.name].name == decision.challenger)
-        current = entrants[winner.name]
+        held = entrants[winner.name]
         apart = [it for it in changes if group.combinable and not it.touches & winner.touches]
         screened = {it.name: decision.screened.get(entrants[it.name].name, 1.0) for it in apart}
         changes = [it for it in apart if screened[it.name] < 1 - race.LEAST_GAIN]
-    return current, decisions
+    return held, decisions
 
 
 def add_change(current: Entrant, change: Change) -> Entrant:

@@ -93,10 +93,9 @@ def describe_hidden(gap: PlacementGap | None) -> str | None:
     """Returns, in words, how many nodes predicted for the CPU a device does not report, or None if it reports all."""
     if gap is None or not gap.hidden:
         return None
-    return (
-        f"{gap.hidden} nodes that were predicted for the CPU are not in the placement that the device reports, because"
-        " ONNX Runtime merged them into others or the device left them out; max_cpu_nodes counts them as CPU nodes"
-    )
+    hidden = f"{gap.hidden} nodes that were predicted for the CPU are not in the placement that the device reports"
+    why = "because ONNX Runtime merged them into others or the device left them out"
+    return f"{hidden}, {why}; max_cpu_nodes counts them as CPU nodes"
 
 
 def describe_unmatched(run: DeviceRun, job: Job) -> str | None:

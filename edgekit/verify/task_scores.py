@@ -230,10 +230,9 @@ def describe_chance(golden: Golden) -> str:
     chance, right = 1.0 / classes, round(found.reference * found.samples)
     if found.samples < _LEAST_LABELLED or wilson_interval(right, found.samples)[0] > chance:
         return ""
-    return (
-        f"the float model is right on {right} of {found.samples} labelled samples ({found.reference:.1%}), no better"
-        f" than chance among {classes} classes ({chance:.1%}): the labels, their order or the inputs may be wrong"
-    )
+    score = f"the float model is right on {right} of {found.samples} labelled samples ({found.reference:.1%})"
+    expected = f"no better than chance among {classes} classes ({chance:.1%})"
+    return f"{score}, {expected}: the labels, their order or the inputs may be wrong"
 
 
 def check_class_labels(golden: Golden) -> None:

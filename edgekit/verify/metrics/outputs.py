@@ -260,11 +260,9 @@ def _describe(agreement: Agreement, least: float) -> str:
     return f"{SHARED[agreement.of]} {format_near(agreement.share, least)}, below {least:.12g}"
 
 
-def _doubt(
-    output: OutputReport, label: str, value: float, interval: tuple[float, float], least: float, unit: str
-) -> str:
+def _doubt(output: OutputReport, label: str, value: float, ends: tuple[float, float], least: float, unit: str) -> str:
     """Returns in words that a figure keeps its limit, and the lower end of its interval does not."""
-    low, samples = interval[0], max((output.samples, *(each.samples for each in output.agreements)))
+    low, samples = ends[0], max((output.samples, *(each.samples for each in output.agreements)))
     enough = find_enough(output.samples, value - low, value - least)
     if label == SHARED["classes"]:
         enough = find_enough_hits(output.samples, value, least)
