@@ -63,8 +63,13 @@ def rewrite(folder: Path, text: str, id_: str, *, opset: int = 17) -> FixedModel
 
 def assert_same(folder: Path, fixed: FixedModel, share: float, seeds: Sequence[int] = (0,)) -> None:
     """Checks that outputs changed by at most this share of the largest value of each."""
-    model = load_model(folder / "m.onnx")
-    for inputs in (make_inputs(model, seed) for seed in seeds):
-        results = (run_model(path, inputs).values() for path in (model.path, fixed.model.path))
+    assert_near(load_model(folder / "m.onnx"), fixed.model, share, seeds)
+
+
+def assert_near(model: Model, other: Model, share: float = 0, seeds: Sequence[int] = (0,)) -> None:
+    """Checks that each output of another model is that of a model, up to this share of its largest value."""
+    for inputs in (make_inputs(other, seed) for seed in seeds):
+        results = (run_model(path, inputs).values() for path in (model.path, other.path))
         for expected, got in zip(*results, strict=True):
+            assert expected.shape == got.shape
             assert np.max(np.abs(expected - got)) <= share * np.max(np.abs(expected))

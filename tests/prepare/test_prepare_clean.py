@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
+from prepare_models import ZOO, assert_near, make_inputs, make_model, op_names, run_model
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
@@ -32,8 +32,7 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
     assert op_names(prepared.path) == ["Conv", "Relu"]
     proto = onnx.load(str(prepared.path))
     assert [value.name for value in proto.graph.input] == ["x"]
-    inputs = make_inputs(prepared)
-    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+    assert_near(model, prepared)
 
 
 @pytest.mark.parametrize("opset", [11, 17])
@@ -48,8 +47,7 @@ def test_nodes_may_stand_before_those_that_they_read_from(opset: int, tmp_path: 
     reverse = load_model(tmp_path / "reversed.onnx")
     prepared = prepare_model(reverse, tmp_path / "out.onnx", {})
     assert op_names(prepared.path) == ["Conv", "Relu"]
-    inputs = make_inputs(prepared)
-    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+    assert_near(model, prepared)
 
 
 def test_a_shape_that_constants_determine_is_folded(tmp_path: Path) -> None:
@@ -88,8 +86,7 @@ def test_the_graph_holds_these_operators_and_computes_the_same(tmp_path: Path, t
     prepared = prepare_model(model, tmp_path / "out.onnx", {})
     short = {"QuantizeLinear": "Q", "DequantizeLinear": "DQ"}
     assert " ".join(short.get(op, op) for op in op_names(prepared.path)) == ops
-    inputs = make_inputs(model)
-    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+    assert_near(model, prepared)
 
 
 def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> None:
@@ -102,9 +99,7 @@ def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> No
     )
     prepared = prepare_model(model, tmp_path / "out.onnx")
     assert op_names(prepared.path) == ["Sub", "Mul", "Gemm", "Cast", "Sub", "Mul"]
-    inputs = make_inputs(model)
-    expected, got = run_model(model.path, inputs), run_model(prepared.path, inputs)
-    assert all(np.array_equal(expected[name], got[name]) for name in expected)
+    assert_near(model, prepared)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +232,7 @@ def test_an_old_qlinear_softmax_over_the_last_axis_gets_the_definition_of_today(
     (node,) = (node for node in onnx.load(str(prepared.path)).graph.node if node.op_type == "QLinearSoftmax")
     assert {each.name: each.i for each in node.attribute}["opset"] == kept
     if kept == 13:
-        inputs = make_inputs(model)
-        assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+        assert_near(model, prepared)
 
 
 @pytest.mark.parametrize(("opset", "spread"), [(6, ()), (7, ("Add_y",))])
@@ -338,8 +332,7 @@ def test_constants_of_fp16_functions_are_those_of_the_model_again(tmp_path: Path
     assert op_names(prepared.path) == ["LayerNormalization", "LayerNormalization", "Reshape", "Add"]
     constants = {each.name: each.data_type for each in onnx.load(str(prepared.path)).graph.initializer}
     assert constants == {"k": TensorProto.FLOAT16, "s": TensorProto.INT64}
-    inputs = make_inputs(model)
-    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+    assert_near(model, prepared)
 
 
 def test_casts_that_onnx_runtime_merges_with_its_own_come_back(tmp_path: Path) -> None:
@@ -411,8 +404,7 @@ def test_operators_that_onnx_had_as_a_preview_become_others(tmp_path: Path, crop
     model = make_model(PREVIEW.replace("CROP", f"Crop<{crop}>"), tmp_path / "m.onnx", opset=7)
     prepared = prepare_model(model, tmp_path / "out.onnx", {})
     assert op_names(prepared.path) == ["Mul", "Add", "Mul", "Add", "Slice"]
-    inputs = make_inputs(model)
-    assert np.array_equal(run_model(model.path, inputs)["y"], run_model(prepared.path, inputs)["y"])
+    assert_near(model, prepared)
 
 
 @pytest.mark.parametrize(
