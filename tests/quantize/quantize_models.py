@@ -14,7 +14,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
@@ -92,6 +92,19 @@ def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
     return make_samples([{spec.name: draw(spec.shape) for spec in model.inputs} for _ in range(count)])
 
 
+def plan_model(
+    model: Model,
+    folder: Path,
+    target: str,
+    samples: Samples | None = None,
+    method: str = "minmax",
+    precision: Precision = "int8",
+) -> tuple[Calibration, QuantPlan]:
+    """A calibration with these samples, or with random ones, and a plan for a target."""
+    calibration = calibrate_model(model, random_samples(model) if samples is None else samples, work=folder / "work")
+    return calibration, plan_quantization(model, calibration, load_target(target), precision, method=method)
+
+
 def quantize(
     model: Model,
     folder: Path,
@@ -101,8 +114,7 @@ def quantize(
     precision: Precision = "int8",
 ) -> QuantizedModel:
     """A model in integers for a target, calibrated with these samples, or with random ones."""
-    calibration = calibrate_model(model, random_samples(model) if samples is None else samples, work=folder / "work")
-    plan = plan_quantization(model, calibration, load_target(target), precision, method=method)
+    calibration, plan = plan_model(model, folder, target, samples, method, precision)
     return quantize_model(model, plan, calibration, folder / f"{target}.onnx")
 
 

@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
-from quantize_models import COLLAPSING, make_model, make_samples, random_samples
+from quantize_models import COLLAPSING, make_model, make_samples, plan_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -87,16 +87,14 @@ def test_a_plan_is_the_same_alone_and_beside_other_targets(tmp_path: Path) -> No
 def test_same_statistics_give_the_same_bytes(net: Model, tmp_path: Path) -> None:
     digests = set[str]()
     for name in ("a", "b"):
-        calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / name)
-        plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
+        calibration, plan = plan_model(net, tmp_path / name, "qnn", random_samples(net, count=32), "auto")
         plan = msgspec.structs.replace(plan, rounding="refit")
         digests.add(quantize_model(net, plan, calibration, tmp_path / f"{name}.onnx").model.sha256)
     assert len(digests) == 1
 
 
 def test_few_samples_give_minmax_with_corrected_biases(net: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(net, random_samples(net, count=4), work=tmp_path / "few")
-    plan = plan_quantization(net, calibration, load_target("nnapi"), "int8")
+    calibration, plan = plan_model(net, tmp_path, "nnapi", random_samples(net, count=4), "auto")
     assert (plan.method, plan.rounding, plan.judged) == ("minmax", "bias", ())
     without = msgspec.structs.replace(calibration, statistics="")
     plan = plan_quantization(net, without, load_target("nnapi"), "int8")
@@ -164,9 +162,7 @@ def test_rows_gathered_from_a_table_keep_the_scale_of_the_table(tmp_path: Path, 
     model = make_model(text, tmp_path / "m.onnx", {"t": (32, 8), "p": (4, 8), "w": (8, 8)})
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": rng.integers(0, 32, (1, 4))} for _ in range(32)])
-    calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target(target), "int8")
-    assert plan.judged[0].sqnr_db > 20
+    assert plan_model(model, tmp_path, target, samples, "auto")[1].judged[0].sqnr_db > 20
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import conv_net, make_model, make_samples, random_samples
+from quantize_models import conv_net, make_model, make_samples, plan_model, random_samples
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
@@ -508,8 +508,7 @@ def test_the_tail_of_an_input_is_cut_only_where_what_reads_it_is_saturated_there
     rng = np.random.default_rng(5)
     rows = [{"x": np.exp(rng.normal(size=(10, 1, 16))).astype(np.float32)} for _ in range(32)]
     rows[::4] = [{"x": row["x"] * np.float32(loudest)} for row in rows[::4]]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
+    calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(rows), "auto", "int16")
     assert (plan.ranges["x"].high < calibration.ranges["minmax"]["x"].high) == is_cut
     if is_cut:
         assert plan.judged[0].sqnr_db > plan.judged[1].sqnr_db + 3

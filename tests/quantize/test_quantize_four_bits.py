@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import conv_net, make_model, make_samples, random_samples
+from quantize_models import conv_net, make_model, make_samples, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -123,9 +123,7 @@ def test_a_model_of_opset_21_needs_no_operators_of_onnx_runtime(tmp_path: Path) 
     proto = onnx.load(str(conv_net(tmp_path).path))
     proto.opset_import[0].version, proto.ir_version = 21, 10
     net = save_proto(proto, tmp_path / "newer.onnx")
-    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
-    plan = plan_quantization(net, calibration, load_target("qnn"), "w4a8", method="minmax")
-    made = quantize_model(net, plan, calibration, tmp_path / "q.onnx")
+    made = quantize(net, tmp_path, "qnn", method="minmax", precision="w4a8")
     assert {node.domain for node in onnx.load(str(made.model.path)).graph.node} == {""}
 
 

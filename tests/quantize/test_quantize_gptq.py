@@ -9,12 +9,12 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import numpy_helper, parser
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, plan_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import PARSER_LOCK, Array
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import quantize_model
 from edgekit.quantize._ort_quantizer import channel_scales
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.gptq import (
@@ -34,7 +34,6 @@ from edgekit.quantize.gptq import (
 )
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.rounding import Rounding, round_qdq_weights
-from edgekit.target import load_target
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:
@@ -375,8 +374,7 @@ def test_weights_of_transposed_convolutions_are_rounded_by_samples_too(target: s
     weight = rng.normal(size=(16, 8, 4, 4)).astype(np.float32)
     weight[0] *= 20
     model = make_model(NET, tmp_path / "m.onnx", constants={"w": weight, "b": np.zeros(8, np.float32)})
-    calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, target, samples)
     session, noise = CpuSession(model.path, SessionSettings()), dict[str, float]()
     for rounding in ("nearest", "bias", "gptq"):
         chosen = choose_ranges(plan, calibration, "minmax", rounding)

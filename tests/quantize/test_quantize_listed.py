@@ -7,18 +7,17 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import numpy_helper
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import make_model, make_samples, plan_model, random_samples
 
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import quantize_model
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_list
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
-from edgekit.target import load_target
 
 SIDE, KINDS, ROWS = 64, 4, 20
 LAYOUTS = ("joined", "apart", "with the batch")
@@ -109,8 +108,7 @@ def test_where_layers_go_on_with_ranked_places_nothing_is_a_list(tmp_path: Path)
 
 def test_a_sigmoid_in_16_bits_has_the_grid_that_qnn_requires(tmp_path: Path) -> None:
     model = rank_places(tmp_path, "a list")
-    calibration = calibrate_model(model, random_samples(model, count=4), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", random_samples(model, count=4))
     wide = msgspec.structs.replace(plan, wide={"h": plan.ranges["h"]})
     proto = onnx.load(str(quantize_model(model, wide, calibration, tmp_path / "q.onnx").model.path))
     stored = {each.name: numpy_helper.to_array(each) for each in proto.graph.initializer}

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, plan_model
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
@@ -15,7 +15,7 @@ from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
-from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantPlan, quantize_model
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -37,8 +37,7 @@ _DFT = _RNG.normal(size=(64, 64)).astype(np.float32)
 def planned(folder: Path, text: str, constants: dict[str, Array]) -> tuple[Model, Calibration, QuantPlan]:
     model = make_model(text, folder / "m.onnx", WEIGHTS, constants)
     rows = [{"x": np.random.default_rng(seed).normal(size=(1, 64)).astype(np.float32)} for seed in range(24)]
-    calibration = calibrate_model(model, make_samples(rows), work=folder / "work")
-    return model, calibration, plan_quantization(model, calibration, load_target("nnapi"), "int8")
+    return model, *plan_model(model, folder, "nnapi", make_samples(rows), "auto")
 
 
 def test_a_front_end_takes_half_the_bytes_and_a_session_knows_no_difference(tmp_path: Path) -> None:

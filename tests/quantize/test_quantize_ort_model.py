@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.quant_utils import find_by_name
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, plan_model, random_samples
 
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
@@ -84,8 +84,7 @@ def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     steps = "".join(f"t{i + 1} = Conv<pads=[1,1,1,1]>(t{i}, w, b) " for i in range(layers))
     text = f"g (float[1,4,8,8] t0) => (float[1,4,8,8] t{layers}) {{ {steps} }}"
     model = make_model(text, tmp_path / f"{layers}.onnx", {"w": (4, 4, 3, 3), "b": (4,)})
-    calibration = calibrate_model(model, random_samples(model, count=2), work=tmp_path / f"work-{layers}")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
+    _, plan = plan_model(model, tmp_path / f"{layers}", "cpu", random_samples(model, count=2), "auto")
     visits, replace = 0, ONNXModel.replace_node_input
 
     def count(node: onnx.NodeProto, old: str, new: str) -> None:
@@ -103,8 +102,7 @@ def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("target", ["nnapi", "cpu", "qnn"])
 def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp_path: Path) -> None:
     model = make_model(WEB, tmp_path / "m.onnx", WEIGHTS)
-    calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, target, random_samples(model, count=32))
     if target == "qnn":
         plan = msgspec.structs.replace(plan, wide={"m": plan.ranges["m"]})
     other = msgspec.structs.replace(plan, ranges=calibration.ranges["mse"])

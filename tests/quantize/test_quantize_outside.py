@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixture_types import present
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, plan_model, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
@@ -14,7 +14,7 @@ from edgekit.graph.constants import read_array
 from edgekit.model.external import read_place
 from edgekit.model.model import Model, find_reads
 from edgekit.quantize import _ort_quantizer as door
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import calibrate_model
 from edgekit.quantize.calibration.augment import augment_graph
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
@@ -23,7 +23,6 @@ from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
 from edgekit.quantize.rounding import load_rounded, store_rounded
-from edgekit.target import load_target
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
 NET = """g (float[4,256] u) => (float[4,256] y) <int64[4] ids = {3, 1, 4, 1}>
@@ -44,10 +43,7 @@ def model(tmp_path: Path) -> Model:
 
 
 def _quantize(model: Model, folder: Path) -> bytes:
-    samples = random_samples(model)
-    calibration = calibrate_model(model, samples, work=folder / "work")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
-    return quantize_model(model, plan, calibration, folder / "q.onnx").model.path.read_bytes()
+    return quantize(model, folder).model.path.read_bytes()
 
 
 def test_weights_inside_a_large_file_are_never_read_whole_and_give_the_same_bytes(
@@ -90,8 +86,7 @@ def test_a_session_whose_weights_were_written_to_a_file_gives_the_same_and_the_f
 def test_products_do_not_saturate_with_vnni_nor_without(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "cpu")
     qdq = place_plan(open_float_graph(model, calibration), plan, "m")
     sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
     found = open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"]
@@ -122,8 +117,7 @@ def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same
 
 
 def test_what_stands_in_for_quantized_weights_leaves_nothing_to_compute_in_vain(model: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "cpu")
     graph = open_float_graph(model, calibration)
     stripped = strip_weights(place_plan(graph, plan, "m"), graph).graph
     assert all(find_reads(stripped) & {*node.output} for node in stripped.node)

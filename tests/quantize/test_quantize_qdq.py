@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, quantize, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.devices.observe import NotObserved, observe_target
@@ -165,13 +165,10 @@ def test_a_softmax_has_a_scale_of_1_over_256(made: tuple[str, Model]) -> None:
 
 def test_biases_stay_floats_where_the_parser_has_no_dq_for_them(tmp_path: Path) -> None:
     net = make_model(NET, tmp_path / "net.onnx", SHAPES)
-    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
-    target = load_target("tensorrt")
-    plan = plan_quantization(net, calibration, target, "int8", method="minmax")
-    model = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
+    model = quantize(net, tmp_path, "tensorrt", method="minmax").model
     units = Units(model)
     convs = [node for node in units.nodes if node.op_type == "Conv"]
     assert [units.stored[node.input[2]].dtype.name for node in convs] == ["float32"] * 3
     zeros = [units.read(node, at)[1] for node in convs for at in (0, 1)]
     assert {(zero.dtype.name, int(np.abs(zero).max())) for zero in zeros} == {("int8", 0)}
-    assert not [node.reasons for node in check_model(model, target).node_list if not node.taken]
+    assert not [node.reasons for node in check_model(model, load_target("tensorrt")).node_list if not node.taken]

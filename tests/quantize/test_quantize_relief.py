@@ -8,7 +8,7 @@ import onnx
 import pytest
 from devices_models import make_job, require_device
 from onnx import numpy_helper
-from quantize_models import make_model, make_samples, random_samples, sqnr_db
+from quantize_models import make_model, make_samples, plan_model, quantize, random_samples, sqnr_db
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.model import Model
@@ -79,8 +79,7 @@ def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
     text = "g (int64[1,4] x) => (float[1,4,16] y) { rows = Gather(table, x) h = MatMul(rows, w) y = Tanh(h) }"
     model = make_model(text, tmp_path / "m.onnx", {"table": (50, 16), "w": (16, 16)})
     samples = make_samples([{"x": np.arange(index, index + 4)[None]} for index in range(12)])
-    calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", samples)
     relieved = relieve_tensors(read_float_graph(model), plan, ("table",), calibration, widens=True)
     stored = {}
     for each, wide in ((plan, {}), (relieved, {"table": 2 * 50 * 16})):
@@ -99,8 +98,7 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
     model, rng = make_model(text, tmp_path / "m.onnx", {"w": (4, 16)}), np.random.default_rng(0)
     columns = [rng.integers(1, 150, 64), rng.integers(0, 4, 64), rng.integers(0, 2, 64), rng.integers(2, 9, 64)]
     rows: list[Tensors] = [{"x": row[None].astype(np.float32)} for row in np.stack(columns, axis=1)]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(rows))
     relieved = relieve_tensors(read_float_graph(model), plan, ("x", "c", "s"), calibration, widens=True)
     assert relieved.wide.keys() >= {"x", "c", "s", "mean", "step"}
     made = quantize_model(model, relieved, calibration, tmp_path / "q.onnx").model
@@ -119,8 +117,7 @@ def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
     )
     model = make_model(text, tmp_path / "m.onnx")
     rows: list[Tensors] = [{"x": np.array([[1, -2, 3, index]], np.float32)} for index in range(8)]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(rows))
     assert relieve_tensors(read_float_graph(model), plan, ("c",), calibration, widens=True).wide.keys() >= {"c", "v"}
 
 
@@ -134,8 +131,7 @@ def test_biases_beside_data_of_16_bits_leave_room_for_the_products(
     text = "g (float[1,2] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w, b) }"
     model = make_model(text, tmp_path / "m.onnx", constants=stored)
     rows: list[Tensors] = [{"x": row[None]} for row in np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), precision, method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(rows), precision=precision)
     plan = msgspec.structs.replace(plan, rounding=rounding)
     made = onnx.load(str(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path))
     integers = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer]
@@ -155,9 +151,7 @@ def quantize_dead_channels(precision: Precision, work: Path) -> Model:
     limits = {"low": np.array(0, np.float32), "high": np.array(6, np.float32)}
     model = make_model(text, work / "m.onnx", constants={**stored, **limits})
     drawn = np.random.default_rng(0).normal(size=(16, 1, 2, 6, 6)).astype(np.float32)
-    calibration = calibrate_model(model, make_samples([{"x": row} for row in drawn]), work=work / "work")
-    plan = plan_quantization(model, calibration, load_target("qnn"), precision, method="minmax")
-    return quantize_model(model, plan, calibration, work / "q.onnx").model
+    return quantize(model, work, "qnn", make_samples([{"x": row} for row in drawn]), "minmax", precision).model
 
 
 def test_scales_beside_data_of_16_bits_are_large_enough_for_the_kernel(tmp_path: Path) -> None:
@@ -194,8 +188,8 @@ def test_an_input_is_cut_at_its_long_end_alone_while_the_outputs_gain(tmp_path: 
     drafts = []
     for tail in (1, 30):
         rows[::2, 0, 0] = sign * tail
-        calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / f"{tail}")
-        plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+        samples = make_samples([{"x": row} for row in rows])
+        calibration, plan = plan_model(model, tmp_path / f"{tail}", "qnn", samples)
         drafts.append(Draft(graph=read_float_graph(model), calibration=calibration, plan=plan))
     steady, tailed = drafts
     assert fit_inputs(steady) == steady.plan
@@ -219,8 +213,7 @@ def test_eight_bits_in_a_concat_of_coarser_steps_are_wrong_and_are_avoided(tmp_p
         {"x": each, "far": (300 * each - 30).astype(np.float32)}
         for each in rng.uniform(-1, 1, (16, 1, 1, 64)).astype(np.float32)
     ]
-    calibration, target = calibrate_model(model, make_samples(samples), work=tmp_path / "work"), load_target("qnn")
-    plan = plan_quantization(model, calibration, target, "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(samples))
     relieved = relieve_tensors(read_float_graph(model), plan, ["y"], calibration, widens=True)
     assert relieved.wide.keys() >= {"y", "near", "flat"}
     exact = calibration.ranges["minmax"]

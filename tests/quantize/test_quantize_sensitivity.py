@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import make_model, make_samples, plan_model, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model
@@ -30,20 +30,15 @@ def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Pa
     model = make_model(text, tmp_path / "m.onnx", {"w": (64, 40), "v": (40, 40)})
     rng = np.random.default_rng(0)
     rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-2, 0)).astype(np.float32)} for _ in range(48)]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
+    calibration, plan = plan_model(model, tmp_path, "nnapi", make_samples(rows))
     ranked = rank_plan(model, plan, calibration)
     assert {error.name for error in ranked[:4]} == {"t", "u", "r", "y"}
     assert ranked[-1].name == "h"
 
 
 def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / "many")
-    graph, plan = (
-        read_float_graph(net),
-        plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
-    )
-    statistics = Path(calibration.statistics)
+    calibration, plan = plan_model(net, tmp_path, "nnapi", random_samples(net, count=32))
+    graph, statistics = read_float_graph(net), Path(calibration.statistics)
     qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
     known: Noises = {}
     bound = Bound(worst=3, most=21, samples=4, guesses={})
