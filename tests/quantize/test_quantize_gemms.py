@@ -1,4 +1,4 @@
-"""Gemm with a computed bias: what it computes stays the same, and all of it is quantized."""
+"""Gemm with a computed bias or with factors: what it computes stays the same, and all of it is quantized."""
 
 from pathlib import Path
 
@@ -44,6 +44,16 @@ def test_a_gemm_whose_bias_is_constant_or_absent_stays_one(bias: str, tmp_path: 
     text = GEMM.replace("FACTORS", "alpha = 1.0").replace(", BIAS", f", {bias}" if bias else "")
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", SHAPES))
     assert [node.op_type for node in graph.nodes] == ["Gemm"]
+
+
+@pytest.mark.parametrize("factors", ["beta = 2.0", "alpha = -0.5, beta = 0.5, transA = 1"])
+def test_the_factor_of_a_constant_bias_is_in_its_values(factors: str, tmp_path: Path) -> None:
+    text = GEMM.replace("FACTORS", factors).replace("BIAS", "k")
+    model = make_model(text, tmp_path / "m.onnx", SHAPES)
+    quantized = quantize(model, tmp_path, method="minmax")
+    sample = next(iter(random_samples(model)))
+    exact, got = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, quantized.model))
+    assert np.abs(exact - got).max() < 0.02 * np.abs(exact).max()
 
 
 def test_all_products_of_a_recurrent_cell_are_integer(tmp_path: Path) -> None:

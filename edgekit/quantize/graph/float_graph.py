@@ -65,11 +65,13 @@ _OPSET = 13  # the lowest opset that is quantized
 
 
 def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
-    """Splits each Gemm with a computed bias into MatMul and Add, in place; returns the names of these Gemms.
+    """Splits each Gemm with a computed bias into MatMul and Add, in place; returns the names of the changed Gemms.
 
     ONNX Runtime itself fuses the sum of two products in a recurrent cell into such a Gemm (MatMulAddFusion). Its
     integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and DQ nodes
-    (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
+    (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector). The factor of a constant bias goes
+    into its values: ONNX Runtime's quantizer drops the attribute (`set_default_beta` in quantization/operators/gemm.py)
+    and leaves the values as they are.
     """
     split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
     if split:
@@ -79,10 +81,16 @@ def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...
 
 def _write_product(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
-    if not node.has_input(2) or node.input[2] in graph.constants:
+    beta = float(node.attributes.get("beta", 1.0))
+    if not node.has_input(2) or (node.input[2] in graph.constants and beta == 1):
+        return
+    if (value := graph.constant(node.input[2])) is not None:
+        kept = {name: given for name, given in node.attributes.items() if name != "beta"}
+        scaled = writer.constant("bias", value * value.dtype.type(beta), value.dtype.name)
+        writer.add("Gemm", [*node.input[:2], scaled], **kept)
         return
     dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
-    alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
+    alpha = float(node.attributes.get("alpha", 1.0))
     # Only factors need the type, which may be unknown for an inner tensor.
     if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
         return
