@@ -80,9 +80,13 @@ def find_turned(graph: onnx.GraphProto) -> tuple[str, ...]:
     """Returns the names of the products of two matrices whose first is a Transpose, in graph order.
 
     ONNX Runtime writes a MatMul and an Add as Gemm (matmul_add_fusion.cc), and a Gemm of a Transpose as a Gemm with
-    transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0.
+    transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0. A Reshape between them that
+    keeps the shape is dropped first.
     """
-    turned = {node.output[0] for node in graph.node if node.op_type == "Transpose" and _turns(node)}
+    turned = set[str]()
+    for node in graph.node:
+        if (node.op_type == "Transpose" and _turns(node)) or (node.op_type == "Reshape" and node.input[0] in turned):
+            turned.add(node.output[0])
     products = (node for node in graph.node if node.op_type in {"Gemm", "MatMul"})
     return tuple(node.name for node in products if node.input[0] in turned)
 

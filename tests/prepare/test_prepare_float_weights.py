@@ -100,13 +100,15 @@ def test_a_cubic_resize_between_integers_runs_where_its_layout_stays(tmp_path: P
 
 
 def test_xnnpack_s_products_of_a_transpose_are_kept_from_becoming_a_gemm_with_trans_a(tmp_path: Path) -> None:
-    text = """g (float[4,2] x, float[1,2,4] u) => (float[2,3] y, float[2,3] z, float[1,4,3] t) <float[4,3] w = {1}>
+    text = """g (float[4,2] x, float[1,2,4] u) => (float[2,3] y, float[2,3] z, float[1,4,3] t, float[2,3] v)
+        <float[4,3] w = {1}, int64[2] k = {2,4}>
         { a = Transpose<perm=[1,0]>(x) y = Gemm(a, w) z = MatMul(a, w) b = Transpose<perm=[0,2,1]>(u)
-        c = Transpose<perm=[0,2,1]>(b) s = Neg(c) t = MatMul(b, y) }"""
+        c = Transpose<perm=[0,2,1]>(b) s = Neg(c) t = MatMul(b, y)
+        e = Reshape(a, k) v = Gemm(e, w) f = Reshape(x, k) g = Gemm(f, w) }"""
     graph = onnx.load(str(parse_model(text, tmp_path / "m.onnx"))).graph
     for index, node in enumerate(graph.node):
         node.name = f"n{index}"
-    assert find_turned(graph) == ("n1", "n2")
+    assert find_turned(graph) == ("n1", "n2", "n8")
     session = disable_harmful(load_target("xnnpack"), graph)[0].session
     assert session.config[DISABLED] == TURNING
     assert disable_harmful(load_target("nnapi"), graph) == (load_target("nnapi"), ())
