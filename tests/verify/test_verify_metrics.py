@@ -347,7 +347,9 @@ def test_masks_have_an_intersection_over_union() -> None:
     report = compare([{"y": found}], [{"y": wanted}])
     assert report.iou == pytest.approx((4 / 12 + 4 / 12) / 2)
     assert (report.exact_match, report.worst_sample, report.worst_position) == (0.5, 0, 0)
-    assert compare([{"y": found}], [{"y": 300 * wanted}]).iou is None
+    for factor in (300, -1):
+        assert compare([{"y": found}], [{"y": factor * wanted}]).iou is None
+        assert compare([{"y": factor * found}], [{"y": wanted}]).iou is None
     # Of booleans only True is a class: False would have two thirds.
     true: list[Tensors] = [{"y": np.array([True, True, False, False])}]
     assert compare([{"y": np.array([True, False, False, False])}], true).iou == 0.5

@@ -21,7 +21,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import DISABLED
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form
-from edgekit.verify.own_model import choose_settings, find_self_test_fault, run_own_model
+from edgekit.verify.own_model import _limit_here, choose_settings, find_self_test_fault, run_own_model
 from edgekit.verify.run import verify_bundle
 
 
@@ -88,6 +88,13 @@ def test_a_tolerance_of_an_output_that_nothing_is_expected_of_is_no_fault(bundle
     for change in changes:
         wrong = from_list([change(row["y"]) for row in got])
         assert [*find_self_test_fault(bundle, range(len(got)), wrong)]
+
+
+@pytest.mark.parametrize(("off", "limit"), [(0.0, 0.02 * 0.5), (0.25, 2 * 0.25), (2.0, 1.0)])
+def test_the_limit_here_follows_from_what_this_kind_of_machine_gave(bundle: Bundle, off: float, limit: float) -> None:
+    golden = replace(bundle.manifest.golden, tolerance={"y": 1.0})
+    own, wanted = np.full((1, 2), -0.5), np.full((1, 2), -0.5 + off)
+    assert _limit_here(restate(bundle, golden=golden), [{"y": own}], [{"y": wanted}]) == {"y": pytest.approx(limit)}
 
 
 def test_only_a_file_of_ort_format_is_optimized_and_as_the_manifest_says(bundle: Bundle) -> None:

@@ -19,6 +19,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
+from edgekit.verify.metrics.intervals import interval_of_pairs
 from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 
@@ -65,6 +66,7 @@ def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() ->
 def test_only_numbers_that_are_finite_have_a_first_class(output: Tensors, share: float) -> None:
     accuracy = present(measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2]))
     assert (accuracy.reference, accuracy.got) == (1.0, share / 2)
+    assert accuracy.interval == interval_of_pairs(2, 0, 2 - int(share))
 
 
 def test_labels_must_be_classes_of_the_output(tmp_path: Path) -> None:
