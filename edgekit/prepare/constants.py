@@ -81,7 +81,7 @@ def find_turned(graph: onnx.GraphProto) -> tuple[str, ...]:
 
     ONNX Runtime writes a MatMul and an Add as Gemm (matmul_add_fusion.cc), and a Gemm of a Transpose as a Gemm with
     transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0. A Reshape between them that
-    keeps the shape is dropped first.
+    keeps the shape is dropped first; the shape may not be known here, so any Reshape counts.
     """
     turned = set[str]()
     for node in graph.node:

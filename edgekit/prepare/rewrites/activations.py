@@ -204,7 +204,8 @@ def write_leaky_as_max(writer: Writer) -> None:
     """
     graph, (x, *_), alpha = writer.graph, writer.node.input, writer.node.number("alpha", 0.01)
     read, readers = _made_by(graph, x, "DequantizeLinear"), graph.readers(writer.node.output[0])
-    for _ in "QD":
+    # What reads the result behind its QuantizeLinear and DequantizeLinear.
+    for _ in range(2):
         readers = tuple(reader for each in readers for reader in graph.readers(each.output[0]))
     is_joined = any(reader.op_type in _JOINING for reader in readers)
     span = _find_span(graph, read)

@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, read_dequantized
 from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.graph import Node, view_part
 from edgekit.graph.rewrite import rewrite
 from edgekit.model import model as models
 from edgekit.prepare.stripped import is_absent
@@ -157,12 +158,10 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     In place; returns the names of the nodes. Weights without data become constants without data, which is enough for a
     check; those with external data stay.
     """
+    if not any(node.op_type == "DequantizeLinear" for node in graph.node):
+        return ()
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    shown = {value.name for value in graph.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    shown, readers = {value.name for value in graph.output}, view_part(graph).consumers
     found = [
         node
         for node in graph.node
@@ -192,7 +191,7 @@ def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
     return scale.data_type == _FLOAT and [*scale.dims] in counts and all(zero.dims == scale.dims for zero in zeros)
 
 
-def _is_quantized(readers: Mapping[str, Sequence[onnx.NodeProto]], node: onnx.NodeProto) -> bool:
+def _is_quantized(readers: Mapping[str, Sequence[Node]], node: onnx.NodeProto) -> bool:
     """Returns True if what a node makes gets to a QuantizeLinear through at most one operator that computes."""
     waiting, seen = [(name, True) for name in node.output], set[tuple[str, bool]]()
     while waiting:
