@@ -571,6 +571,8 @@ def test_values_lose_what_their_spread_loses() -> None:
     assert record.tolist() == [[4, 40], [10, 1000], [1, 0], [2, 2]]
     # Two channels with deviations of 1 and 10, of which the first loses half of its variance, the second nothing.
     assert measure.judge([record]).estimate == pytest.approx(0.5 * 1 / 11)
+    silent = np.zeros((1, 2, 2))
+    assert measure.judge([measure.record(silent, silent, reading)]).estimate == 0
 
 
 @pytest.mark.parametrize(

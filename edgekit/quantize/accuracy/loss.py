@@ -399,11 +399,11 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     if (_variance(total) <= _ROUNDING_SHARE * total[1] / total[3]).all():
         table[:, 0] = total[0] = 0.0
     deviation = np.sqrt(_variance(total))
-    share = deviation / max(float(deviation.max()), 1e-30)
+    largest = float(deviation.max())
     # A vector has one value per channel, as an embedding has: its small channels need no group of their own.
     is_vector = total[3].max() <= len(table)
-    small = (share < _SMALL_CHANNEL) & (share >= _SMALL_CHANNEL**2)
-    groups = [share >= 0] if is_vector else [share >= _SMALL_CHANNEL, small]
+    is_large = deviation >= (0.0 if is_vector else _SMALL_CHANNEL) * largest
+    groups = [is_large, ~is_large & (deviation >= _SMALL_CHANNEL**2 * largest)]
 
     def score(sums: Array) -> Array:
         lost = np.minimum(sums[..., 2, :] / sums[..., 3, :] / np.maximum(_variance(sums), 1e-30), 1.0)
