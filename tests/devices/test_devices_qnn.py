@@ -316,6 +316,11 @@ FLOAT_WRONG = [
         { y = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) }""",
     ),
     (
+        "plain-average",
+        """(float[1,2,5,4] x) => (float[1,2,5,4] y)
+        { y = AveragePool<kernel_shape=[2,4], pads=[1,2,0,1], count_include_pad=1>(x) }""",
+    ),
+    (
         "floor-pool",
         """(float[1,16,17,23] x) => (float[1,16,9,12] y)
         { y = AveragePool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(x) }""",
@@ -404,6 +409,9 @@ RULES_WRONG = [
     n = ScatterElements(d, i, e) u = QuantizeLinear(n, t, z) y = DequantizeLinear(u, t, z) }""",
     """(float[1,4,300] x) => (float[1,4,300] y) <int64 a = {2}, float t = {0.8}>
     { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) n = CumSum(d, a)
+    u = QuantizeLinear(n, t, z) y = DequantizeLinear(u, t, z) }""",
+    """(float[1,8,20,20] x) => (float[1,8,19,19] y) <float t = {0.0314}>
+    { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) n = AveragePool<kernel_shape=[3,3], pads=[1,1,0,0]>(d)
     u = QuantizeLinear(n, t, z) y = DequantizeLinear(u, t, z) }""",
 ]
 

@@ -63,12 +63,13 @@ WITH = {
         { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p) z = Pad(d, q, , a) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose(x, w) }""",
-    "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
+    "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u, float[1,2,3,2,2] p)
         => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w, float[1,2,3] v, float[1,2,5] t, float[1,2,3] s,
-        float[A,B,C,D] r)
+        float[A,B,C,D] r, float[1,2,3,2,2] q)
         { r = AveragePool<kernel_shape=[3,2], strides=[2,3], pads=[1,0,0,0], ceil_mode=1, count_include_pad=1>(x)
+        q = AveragePool<kernel_shape=[2,3,2], pads=[0,1,0,1,1,1], count_include_pad=1>(p)
         t = AveragePool<kernel_shape=[2], auto_pad="SAME_UPPER">(u)
-        s = AveragePool<kernel_shape=[2], strides=[2], pads=[0,1]>(u)
+        s = AveragePool<kernel_shape=[2], strides=[2], pads=[0,1], ceil_mode=1>(u)
         y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)
         z = AveragePool<kernel_shape=[2,3], strides=[2,2], auto_pad="SAME_UPPER">(x)
         w = AveragePool<kernel_shape=[2,4], auto_pad="SAME_LOWER">(x)
@@ -375,14 +376,11 @@ WITHOUT = {
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
         <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose<pads=[0,0,0,0]>(x, w) z = ConvTranspose<auto_pad="SAME_UPPER", strides=[2,2]>(x, w) }""",
-    # Padding that counts, none, windows that reach beyond it, and padding of a line that does not count.
+    # No padding, and windows that a ceil_mode does not add to.
     "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u)
-        => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,3,3] w, float[1,2,5] v, float[1,2,5] t, float[1,2,4] s)
-        { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1>(x)
-        z = AveragePool<kernel_shape=[3,3], auto_pad="VALID">(x)
-        w = AveragePool<kernel_shape=[2,2], strides=[2,2], pads=[0,1,0,0], ceil_mode=1>(x)
-        v = AveragePool<kernel_shape=[3], pads=[1,1]>(u) t = AveragePool<kernel_shape=[2], pads=[1,0]>(u)
-        s = AveragePool<kernel_shape=[2]>(u) }""",
+        => (float[1,2,3,2] z, float[1,2,2,2] w, float[1,2,4] s)
+        { z = AveragePool<kernel_shape=[3,3], auto_pad="VALID">(x) s = AveragePool<kernel_shape=[2]>(u)
+        w = AveragePool<kernel_shape=[3,2], strides=[2,2], ceil_mode=1>(x) }""",
     # Another mode, a side that is cut off, and whole numbers.
     "pad-edge": """g (float[2,3] x, int64[2,3] i) => (float[2,5] y, float[2,3] z, int64[2,5] w)
         <int64[4] p = {0,1,0,1}, int64[4] q = {0,1,0,-1}>
@@ -654,7 +652,7 @@ SITES = {
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "zero-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
-    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 7, "scale-to-conv": 4, "split-qlinear": 13,
+    "cast-by-floor": 2, "pad-edge": 2, "plain-average": 8, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,

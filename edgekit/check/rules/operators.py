@@ -12,7 +12,7 @@ import numpy as np
 from edgekit.check.rules.rules import BaseRule, Subject
 from edgekit.check.rules.units import clip_bounds
 from edgekit.graph.nhwc import find_orders
-from edgekit.graph.spatial import Modes, find_picks, find_uncovered, read_modes
+from edgekit.graph.spatial import Modes, find_picks, find_uncovered, has_windows, place_windows, read_modes
 
 # Scales are float32, and quotients such as 2/3 are rounded in it.
 _WHOLE_TOLERANCE = 1e-4
@@ -196,6 +196,20 @@ class PadReach(BaseRule, frozen=True, kw_only=True, tag="pad_reach"):
                 yield f"dimension {at} is padded; only the last {self.last} are"
             if self.below_dim and dim is not None and max(pair) >= dim:
                 yield f"dimension {at} of size {dim} is padded by {max(pair)}"
+
+
+class CentredPads(BaseRule, frozen=True, kw_only=True, tag="centred_pads"):
+    """Pads of an average that do not count: at the ends only, or around windows that lie centred on each element."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        node, shape = subject.unit.node, subject.graph.static_shape(subject.unit.node.input[0])
+        if shape is None or node.integer("count_include_pad", 0) or not has_windows(node, len(shape) - 2):
+            return
+        windows = place_windows(node, shape[2:], node.entries("kernel_shape") or ())
+        stride, _, begin, end, sizes = windows
+        centred = begin.all() and (begin == end).all() and (stride == 1).all() and sizes == shape[2:]
+        if begin.any() and not centred:
+            yield f"its pads {[*begin.tolist(), *end.tolist()]} do not count, and its windows are not centred"
 
 
 class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):

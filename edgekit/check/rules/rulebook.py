@@ -24,10 +24,10 @@ Rule = (
     | rules.Attribute | rules.Length | rules.EqualEntries | rules.Mirrored | rules.Count | rules.Values
     | rules.Setting | rules.Quantized | rules.SameQuantization | rules.QuantizedOutput | rules.FiniteScale
     | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
-    | operators.AxisSize | operators.Bounds | operators.ConvKernel | operators.Covered | operators.GemmBias
-    | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel | operators.PadReach
-    | operators.PaddedDepthwise | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape
-    | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
+    | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
+    | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel
+    | operators.PadReach | operators.PaddedDepthwise | operators.ReshapeTarget | operators.ResizeScales
+    | operators.SlopeShape | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

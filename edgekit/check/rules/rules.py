@@ -439,7 +439,8 @@ class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
     def _reasons(self, subject: Subject) -> Iterator[str]:
         value = subject.unit.node.entries(self.name)
         if value and set(value) - ({value[0]} if self.value is None else {self.value}):
-            yield f"attribute '{self.name}' is {_show(value)}; its entries must be equal"
+            wanted = "equal" if self.value is None else self.value
+            yield f"attribute '{self.name}' is {_show(value)}; its entries must be {wanted}"
 
 
 class Mirrored(BaseRule, frozen=True, kw_only=True, tag="mirrored"):

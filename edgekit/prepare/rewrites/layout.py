@@ -238,46 +238,41 @@ def _round_up(windows: Windows, spatial: tuple[int, ...], kernel: tuple[int, ...
     return tuple((last + 1).tolist()), np.maximum(last * stride + reach - size - begin, 0)
 
 
+# A pooling of a real network needs far fewer; a hostile shape would fill the memory.
+_MOST_WEIGHTS = 2**24
+
+
 @node_rewrite("plain-average", {"AveragePool"}, since=7, floats=True)
 def plain_average(writer: Writer) -> None:
-    """Writes a padded AveragePool with the other `count_include_pad`, times a constant for each place, for QNN.
+    """Writes a padded AveragePool as a Conv of each channel, times a constant for each place, for QNN.
 
-    The HTP's float kernels are wrong for planes where padding does not count and there are fewer than 32 channels, and
-    for lines where it counts (targets/qnn/NOTES.md). The constant is the size of the window over how much of it lies
-    inside, or the inverse. They are wrong too for windows of two in a line with one pad at the end alone: there the
-    last element stands twice in place of the pad, whose mean with itself it is. Of a `ceil_mode`, of which `floor_pool`
-    leaves those with stated pads that count, the constant is the size of the window over how much of it counts.
+    Which paddings the HTP's float kernels compute rightly depends on the window, the channels and the size
+    (targets/qnn/NOTES.md). The weights are one over the size of the window, and the constant is that size over how much
+    of the window counts: what lies in the input or, with `count_include_pad`, in the stated pads. What a `ceil_mode`
+    adds never counts.
     """
     node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
-    kernel, counts = node.entries("kernel_shape") or (), node.integer("count_include_pad", 0)
-    is_pair = (tuple(kernel), counts) == ((2,), 0)
-    is_rounded = bool(node.integer("ceil_mode", 0))
-    is_wrong = is_pair or (len(kernel), counts) in ({(2, 1)} if is_rounded else {(2, 0), (1, 1)})
-    if shape is None or not is_wrong or "dilations" in node.attributes:
+    kernel = node.entries("kernel_shape") or ()
+    if shape is None or not has_windows(node, len(shape) - 2):
         return
-    if not has_windows(node, len(shape) - 2):
-        return
-    windows = place_windows(node, shape[2:], kernel)
+    windows, dims = place_windows(node, shape[2:], kernel), (shape[1], 1, *kernel)
     stride, _, begin, end, sizes = windows
-    low, high = (begin, end) if is_rounded else (0 * begin, 0 * end)
-    if is_rounded:
+    low, high = (begin, end) if node.integer("count_include_pad", 0) else (0 * begin, 0 * end)
+    if node.integer("ceil_mode", 0):
         sizes, end = _round_up(windows, shape[2:], kernel)
     pads = [*begin.tolist(), *end.tolist()]
-    if not any(pads) or (is_pair and pads != [0, 1]):
+    if not any(pads) or "dilations" in node.attributes or math.prod(dims) > _MOST_WEIGHTS:
         return
-    if is_pair:
-        last = _slice(writer, node.input[0], "last", 2, (-1, np.iinfo(np.int64).max, 1))
-        longer = writer.add("Concat", [node.input[0], last], "longer", axis=2)
-        writer.add("AveragePool", [longer], kernel_shape=kernel, strides=stride.tolist())
-        return
-    factor, is_less = np.ones(()), counts and not is_rounded
+    factor = np.ones(())
     for axis, count in enumerate(sizes):
         first = np.arange(count) * stride[axis] - begin[axis]
-        inside = np.minimum(first + kernel[axis], shape[2 + axis] + high[axis]) - np.maximum(first, -low[axis])
-        factor = np.multiply.outer(factor, inside / kernel[axis] if is_less else kernel[axis] / inside)
-    settings = {"kernel_shape": kernel, "strides": stride.tolist(), "pads": pads, "count_include_pad": int(not is_less)}
-    averaged = writer.add("AveragePool", node.input, "average", **settings)
-    writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
+        counted = np.minimum(first + kernel[axis], shape[2 + axis] + high[axis]) - np.maximum(first, -low[axis])
+        factor = np.multiply.outer(factor, kernel[axis] / counted)
+    weight, is_whole = writer.constant("weight", np.full(dims, 1 / math.prod(kernel))), (factor == 1).all()
+    settings = {"group": shape[1], "kernel_shape": kernel, "strides": stride.tolist(), "pads": pads}
+    averaged = writer.add("Conv", [node.input[0], weight], "" if is_whole else "average", **settings)
+    if not is_whole:
+        writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
 
 
 @node_rewrite("cast-by-floor", {"Cast"}, since=9)
