@@ -413,6 +413,9 @@ RULES_WRONG = [
     """(float[1,8,20,20] x) => (float[1,8,19,19] y) <float t = {0.0314}>
     { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) n = AveragePool<kernel_shape=[3,3], pads=[1,1,0,0]>(d)
     u = QuantizeLinear(n, t, z) y = DequantizeLinear(u, t, z) }""",
+    """(float[3,4] x) => (float[4,5] y) <int64[4] p = {1,0,0,1}, float v = {9}, float t = {0.1}>
+    { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) n = Pad(d, p, v)
+    u = QuantizeLinear(n, t, z) y = DequantizeLinear(u, t, z) }""",
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from edgekit.check.rules.rules import BaseRule, Subject
-from edgekit.check.rules.units import clip_bounds
+from edgekit.check.rules.units import LIMITED, clip_bounds, read_parameters
 from edgekit.graph.nhwc import find_orders
 from edgekit.graph.spatial import Modes, find_picks, find_uncovered, has_windows, place_windows, read_modes
 
@@ -196,6 +196,23 @@ class PadReach(BaseRule, frozen=True, kw_only=True, tag="pad_reach"):
                 yield f"dimension {at} is padded; only the last {self.last} are"
             if self.below_dim and dim is not None and max(pair) >= dim:
                 yield f"dimension {at} of size {dim} is padded by {max(pair)}"
+
+
+class PadOnGrid(BaseRule, frozen=True, kw_only=True, tag="pad_on_grid"):
+    """The value of a quantized Pad must lie in the range of its input's integers, with one of which it pads."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        data, array, node = subject.unit.inputs[0], subject.array(2), subject.unit.node
+        grid = read_parameters(subject.graph, data) if data.is_quantized and data.dtype in LIMITED else None
+        if array is None or array.size != 1 or grid is None or node.attributes.get("mode", "constant") != "constant":
+            return
+        own = read_parameters(subject.graph, subject.unit.inputs[2]) or (np.ones(1), np.zeros(1))
+        value = (float(array.item()) - float(own[1].item())) * float(own[0].item())
+        scale, zero = (float(part.reshape(-1)[0]) for part in grid)
+        limits = np.iinfo(str(data.dtype))
+        low, high = (limits.min - zero) * scale, (limits.max - zero) * scale
+        if not low - scale / 2 <= value <= high + scale / 2:
+            yield f"it pads with {value:.4g}, and its input has {low:.4g} to {high:.4g}"
 
 
 class CentredPads(BaseRule, frozen=True, kw_only=True, tag="centred_pads"):

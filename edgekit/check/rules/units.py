@@ -52,7 +52,8 @@ SELECTORS: dict[str, Selector] = {
 SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
 """Operators that form a unit only in some versions."""
 
-_LIMITED = ("int8", "uint8", "int16", "uint16")
+LIMITED = ("int8", "uint8", "int16", "uint16")
+"""The element types of quantized activations."""
 # The first input of Where is the condition, a bool; the second has the element type that it computes in.
 _DATA_INPUTS = {"Where": 1}
 _UNCLIPPED = ("drop", "drop_dq", "split", "topk")
@@ -259,7 +260,7 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
     """Returns True if the Q saturates at least where the activation does (qdq_util.cc, IsClipMadeRedundantByQ)."""
     result = _quantized(graph, quantizer, 1)
     parameters = read_parameters(graph, result)
-    if parameters is None or parameters[0].ndim != 0 or result.dtype not in _LIMITED:
+    if parameters is None or parameters[0].ndim != 0 or result.dtype not in LIMITED:
         return False
     limits = np.iinfo(result.dtype)
     scale, zero = float(parameters[0]), int(parameters[1].reshape(-1)[0])
