@@ -198,13 +198,14 @@ def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
 
 
 def write_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes a protobuf; weights of more than `MOST_INLINE_BYTES` become external data in `NAME.onnx.data`.
+    """Writes a protobuf, and makes its folder; weights of more than `MOST_INLINE_BYTES` become `NAME.onnx.data`.
 
     Raises:
         OutputError: `path` cannot be written.
     """
     is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
     with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         # All weights in one file, named after the model: apps and bundles then have two files of known names.
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 

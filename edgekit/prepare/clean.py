@@ -292,7 +292,7 @@ def prepare_model(
     opset: int | None = None,
     inputs: Collection[str] = (),
     outputs: Collection[str] = (),
-    constants: Mapping[str, float] | None = None,
+    constants: Mapping[str, float] = MappingProxyType({}),
     may_stay_open: bool = False,
 ) -> models.Model:
     """Writes a model with static inputs and a clean graph to `out`, and returns it.
@@ -320,7 +320,7 @@ def prepare_model(
     """
     out = as_path(out)
     proto, folder = _read_graph(model), model.path.parent
-    _clean_interface(proto, outputs, constants or {})
+    _clean_interface(proto, outputs, constants)
     if not (folds_first := bool(constants) or _has_branches(proto)):
         fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), models.list_names(proto.graph), choose_opset(proto, opset)
@@ -361,7 +361,6 @@ def freeze_model(model: models.Model, folder: Path, constants: Mapping[str, floa
         return model
     proto = models.read_proto(model)
     freeze_inputs(proto.graph, constants)
-    folder.mkdir(parents=True, exist_ok=True)
     frozen = models.save_proto(proto, folder / model.path.name)
     return msgspec.structs.replace(frozen, name=model.name, custom_ops=model.custom_ops)
 

@@ -65,7 +65,6 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
         raise ModelError(words, hint="give the float model that it was made from")
     if not any(found):
         raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
-    out.parent.mkdir(parents=True, exist_ok=True)
     return models.save_proto(proto, out)
 
 

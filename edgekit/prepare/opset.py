@@ -254,7 +254,6 @@ def lower_model(model: models.Model, folder: Path, runtime: str = VERSION) -> mo
         words = f"'{model.path}' has opset {opset}, and ONNX Runtime {runtime} reads up to {reads.opset}"
         raise ModelError(f"{words}: {error.message}", hint=f"{error.hint}; {reader}") from error
     lower_ir_version(proto, min(opset, reads.opset), reads.ir_version)
-    folder.mkdir(parents=True, exist_ok=True)
     lowered = models.save_proto(proto, folder / model.path.name)
     return msgspec.structs.replace(lowered, name=model.name, custom_ops=model.custom_ops)
 

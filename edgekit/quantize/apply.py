@@ -97,7 +97,6 @@ def quantize_model(
         del quantized.graph.value_info[stated:]
     narrow_constants(quantized.graph, plan.narrow.bits)
     compact_qdq(quantized)
-    out.parent.mkdir(parents=True, exist_ok=True)
     float_constants = _measure_float_constants(quantized.graph)
     wide = {name: 2 * graph.weight(name).size for name in plan.wide if graph.is_float_constant(name)}
     written = save_proto(quantized, out)

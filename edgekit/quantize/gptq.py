@@ -28,9 +28,8 @@ _DAMPING = 0.01
 # More damping, tried if the matrix is not positive definite in float32; the whole mean is enough for any correlation
 # matrix.
 _MORE_DAMPING = (0.0, 0.1, 1.0)
-# Second moments for inputs that were always 0: relative to the other inputs, and absolute if all were 0. Cholesky needs
-# values above 0.
-_DEAD, _LEAST = 1e-6, 1e-30
+# The second moment of inputs that were always 0: Cholesky needs values above 0.
+_LEAST = 1e-30
 # How far, in steps, a weight may lie from the grid that it was put on before it was stored in float32; and how many
 # steps may lie between two neighbouring values if all weights are small. Chosen by hand.
 _OFF_GRID, _MOST_STEPS_BETWEEN = 1e-2, 4
@@ -189,24 +188,20 @@ def find_inactive(moment: Array, spread: Array, widest: float) -> Array:
 
 def isolate_inactive(moment: Array, inactive: Array) -> Array:
     """Returns a second moment without correlations of inactive inputs, so that they absorb no error of others."""
-    if not inactive.any():
-        return moment
     active = ~inactive
     together = active[:, :, None] & active[:, None, :]
     return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
 
 
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
-    """Returns W C (C + noise I)^-1: the weights with the least error if every input carries noise of this variance.
+    """Returns W C (C + noise I)^-1: the weights with the least error if every input carries noise of this variance > 0.
 
     With `noise` = step^2 / 12 this is the Wiener solution for an input quantized with that step: it attenuates inputs
     whose signal is below the step.
     """
     # Least squares in closed form: E|W x - W' (x + e)|^2 is least where W' (C + E[ee']) = W C. Rounding errors are
     # taken as uniform within a step and independent of x (B. Widrow's model of quantization), hence step^2 / 12.
-    size = moment.shape[-1]
-    energy = float(np.trace(moment, axis1=1, axis2=2).max())
-    noisy = _add_to_diagonal(moment, max(noise, 1e-9 * energy / size, _LEAST))
+    noisy = _add_to_diagonal(moment, noise)
     return np.swapaxes(np.linalg.solve(noisy, moment @ np.swapaxes(matrix, 1, 2)), 1, 2)
 
 
@@ -217,15 +212,14 @@ def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, l
     outputs in one order: by falling energy of the inputs.
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
-    dead = _DEAD * float(diagonal.mean()) + _LEAST
-    damping = np.maximum(np.maximum(noise, dead), _DAMPING * diagonal.mean(axis=1))
+    damping = np.maximum(noise, _DAMPING * diagonal.mean(axis=1)) + _LEAST
     # Later inputs compensate the errors of earlier ones, so the inputs that matter most come first, while most others
     # can compensate ("act-order" of the authors' code, github.com/IST-DASLab/gptq).
     order = np.argsort(-diagonal, axis=1, kind="stable")
     groups = np.arange(len(moment))[:, None, None]
     damped = _add_to_diagonal(moment[groups, order[:, :, None], order[:, None, :]], damping[:, None])
     # Only ratios within a row of the factor matter; the division avoids overflow and underflow of float32.
-    upper = _inverse_factor((damped / damping.max()).astype(np.float32))
+    upper = _inverse_factor((damped / damping[:, None, None]).astype(np.float32))
     rows = np.take_along_axis(matrix, order[:, None, :], axis=2).transpose(2, 0, 1).astype(np.float32)
     rounded = _round_rows(rows, upper, scale[..., 0], limit)
     integers = np.empty(matrix.shape, np.int8)
@@ -334,11 +328,10 @@ def round_comq(
 
 
 def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> Array:
-    """Returns the scales [groups, outputs, 1] that minimize the error of the integers, within a factor of two."""
+    """Returns the scales [groups, outputs, 1] that minimize the error of the integers."""
     pulled = counts @ hessian
     both, own = ((pulled * other).sum(axis=2, keepdims=True) for other in (weights, counts))
-    best = np.divide(both, own, out=scale.copy(), where=(own > 0) & (both > 0))
-    return np.asarray(np.clip(best, scale / 2, scale * 2), np.float32)
+    return np.asarray(np.divide(both, own, out=scale.copy(), where=both > 0))
 
 
 def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> None:

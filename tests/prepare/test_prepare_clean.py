@@ -35,6 +35,14 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
     assert_near(model, prepared)
 
 
+@pytest.mark.parametrize(("ir_version", "inputs"), [(3, ["x"]), (4, ["x", "w", "b"])])
+def test_what_a_caller_may_override_is_no_constant_of_the_file_as_it_is(
+    tmp_path: Path, ir_version: int, inputs: list[str]
+) -> None:
+    shown = show_model(make_model(CONV, tmp_path / "m.onnx", ir_version=ir_version), tmp_path / "shown.onnx")
+    assert [spec.name for spec in shown.inputs] == inputs
+
+
 @pytest.mark.parametrize("opset", [11, 17])
 def test_nodes_may_stand_before_those_that_they_read_from(opset: int, tmp_path: Path) -> None:
     """ONNX Runtime takes such a file; some exporters write it."""
@@ -296,9 +304,11 @@ def test_an_output_without_a_type_stays_one(tmp_path: Path) -> None:
     text = "g (float[2,3] x) => (float[2,3] y, float[2,3] z) { y = Relu(x) z = Neg(x) }"
     proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
     proto.graph.output[0].ClearField("type")
+    proto.graph.ClearField("name")
     onnx.save(proto, str(tmp_path / "m.onnx"))
     prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx")
     assert [(spec.name, spec.shape) for spec in prepared.outputs][1] == ("z", (2, 3))
+    assert onnx.load(str(prepared.path)).graph.name == "graph"  # ONNX wants one
 
 
 def test_what_no_output_needs_is_gone_but_not_what_a_body_reads(tmp_path: Path) -> None:
@@ -435,10 +445,11 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     assert refusal.value.hint == "export the model with operators of ONNX, which has no ScaledTanh"
 
 
-def test_an_axis_that_is_a_number_becomes_a_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opset", [13, 17])
+def test_an_axis_that_is_a_number_becomes_a_list(tmp_path: Path, opset: int) -> None:
     text = """g (float[1,3] x) => (float[1,1,3] y, float[1,3,1] z) <int64 a = {0}, int64[1] b = {2}>
         { y = Unsqueeze(x, a) z = Unsqueeze(x, b) }"""
-    model = make_model(text, tmp_path / "m.onnx")
+    model = make_model(text, tmp_path / "m.onnx", opset=opset)
     prepared = prepare_model(model, tmp_path / "out.onnx", {})
     assert [list(tensor.dims) for tensor in onnx.load(str(prepared.path)).graph.initializer] == [[1], [1]]
     given = {"x": np.arange(3, dtype=np.float32).reshape(1, 3)}

@@ -14,7 +14,7 @@ from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.jobs.check import PrepareOptions, prepare_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 
@@ -236,7 +236,9 @@ def test_a_number_inside_the_graph_becomes_an_input_and_an_output_does_not(tmp_p
 def test_a_frozen_input_is_folded(tmp_path: Path) -> None:
     model = make_model(HEADS, tmp_path / "m.onnx")
     prepared = prepare_model(model, tmp_path / "out.onnx", {}, constants={"k": 3})
-    assert [spec.name for spec in prepared.inputs] == ["x", "s"]
+    frozen = freeze_model(model, tmp_path / "frozen", {"k": 3})
+    assert [spec.name for spec in prepared.inputs] == [spec.name for spec in frozen.inputs] == ["x", "s"]
+    assert freeze_model(model, tmp_path, {}) is model
     assert "Cast" not in op_names(prepared.path)
     inputs = {"x": np.array([1, -2], np.float32), "s": np.array("a", object)}
     assert run_model(prepared.path, inputs)["z"].tolist() == [-3, 6]

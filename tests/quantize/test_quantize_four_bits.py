@@ -55,6 +55,7 @@ def test_a_searched_scale_cuts_off_what_costs_little() -> None:
     rng = np.random.default_rng(1)
     matrix = rng.normal(size=(1, 6, 200)).astype(np.float32)
     matrix[..., 0] = 12.0
+    matrix[:, 3] /= 100  # each channel has its own scale
     energy = np.ones((1, 200))
     energy[:, 0] = 1e-3
     whole = weight_scale(matrix, per_channel=True, limit=FOUR_LIMIT)

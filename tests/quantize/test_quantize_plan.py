@@ -116,6 +116,18 @@ def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(
     assert plan.axes == ({} if axis is None else {"w": axis})
 
 
+@pytest.mark.parametrize(
+    ("node", "weight", "bits"),
+    [("Conv(x, w)", (1, 8, 1, 1), {"w": 4}), ("Conv<group=8>(x, w)", (8, 1, 1, 1), {}),
+     ("Conv<group=4>(x, w)", (8, 2, 1, 1), {"w": 4}), ("ConvTranspose(x, w)", (8, 5, 1, 1), {})],
+)  # fmt: skip
+def test_layers_that_sum_over_channels_get_4_bits(
+    tmp_path: Path, node: str, weight: tuple[int, ...], bits: dict[str, int]
+) -> None:
+    body = f"(float[1,8,8,8] x) => (float y) {{ y = {node} }}"
+    assert draft(tmp_path, "qnn", body, {"w": weight}, precision="w4a8").bits == bits
+
+
 def test_a_node_without_an_integer_form_says_why_and_alone_is_refused(tmp_path: Path) -> None:
     body = "(float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }"
     assert reasons(draft(tmp_path, "nnapi", body)) == {"Erf": "no rule of this target quantizes Erf"}
@@ -174,9 +186,17 @@ def test_what_makes_or_reads_a_tensor_without_a_range_stays_float(tmp_path: Path
     assert set(reasons(draft(tmp_path, "qnn", body, unseen="e"))) == {"Expand", "Neg"}
 
 
-@pytest.mark.parametrize(("target", "quantizes"), [("nnapi", False), ("qnn", True)])
-def test_what_only_follows_is_quantized_alone_by_the_rules_of_qnn(tmp_path: Path, target: str, quantizes: bool) -> None:
-    body = "(float[1,4] x) => (float[1,4] y) { a = Relu(x) y = Relu(a) }"
+@pytest.mark.parametrize(
+    ("target", "body", "quantizes"),
+    [
+        ("nnapi", "(float[1,4] x) => (float[1,4] y) { a = Relu(x) y = Relu(a) }", False),
+        ("qnn", "(float[1,4] x) => (float[1,4] y) { a = Relu(x) y = Relu(a) }", True),
+        ("qnn", "(int64[2] i) => (float[2,4] y) <float[1,4] k = {1,2,3,4}> { y = Gather(k, i) }", False),
+    ],
+)
+def test_what_only_follows_is_quantized_alone_by_the_rules_of_qnn_and_a_table_by_none(
+    tmp_path: Path, target: str, body: str, quantizes: bool
+) -> None:
     if quantizes:
         assert not draft(tmp_path, target, body).float_nodes
     else:

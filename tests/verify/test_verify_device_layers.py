@@ -15,8 +15,8 @@ from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
 from verify_models import LAYERS, change_weights, job_of, make_images, turn_weights
 
-from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.devices.device import DeviceRun, Job
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, read_proto
 from edgekit.verify.layers.comparison import LayerReport, Located
@@ -78,7 +78,8 @@ def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: P
 
     def note(job: Job, _run: DeviceRun) -> dict[str, Any]:
         asked.append([spec.name for spec in job.outputs])
-        return {}
+        left = PlacedNode(name="c", op="Conv", domain="", provider=CPU_PROVIDER)
+        return {"placement": (left,) * (1 + (len(job.outputs) > 1))}
 
     device, job = turning(InProcess(retell=note), "conv3"), job_of(models[1])
     whole = find_device_layer(device, job, tmp_path / "whole")
@@ -89,7 +90,8 @@ def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: P
     assert max(map(len, asked[:-2])) == 3
     assert (whole.layer, sliced.layer) == ("conv3", "conv3")
     assert (whole.runs, whole.cuts, sliced.runs) == (3, 0, 7)
-    assert (sliced.layers, sliced.notes) == (whole.layers, ())
+    note_of_one = "with tensors inside as outputs more nodes ran on the CPU: 1 Conv"
+    assert (sliced.layers, sliced.notes, whole.notes) == (whole.layers, (note_of_one,), (note_of_one,))
 
 
 @pytest.mark.slow

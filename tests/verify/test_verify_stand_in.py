@@ -129,7 +129,10 @@ def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp
     off = InProcess(name="slow", lie=lambda rows: [{"y": row["y"] - np.float32(0.0047)} for row in rows])
     (near,) = verify(bundle, off, limit=limit).runs
     assert present(near.stand_in).agrees
-    assert present(near.stand_in).task.difference == pytest.approx(-0.4, abs=0.02)
+    best, moved = (present(run.stand_in).task for run in (same, near))
+    assert moved.difference == pytest.approx(-0.4, abs=0.02)
+    share = present(moved.difference) / best.reference
+    assert present(moved.share_interval) == pytest.approx([each + share for each in present(best.share_interval)])
     assert "0.40 points worse than the float model, more than 0.3" in metric_lines(near)[0]
 
 

@@ -65,12 +65,12 @@ TESTS = {
     "quantize/accuracy/loss.py": "compared_tensors predict compare",
     "check/rules/rules.py": "rules verdicts placement",
     "check/report.py": "verdicts trace",
-    "check/check.py": "rules verdicts placement open settings",
+    "check/check.py": "graph rules verdicts placement open settings advice",
     "convert/ort_format/canonical.py": "canonical census",
     "convert/ort_form.py": "equality canonical fusions census",
     "prepare/rewrites/activations.py": "rewrites exported",
     "devices/local/emulated.py": "emulated",
-    "prepare/clean.py": "clean outside dims",
+    "prepare/clean.py": "clean outside dims interface_changes",
 }
 """Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
 `verify/` is tests/verify/test_verify_gate.py."""

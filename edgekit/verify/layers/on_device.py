@@ -204,7 +204,6 @@ def find_device_layer(
         proto = read_proto(model)
         proto.graph.node.extend(onnx.helper.make_node("Identity", [spec.name], [_COPY + spec.name]) for spec in copied)
         proto.graph.output.extend(matching.declare(spec.name, spec.dtype, spec.shape) for spec in added)
-        place.mkdir(parents=True)
         path = save_proto(proto, place / "probed.onnx").path
         run = _run(device, msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
         return sources, run
@@ -428,7 +427,6 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
     def measure(place: int) -> None:
         """Sets the least SQNR of an output of a prefix on the device; the lowest if one cannot be compared."""
         folder = work / str(place)
-        (folder / "run").mkdir(parents=True)
         prefix = save_prefix(model, cuts[place][1], folder / "prefix.onnx")
         reference = _run_here(prefix, job.samples)
         outputs = tuple(
@@ -439,7 +437,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         nodes = tuple(node for node in job.check.node_list if node.name in kept)
         check = msgspec.structs.replace(job.check, node_list=nodes)
         part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
-        run = device.run_job(part, folder / "run")
+        run = _run(device, part, folder / "run")
         ratio = -math.inf if run.failure is not None else find_least_db(compare_outputs(reference, run.outputs))
         found[place] = min(max(ratio, -_WRONG_DB), _WRONG_DB)
 
