@@ -219,7 +219,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
             bytes=count_bytes(graph, node),
             partition=partition,
             unit=None if alone else unit.node.name,
-            risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
+            risks=judge.find_risks(shown, unit, taken=taken) if alone else (),
             remarks=remarks,
             fatal=at in placement.broken or is_fatal or is_lost,
             reads=tuple(dict.fromkeys(graph.producers[name].name for name in node.input if name in graph.producers)),

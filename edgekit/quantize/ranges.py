@@ -261,7 +261,7 @@ def percentile_range(
     cumulative = np.cumsum(histogram.counts) / histogram.total
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
-    high = histogram.centers[min(int(np.searchsorted(cumulative, 1 - tail)), len(cumulative) - 1)]
+    high = histogram.centers[int(np.searchsorted(cumulative, 1 - tail))]
     exact = _clip_saturated(exact, reader)
     return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
 
@@ -287,8 +287,6 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | N
     50 factors are tried for both ends together, then for each end by itself (a search as in OMSE, Y. Choukroun et al.,
     arXiv:1902.06822, for two ends).
     """
-    if not histogram.total or exact.high <= exact.low:
-        return exact
     exact = _clip_saturated(exact, reader)
 
     def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:

@@ -261,15 +261,18 @@ def test_a_difference_is_told_in_points_with_its_interval() -> None:
     assert describe_accuracy(replace(told, interval=(-0.5, 0.1))) == "75.0% -> 50.0%, -25.0 (-50.0 to +10.0)"
 
 
+CHANGE = {"wanted": 0, "got": 0, "samples": 0}
+
+
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
         ("samples", 0, -1), ("non_finite", 0, -1), ("max_abs", 0.0, -0.1), ("top1_agreement", 1.0, 1.1),
         ("exact_match", 0.0, -0.1), ("cosine", -1.0, -1.1), ("rank_correlation", 1.0, 1.1), ("sqnr_db", -200.0, -201.0),
-        ("psnr_db", 200.0, 201.0),
+        ("psnr_db", 200.0, 201.0), ("changes", [CHANGE], [{**CHANGE, "got": -1}]),
     ],
 )  # fmt: skip
-def test_a_figure_that_cannot_be_is_not_read(field: str, good: float, bad: float) -> None:
+def test_a_figure_that_cannot_be_is_not_read(field: str, good: object, bad: object) -> None:
     for value, reads in ((good, True), (bad, False)):
         text = json.dumps({"name": "y", "samples": 1, field: value})
         with contextlib.nullcontext() if reads else pytest.raises(msgspec.ValidationError):

@@ -142,6 +142,7 @@ LATE = np.vstack([SPREAD[:1], SPREAD[:-1]])
         (SPREAD / 10 + 9, np.zeros((16, 6)) + 9, None),  # so steady that a constant answers it
         (SPREAD.round(), np.zeros((16, 6)), None),  # a step of the grid
         (SPREAD[:2], np.zeros((2, 6)), None),  # two samples may saturate
+        (SPREAD[:1], SPREAD[:1, ::-1], None),  # of one sample nothing is known
         (SPREAD + 3, LATE + 3, "follows the sample before, not its own"),
         (SPREAD, 0.9 * SPREAD + 0.1 * LATE, "holds 10% of the sample before"),
         (SPREAD, SPREAD + 0.2 * LATE, "holds 20% of the sample before"),

@@ -323,11 +323,7 @@ def _energy(values: Floats) -> float:
 
 def _list_cycles(nearest: Sequence[int]) -> list[int]:
     """Returns the places on closed cycles place -> nearest place, without those that are their own nearest."""
-    moved: list[int] = []
-    for start in range(len(nearest)):
-        place, steps = nearest[start], 1
-        while place != start and steps <= len(nearest) and nearest[place] != place:
-            place, steps = nearest[place], steps + 1
-        if place == start and nearest[start] != start:
-            moved.append(start)
-    return moved
+    places = set(range(len(nearest)))
+    while (reached := {nearest[place] for place in places}) != places:
+        places = reached
+    return sorted(place for place in places if nearest[place] != place)
