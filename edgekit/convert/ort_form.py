@@ -301,7 +301,6 @@ def _find_first(source: models.Model, path: Path, graph: onnx.GraphProto, sample
     return ""
 
 
-_LAYOUT_LEVELS = frozenset({Level.LAYOUT, Level.ALL})
 OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
 
 
@@ -390,6 +389,6 @@ def describe_level(model: models.Model, path: Path, level: Level, equality: Equa
         inserted=dict(sorted(own.items())),
         size_bytes=path.stat().st_size,
         sha256=digest_file(path),
-        warning=OF_THIS_MACHINE if blocked and level in _LAYOUT_LEVELS else "",
+        warning=OF_THIS_MACHINE if blocked else "",
         equality=equality,
     )

@@ -20,7 +20,7 @@ from verify_models import break_layer, find_weights
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
-from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
@@ -155,6 +155,7 @@ def test_every_file_is_opened_and_told_of(target: str, bundles: dict[str, Bundle
     assert report.passed
     assert {file.file for file in run.files} == other_files(bundles[target])
     assert all(file.provider_nodes and file.outputs and file.load_ms > 0 for file in run.files)
+    assert {output.samples for file in run.files for output in file.outputs} == {LEAST_SAMPLES}
     told = list(list_verify_remarks(report))
     assert all(any(f"'{file.file}' opens too: " in line for line in told) for file in run.files)
 

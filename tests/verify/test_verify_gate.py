@@ -130,6 +130,7 @@ FIGURES: dict[str, Any] = {"cosine": 0.9, "sqnr_db": 10.0, "top1_agreement": 0.7
         ({"non_finite": 2, "reference_non_finite": 1}, "infinite, 1 of them on the float model already"),
         ({"cosine": None}, "was not measured"),
         ({"cosine": None, "elements": 0}, ""),
+        ({"cosine": None, "mismatch": "is late"}, "is late"),
         ({"cosine": None, "elements": 4}, "was not measured"),
         ({"cosine": None, "exact_match": 1.0}, ""),
         ({"cosine": float("nan")}, "has cosine nan, below 0.9"),

@@ -307,10 +307,9 @@ def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sid
 
 
 def _count_carriers(values: Floats) -> float:
-    """Returns how many of the values carry their energy: (sum of squares)^2 / sum of their squares."""
+    """Returns how many of the values, not all zero, carry their energy: (sum of squares)^2 / sum of their squares."""
     squares = np.square(values)
-    total = float(np.square(squares).sum())
-    return float(squares.sum()) ** 2 / total if total > 0.0 else 1.0
+    return float(squares.sum()) ** 2 / float(np.square(squares).sum())
 
 
 def _centre(rows: Floats) -> Floats:
