@@ -244,7 +244,8 @@ class Target(_Strict, frozen=True, kw_only=True):
 
     `fallback` are the targets that an app tries next if this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others if there is no bundle for it. `socs` names the values of the
-    parameter `soc_model`. `float_rewrites` are rewrites of float nodes into operators that only this provider has.
+    parameter `soc_model`. `rewrites` are those that its models need although the provider takes no more by them;
+    `float_rewrites` are more of these for models that stay float, into operators that only this provider has too.
     `float_bits` is the width in which its provider computes floats, whatever their type in the file. `shape_profiles`
     names the parameters with the smallest, the usual and the largest shapes of inputs: if they are set, dimensions may
     stay dynamic.
@@ -266,6 +267,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     thresholds: Thresholds
     fallback: tuple[str, ...] = ("cpu",)
     socs: dict[str, str] = {}
+    rewrites: tuple[str, ...] = ()
     float_rewrites: tuple[str, ...] = ()
     float_bits: Literal[16, 32] = 32
     shape_profiles: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET

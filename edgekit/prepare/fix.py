@@ -213,6 +213,8 @@ _TARGET_ADVICE: Mapping[Rewrite, str] = {
     layout.pad_reflect: "write {count} of Pad with mode reflect as slices and Concat, which is the same",
     layout.plain_nearest: "write {count} of nearest Resize with modes that providers compute as ONNX does, or as"
     " Gather, which is the same",
+    # Before planar_resize, which makes one of its sizes.
+    layout.exact_resize: "give {count} of linear Resize sizes whose quotients are its scales, 1e-6 apart",
     layout.planar_resize: "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
     layout.pad_transposed: "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it,"
     " which is the same",
@@ -295,16 +297,15 @@ def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ..
     For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: other
     floats get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
     quantizer needs in parts. One that is quantized for QNN has HardSwish in one node, which is rounded once, no
-    BatchNormalization, no Pad whose value is zero, no powers that stay float, and no GatherND by constants.
+    BatchNormalization, and no Pad whose value is zero. The target's `rewrites` are applied in both.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     takes_integers = any(precision in INTEGERS for precision in target.precisions)
     own = target.float_rewrites if stays_float else tuple(float16.TO_FLOAT) if takes_integers else ()
     if target.quantization.scheme == "qnn" and not stays_float:
-        plain = (norms.batch_norm_to_conv.id, idle.drop_pad_values.id, products.plain_power.id, layout.plain_gather.id)
-        own = (*own, activations.join_hard_swish.id, *plain)
-    return (*((products.gemm_to_matmul.id,) if blocks else ()), *own)
+        own = (*own, activations.join_hard_swish.id, norms.batch_norm_to_conv.id, idle.drop_pad_values.id)
+    return (*((products.gemm_to_matmul.id,) if blocks else ()), *own, *target.rewrites)
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):

@@ -326,6 +326,11 @@ FLOAT_WRONG = [
         { y = AveragePool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(x) }""",
     ),
     (
+        "exact-resize",
+        """(float[1,4,33,7] x) => (float[1,4,16,3] y) <float[4] s = {1,1,0.5,0.5}>
+        { y = Resize<mode="linear">(x, , s) }""",
+    ),
+    (
         "planar-resize",
         '(float[1,8,4,4,4] x) => (float[1,8,8,8,8] y) <float[5] s = {1,1,2,2,2}> { y = Resize<mode="linear">(x, , s) }',
     ),

@@ -95,15 +95,16 @@ def test_every_rewrite_has_advice() -> None:
 def test_a_target_with_weights_in_blocks_asks_for_products_of_three_dimensions() -> None:
     assert list_required(load_target("qnn", {"blocks": "32"})) == (
         "gemm-to-matmul", "half-to-float", "double-to-float", "join-hard-swish", "batch-norm-to-conv", "plain-pad",
-        "plain-power", "plain-gather",
+        "plain-power", "plain-gather", "exact-resize",
     )  # fmt: skip
     assert list_required(load_target("qnn")) == (
         "half-to-float", "double-to-float", "join-hard-swish", "batch-norm-to-conv", "plain-pad", "plain-power",
-        "plain-gather",
+        "plain-gather", "exact-resize",
     )  # fmt: skip
     assert list_required(load_target("nnapi")) == ("half-to-float", "double-to-float")
     assert list_required(load_target("qnn"), stays_float=True) == (
         "bounded-exp", "flat-softplus", "gate-first", "cast-by-int32", "cast-by-floor", "pad-edge", "plain-average",
-        "split-lstm", "plain-power", "plain-gather",
+        "split-lstm", "plain-power", "plain-gather", "exact-resize",
     )  # fmt: skip
     assert list_required(load_target("coreml")) == ()
+    assert list_required(load_target("xnnpack"), stays_float=True) == ("exact-resize",)

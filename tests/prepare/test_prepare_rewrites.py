@@ -84,6 +84,13 @@ WITH = {
     "pad-axes": """g (float[2,3,4] x) => (float[2,6,5] y, float[2,3,6] z) <float v = {9}, int64[4] p = {1,2,0,1},
         int64[2] a = {-1,1}, int64[2] q = {2,0}, int64[1] b = {2}>
         { y = Pad(x, p, v, a) z = Pad<mode="edge">(x, q, , b) }""",
+    # Half of odd sizes, once and a half of them, and three fifths of a line.
+    "exact-resize": """g (float[1,2,7,9] x, float[1,2,7] u) => (float[1,2,3,4] y, float[1,2,10,13] z, float[1,2,4] v,
+        float[1,2,7,4] w) <float[4] h = {1,1,0.5,0.5}, float[4] f = {1,1,1.5,1.5}, float[3] t = {1,1,0.6},
+        float[4] d = {1,1,1,0.5}> { y = Resize<mode="linear">(x, , h)
+        z = Resize<mode="linear", coordinate_transformation_mode="asymmetric">(x, , f)
+        v = Resize<mode="linear", coordinate_transformation_mode="pytorch_half_pixel">(u, , t)
+        w = Resize<mode="linear">(x, , d) }""",
     "planar-resize": """g (float[2,3,3,4,5] x) => (float[2,3,6,4,7] y, float[2,3,5,6,10] z, float[2,3,3,8,5] u)
         <float[5] f = {1,1,2,1,1.5}, int64[5] s = {2,3,5,6,10}, float[5] g = {1,1,1,2,1}>
         { y = Resize<mode="linear">(x, , f)
@@ -422,6 +429,15 @@ WITHOUT = {
     "pad-axes": """g (float[2,3] x, int64[1] a, int64[2] q) => (float[2,M] y, float[A,B] z, float[C,D] u)
         <int64[4] p = {0,1,0,1}, int64[2] r = {1,1}, int64[1] b = {1}>
         { y = Pad(x, p) z = Pad(x, r, , a) u = Pad(x, q, , b) }""",
+    # Exact scales, sizes, ends that decide, no whole ratio, another mode, and one result in place of several.
+    "exact-resize": """g (float[1,2,7,8] x) => (float[1,2,14,4] y, float[1,2,3,4] z, float[1,2,3,4] v, float[1,2,5,6] w,
+        float[1,2,3,4] t, float[1,2,1,8] u)
+        <float[4] d = {1,1,2,0.5}, int64[4] s = {1,2,3,4}, float[4] h = {1,1,0.5,0.5},
+        float[4] o = {1,1,0.77345,0.77345}, float[4] q = {1,1,0.15384616,1}>
+        { y = Resize<mode="linear">(x, , d) z = Resize<mode="linear">(x, , , s)
+        v = Resize<mode="linear", coordinate_transformation_mode="align_corners">(x, , h)
+        w = Resize<mode="linear">(x, , o) t = Resize<mode="cubic">(x, , h)
+        u = Resize<mode="linear", coordinate_transformation_mode="pytorch_half_pixel">(x, , q) }""",
     "planar-resize": """g (float[1,1,3,4,5] x, float[1,1,4,5] u)
         => (float[1,1,6,8,10] y, float[1,1,8,10] v, float[1,2,3,4,5] z)
         <float[5] f = {1,1,2,2,2}, float[4] g = {1,1,2,2}, float[5] c = {1,2,1,1,1}>
@@ -631,6 +647,7 @@ TOLERANCE = {
     "bounded-exp": 1e-6,
     "plain-average": 1e-6,
     "planar-resize": 1e-6,
+    "exact-resize": 1e-6,
     "split-mish": 1e-6,
     "split-swish": 1e-6,
     "leaky-to-max": 1e-6,
@@ -650,6 +667,7 @@ SITES = {
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
+    "exact-resize": 4,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "zero-pad": 2, "transposed-to-conv": 3,
     "matmul-to-2d": 3, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 8, "scale-to-conv": 4, "split-qlinear": 13,

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import onnx
@@ -329,16 +331,18 @@ def pad_edge(writer: Writer) -> None:
 
     With few channels, or three axes, the HTP copies what lies beyond the data (targets/qnn/NOTES.md).
     """
-    if (shape := writer.graph.value(writer.node.input[0]).shape) is None:
-        return
+    if (shape := writer.graph.value(writer.node.input[0]).shape) is not None:
+        _pad_by_axis(writer, "edge", partial(_repeat_edge, writer, len(shape)))
 
-    def repeat(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
-        bounds = (0, 1, 1) if is_before else (-1, np.iinfo(np.int64).max, 1)
-        edge = _slice(writer, value, f"{part}-edge", axis, bounds)
-        copies = [count if each == axis else 1 for each in range(len(shape))]
-        return writer.add("Tile", [edge, writer.constant(f"{part}/copies", copies, "int64")], part)
 
-    _pad_by_axis(writer, "edge", repeat)
+def _repeat_edge(writer: Writer, rank: int, value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
+    """Adds copies of the first or the last element of an axis."""
+    bounds = (0, 1, 1) if is_before else (-1, np.iinfo(np.int64).max, 1)
+    if count == 1:
+        return _slice(writer, value, part, axis, bounds)
+    edge = _slice(writer, value, f"{part}-edge", axis, bounds)
+    copies = [count if each == axis else 1 for each in range(rank)]
+    return writer.add("Tile", [edge, writer.constant(f"{part}/copies", copies, "int64")], part)
 
 
 def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
@@ -387,6 +391,67 @@ def plain_nearest(writer: Writer) -> None:
     for axis in axes:
         indices = writer.constant(f"axis_{axis}/indices", picks[axis], "int64")
         value = writer.add("Gather", [value, indices], "" if axis == axes[-1] else f"axis_{axis}", axis=axis)
+
+
+# Coordinate modes in which an element lies where the scale says, and not where the ends do.
+_SCALED = frozenset({"asymmetric", "half_pixel", "pytorch_half_pixel"})
+_MOST_DENOMINATOR, _SAME_PLACE = 1000, 1e-4
+
+
+@node_rewrite("exact-resize", {"Resize"}, since=13)
+def exact_resize(writer: Writer) -> None:
+    """Rewrites a linear Resize whose scales are not the quotients of its sizes to one of which they are.
+
+    Providers compute with the quotients: half of 33 elements is 16, and not 16/33 of them. The last elements that no
+    result reads are cut off before it, or the last one is repeated, as ONNX does beyond the end, and the results that
+    this adds are cut off behind it. The last bits may differ (1e-6 relative).
+    """
+    graph, node, given = writer.graph, writer.node, writer.node.attributes
+    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
+    scales = graph.array(node.input[2]) if node.has_input(2) else None
+    if before is None or after is None or scales is None or not scales.size == len(before) == len(after):
+        return
+    if given.get("mode") != "linear" or node.integer("antialias", 0) or "axes" in given:
+        return
+    if given.get("coordinate_transformation_mode", "half_pixel") not in _SCALED:
+        return
+    sizes = [_fit_scale(*each) for each in zip(before, after, scales.tolist(), strict=True)]
+    fitted = [pair for pair in sizes if pair is not None]
+    if len(fitted) < len(sizes) or fitted == [*zip(before, after, strict=True)]:
+        return
+    value = _cut(writer, node.input[0], "cut", before, [old for old, _ in fitted])
+    for axis, (old, _) in enumerate(fitted):
+        if old > before[axis]:
+            part = f"axis_{axis}"
+            more = _repeat_edge(writer, len(before), value, f"{part}/after", axis, old - before[axis], is_before=False)
+            value = writer.add("Concat", [value, more], part, axis=axis)
+    made = [new for _, new in fitted]
+    wanted = ["", "", writer.constant("sizes", made, "int64")]
+    kept = {name: each for name, each in given.items() if name != "keep_aspect_ratio_policy"}
+    value = writer.add("Resize", [value, *wanted], "longer" if made != [*after] else "", **kept)
+    _cut(writer, value, "", made, after)
+
+
+def _fit_scale(before: int, after: int, scale: float) -> tuple[int, int] | None:
+    """Returns a number of elements and of results with this quotient, at least as many results; None if there is none.
+
+    A number of the kind `after` / `scale` loses only elements that no result reads.
+    """
+    if not 0.0 < scale < math.inf or abs(before * scale - after) < _SAME_PLACE:
+        return (before, after) if 0.0 < scale < math.inf else None
+    ratio = Fraction(scale).limit_denominator(_MOST_DENOMINATOR)
+    made = -(-after // max(ratio.numerator, 1)) * ratio.numerator
+    needed = made * ratio.denominator // max(ratio.numerator, 1)
+    is_near = abs(made - needed * scale) < _SAME_PLACE
+    return (needed, made) if is_near and 0 < needed <= 2 * before and (after > 1 or made == 1) else None
+
+
+def _cut(writer: Writer, value: str, part: str, sizes: Sequence[int], wanted: Sequence[int]) -> str:
+    """Adds a Slice of the first elements along the axes where fewer are wanted, if there are any."""
+    axes = [axis for axis, pair in enumerate(zip(sizes, wanted, strict=True)) if pair[1] < pair[0]]
+    numbers = {"starts": [0] * len(axes), "ends": [wanted[axis] for axis in axes], "axes": axes}
+    names = writer.constants({f"{part or 'end'}/{name}": each for name, each in numbers.items()}, "int64")
+    return writer.add("Slice", [value, *names], part) if axes else value
 
 
 @node_rewrite("planar-resize", {"Resize"}, since=13, floats=True)
