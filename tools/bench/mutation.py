@@ -43,7 +43,7 @@ TESTS = {
     "verify/metrics/intervals.py": "metrics gate",
     "verify/metrics/outputs.py": "metrics gate agreement",
     "verify/metrics/fidelity.py": "honesty",
-    "verify/own_model.py": "own_model stand_in honesty",
+    "verify/own_model.py": "bundle own_model stand_in forms honesty",
     "verify/suspects.py": "suspects",
     "verify/placement.py": "placement forms",
     "verify/history.py": "history",

@@ -4,6 +4,7 @@ A rule is one line of data with a `kind`; its `refuse` returns why a unit does n
 every unit of its operator. Rules for the meaning of single operators are in `operators.py`.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast
 
@@ -76,7 +77,7 @@ class When(_Strict, frozen=True, kw_only=True):
     absent: tuple[int, ...] = ()
     inputs_min: int = 0
     since_min: int = 0
-    since_max: int = 10_000
+    since_max: int = sys.maxsize
     ops: tuple[str, ...] = ()
     except_ops: tuple[str, ...] = ()
     fed_by: tuple[str, ...] = ()
@@ -206,7 +207,7 @@ class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
     of: Side = "inputs"
     at: tuple[int, ...] = ()
     min: int = 0
-    max: int = 100
+    max: int = sys.maxsize
     allowed: tuple[int, ...] = ()
     unless_chain: tuple[str, ...] = ()
     chain_ends: tuple[int, ...] = ()
@@ -369,7 +370,7 @@ class Count(BaseRule, frozen=True, kw_only=True, tag="count"):
 
     of: Side
     min: int = 0
-    max: int = 10_000
+    max: int = sys.maxsize
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         found = len(list(subject.operands((), self.of)))

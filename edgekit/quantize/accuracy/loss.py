@@ -47,7 +47,7 @@ def ratio_db(signal: float, noise: float) -> float:
     if noise == 0:
         return _BEST_DB
     tiny = np.finfo(np.float64).tiny
-    return float(np.clip(10 * (np.log10(max(signal, tiny)) - np.log10(max(noise, tiny))), _WORST_DB, _BEST_DB))
+    return float(np.clip(10 * (np.log10(max(signal, tiny)) - np.log10(noise)), _WORST_DB, _BEST_DB))
 
 
 def measure_powers(expected: Array, found: Array) -> Array:
@@ -104,8 +104,6 @@ _SAME_TRUTH = 16
 # network, which lost 1.2 to 1.8 times the estimate, because it is underconfident (measured once, the program is gone).
 # Means over its plans (docs/reference/measured.md, "How far the estimates miss"): 1.35 points lost, 0.93 estimated.
 _MAP_DEVIATION = 0.3
-# Beyond what float32 can tell, so that logarithms stay finite.
-_DB_LIMIT = 200.0
 # A variance that is a smaller share of the power comes from rounding in sums of float64.
 _ROUNDING_SHARE = 1e-12
 # Channels whose deviation is a smaller share of the largest one form a second group, such as scores beside boxes.
@@ -351,8 +349,8 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     """
     table = np.stack(records)
     peak = max(float(table[:, 3].max() - table[:, 2].min()), 1e-12)
-    errors, detail = np.maximum(table[:, :2].T / peak**2, 10 ** (-_DB_LIMIT / 10))
-    before = np.clip(-10 * np.log10(detail), LEAST_PSNR_DB, _MOST_PSNR_DB)
+    errors, detail = table[:, :2].T / peak**2
+    before = -10 * np.log10(np.clip(detail, 10 ** (-_MOST_PSNR_DB / 10), 10 ** (-LEAST_PSNR_DB / 10)))
     pairs = np.stack([10 * np.log10(1 + errors * 10 ** (before / 10)), before], axis=1)
 
     def score(sums: Array) -> Array:
