@@ -215,6 +215,23 @@ def test_prelu_with_a_single_version_computes_signed_integers() -> None:
     assert got.tolist() == [-2, -4, -8, 8]
 
 
+def test_a_tensor_that_is_reshaped_twice_keeps_its_numbers() -> None:
+    require_device("android:x86_64", "nnapi")
+    float32, one, several = OperandType.TENSOR_FLOAT32, OperandType.FLOAT32, OperandType.TENSOR_INT32
+    row, column = tensor(float32, 1, 6), tensor(float32, 6, 1)
+    constants = (tensor(OperandType.INT32, size=4), tensor(several, 2, size=8), tensor(one, size=4))
+    steps = ((14, (0,), 4), (18, (0, 4, 1), 5), (22, (5, 2), 6), (25, (6, 3), 7), (22, (5, 2), 8))
+    operations = tuple(Operation(type=code, inputs=inputs, outputs=(output,)) for code, inputs, output in steps)
+    network = Network(
+        id=0, relaxed=False, operands=(row, *constants, row, row, column, column, column), operations=operations,
+        inputs=(0,), outputs=(8,),
+    )  # fmt: skip
+    value = np.linspace(-2, 2, 6, dtype=np.float32)
+    computer = load(network, np.array([0, 6, 1], np.int32).tobytes() + np.float32(1).tobytes())
+    got = np.frombuffer(compute(computer, value.tobytes()), np.float32)
+    assert got == pytest.approx(value / (1 + np.exp(-value)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )

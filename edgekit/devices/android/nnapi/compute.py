@@ -59,7 +59,13 @@ class Computer:
 
         optimized = any(operation.type in _OPTIMIZED for operation in network.operations)
         kernels = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if optimized else OpResolverType.BUILTIN_REF
-        interpreter: Any = Interpreter(model_content=model, experimental_op_resolver_type=kernels, num_threads=1)
+        # With tensors that share memory, a RESHAPE whose input is read again later gives wrong numbers (LiteRT #8889).
+        interpreter: Any = Interpreter(
+            model_content=model,
+            experimental_op_resolver_type=kernels,
+            experimental_preserve_all_tensors=True,
+            num_threads=1,
+        )
         interpreter.allocate_tensors()
         self._networks[network.id] = network, interpreter
 
