@@ -232,9 +232,10 @@ class CentredPads(BaseRule, frozen=True, kw_only=True, tag="centred_pads"):
 class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
     """Resize: only the last `spatial` axes may change, and the other fields limit how far.
 
-    A scale below 1 must be one over a divisor of the axis (`divisor`), and one above 1 a whole number (`whole`); both
-    kinds must not occur together (not `mixed`). Scales must be the quotients of the sizes (`exact`), the last axis must
-    not change alone (`not_alone`), and each axis must have at least `least` elements afterwards.
+    A scale below 1 must be one over a divisor of the axis (`divisor`), and one above 1 a whole number (`whole`); if one
+    is below 1, all must be (not `mixed`), or none may be (not `shrinks`). Scales must be the quotients of the sizes
+    (`exact`), the last axis must not change alone (`not_alone`), and each axis must have at least `least` elements
+    afterwards.
     """
 
     spatial: int = 2
@@ -242,6 +243,7 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
     divisor: bool = False
     whole: bool = False
     mixed: bool = True
+    shrinks: bool = True
     exact: bool = False
     not_alone: bool = False
 
@@ -272,8 +274,10 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
         if self.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
             yield "only the last axis changes"
         changed = factors[outer:]
-        if not self.mixed and min(changed, default=1) < 1 < max(changed, default=1):
-            yield "one axis grows and the other shrinks"
+        if not self.mixed and min(changed, default=1) < 1 <= max(changed, default=1):
+            yield "one axis shrinks and the other does not"
+        if not self.shrinks and min(changed, default=1) < 1:
+            yield "an axis shrinks"
         for factor, dim in zip(changed, shape[outer:], strict=True):
             if factor * (dim or 0) < self.least - _WHOLE_TOLERANCE:
                 yield f"an axis of {dim} elements is left with fewer than {self.least}"
