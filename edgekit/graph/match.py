@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it. In float16 a
@@ -19,11 +20,29 @@ _MOVING = frozenset({
     "Abs", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Neg", "Reshape", "Slice",
     "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
+_JOINING = frozenset({"Concat", "DequantizeLinear", "Pad", "QuantizeLinear", "Split"})
 # Sums of products of finite numbers, and operators with a bounded result.
 _FINITE = frozenset({
     "Conv", "Einsum", "Gemm", "LayerNormalization", "MatMul", "Sigmoid", "SimplifiedLayerNormalization", "Softmax",
     "Tanh",
 })  # fmt: skip
+
+
+def list_moved(graph: Graph) -> set[str]:
+    """Returns the outputs of the graph that hold only elements of its inputs and constants, perhaps rounded by Q nodes.
+
+    A compiler may cancel a QuantizeLinear and the DequantizeLinear behind what only moves elements: QNN's HTP gives
+    such an output in float, to the bit.
+    """
+    moved = {*graph.inputs, *graph.constants}
+    for node in graph.nodes:
+        if (
+            node.domain in {"", ORT_DOMAIN}
+            and node.op_type in _MOVING | _JOINING
+            and moved.issuperset(filter(None, node.input))
+        ):
+            moved.update(node.output)
+    return moved & graph.outputs
 
 
 def count_huge_terms(graph: Graph, name: str) -> int | None:

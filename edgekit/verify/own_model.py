@@ -24,6 +24,8 @@ from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.graph.graph import read_graph
+from edgekit.graph.match import list_moved
 from edgekit.machine import release_memory
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
@@ -104,6 +106,11 @@ def find_other_model(bundle: Bundle) -> tuple[str, ...]:
         return ()
     reason = f"{manifest.provider} takes {taken:.0%} of its work by the rules of '{manifest.target}'"
     return (f"'{path.name}' is another model than promised: {reason}, not {promised:.0%}; build again",)
+
+
+def list_moved_outputs(bundle: Bundle) -> set[str]:
+    """Returns the outputs of the bundle's ONNX file that hold only elements of its inputs; none without such a file."""
+    return list_moved(read_graph(load_model(bundle.find_model("onnx")))) if "onnx" in bundle.manifest.forms else set()
 
 
 def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> Iterator[str]:

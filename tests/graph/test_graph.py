@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model
+from edgekit.graph.match import list_moved
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import sort_nodes
@@ -28,6 +29,13 @@ BODIES = """(float[2] x, bool c) => (float[2] y) {
 
 def view(text: str) -> Graph:
     return view_model(infer_model(parser.parse_model(f"{HEAD} {text}")))
+
+
+def test_an_output_is_moved_if_nothing_computes_on_its_way() -> None:
+    graph = view("""(float[2] x, float[1] c) => (float[4] y, float[3] z, float[2] w)
+        <float s = {0.1}, uint8 o = {3}, int64[2] p = {1,1}> { q = com.microsoft.QuantizeLinear(x, s, o)
+        d = DequantizeLinear(q, s, o) y = Pad(d, p) z = Concat<axis=0>(d, c) r = Relu(x) w = Neg(r) }""")
+    assert list_moved(graph) == {"y", "z"}
 
 
 def sparse_node() -> onnx.NodeProto:

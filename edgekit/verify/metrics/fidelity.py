@@ -9,7 +9,7 @@ tests/verify/test_verify_honesty.py counts how often.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -67,17 +67,22 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool
 
 
-def find_unfaithful(own: Samples, reference: Samples, got: Samples, *, may_be_equal: bool = False) -> dict[str, str]:
+def find_unfaithful(
+    own: Samples, reference: Samples, got: Samples, *, may_be_equal: Collection[str] = ()
+) -> dict[str, str]:
     """Returns, for each output that does not come from the bundle's own model, in words what came back instead.
 
-    `may_be_equal` says that the source model computes in integers, as the device's kernels do: then a device gives its
-    outputs to the bit, while the bundle's own model, which computes in float between Q and DQ nodes, rounds otherwise.
+    `may_be_equal` names the outputs that an honest device may give as the source model does, to the bit, while the
+    bundle's own model rounds otherwise: those of a source that computes in integers, as the device's kernels do, and
+    those that the model only moves, where a compiler cancels a Q and the DQ behind it.
 
     All three arguments hold the same samples: the outputs of the bundle's own model, of the float model, and of the
     device. An output that is missing, not finite or of another shape is left out: its figures fail it.
     """
     every = _read_sides(own, reference, got).items()
-    found = {name: describe_origin(sides, may_be_equal=may_be_equal) or find_distance(sides) for name, sides in every}
+    found = {
+        name: describe_origin(sides, may_be_equal=name in may_be_equal) or find_distance(sides) for name, sides in every
+    }
     return {name: words for name, words in found.items() if words}
 
 
