@@ -289,32 +289,41 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | N
     """
     exact = _clip_saturated(exact, reader)
 
-    def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:
-        return min(candidates, key=lambda ends: quantization_error(ends[0], ends[1], histogram, reader))
-
-    low, high = best([(exact.low * factor, exact.high * factor) for factor in _FACTORS])
+    error = quantization_error(histogram, reader)
+    low, high = min(((exact.low * factor, exact.high * factor) for factor in _FACTORS), key=error)
     if exact.low < 0:
-        low, high = best([(low, high), *((exact.low * factor, high) for factor in _FACTORS)])
+        low, high = min([(low, high), *((exact.low * factor, high) for factor in _FACTORS)], key=error)
     if exact.high > 0:
-        low, high = best([(low, high), *((low, exact.high * factor) for factor in _FACTORS)])
+        low, high = min([(low, high), *((low, exact.high * factor) for factor in _FACTORS)], key=error)
     return TensorRange(low=low, high=high)
 
 
-def quantization_error(low: float, high: float, histogram: Histogram, reader: Nonlinearity | None = None) -> float:
-    """Returns the summed squared error, after `reader`, of 8-bit integers over [low, high], extended to zero."""
-    low, high = min(low, 0.0), max(high, 0.0)
-    step = (high - low) / LEVELS
-    values = histogram.centers
-    if step > 0:
-        zero = round(-low / step)
-        rounded = np.rint(values / step)
-        np.maximum(rounded, -zero, out=rounded)
-        np.minimum(rounded, LEVELS - zero, out=rounded)
-        rounded *= step
-    else:
-        rounded = np.zeros_like(values)
-    error = rounded - values if reader is None else reader(rounded) - reader(values)
-    return float(np.dot(histogram.counts, error * error))
+def quantization_error(
+    histogram: Histogram, reader: Nonlinearity | None = None
+) -> Callable[[tuple[float, float]], float]:
+    """Returns a function of the two ends of a range, extended to zero: the summed squared error of 8-bit integers.
+
+    The error is that of the histogram's values, after `reader`.
+    """
+    # A product of integers and floats would convert the integers each time.
+    values, counts = histogram.centers, histogram.counts.astype(np.float64)
+    wanted = values if reader is None else reader(values)
+
+    def measure(ends: tuple[float, float]) -> float:
+        low, high = min(ends[0], 0.0), max(ends[1], 0.0)
+        step = (high - low) / LEVELS
+        if step > 0:
+            zero = round(-low / step)
+            rounded = np.rint(values / step)
+            np.maximum(rounded, -zero, out=rounded)
+            np.minimum(rounded, LEVELS - zero, out=rounded)
+            rounded *= step
+        else:
+            rounded = np.zeros_like(values)
+        error = (rounded if reader is None else reader(rounded)) - wanted
+        return float(np.dot(counts, error * error))
+
+    return measure
 
 
 METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average")

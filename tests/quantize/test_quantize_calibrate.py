@@ -132,6 +132,7 @@ RELU = "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }"
 INFINITY = "(float[1,4] x) => (float[1,4] y) { e = Exp(x) y = Relu(e) }"
 # The outputs do not show the NaN.
 HIDDEN = "(float[1,4] x) => (int64[1,1] y) { l = Sqrt(x) y = ArgMax<axis=1>(l) }"
+DIVIDED = "(float[1,4] x) => (int64[1,1] y) <float[4] d = {1, 2, %s, 4}> { l = Div(x, d) y = ArgMax<axis=1>(l) }"
 MASKED = """(float[1,4] x) => (float[1,4] y) <float never = {-inf}, float zero = {0},
     float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {
     h = MatMul(x, w) c = Greater(h, zero) y = Where(c, h, never) }"""
@@ -146,6 +147,8 @@ WHOLE = "(int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }"
     [
         (INFINITY, 17, [1, 1, 999], DataError, r"sample 2 of 'test data' gives infinity in tensor 'e' \(made by Exp\)"),
         (HIDDEN, 17, [-1], DataError, r"sample 0 .* NaN in tensor 'l' \(made by Sqrt\)"),
+        (DIVIDED % "0", 17, [0], DataError, r"sample 0 .* NaN in tensor 'l' \(made by Div\)"),
+        (DIVIDED % "nan", 17, [1], ModelError, "weight 'd' of Div .*NaN"),
         (MASKED, 17, [1, -1], DataError, "sample 1 of .* not finite in output 'y' .prepare --outputs"),
         (
             MISSING,

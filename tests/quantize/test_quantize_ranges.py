@@ -40,11 +40,11 @@ def few_values(*pairs: tuple[float, int]) -> Histogram:
 def test_the_error_of_a_range_is_that_of_its_integers() -> None:
     seen = few_values((-0.6, 1), (0.0, 5), (1.4, 2), (300.0, 1))
     # Steps of 1 from -55 to 200: 0.6 errs by 0.4, 1.4 twice by 0.4, 300 is cut to 200.
-    assert quantization_error(-55.0, 200.0, seen) == pytest.approx(0.16 + 2 * 0.16 + 100.0**2)
-    assert quantization_error(55.0, 255.0, seen) == pytest.approx(0.36 + 2 * 0.16 + 45.0**2)
-    assert quantization_error(-255.0, -55.0, seen) == pytest.approx(0.16 + 2 * 1.96 + 300.0**2)
-    assert quantization_error(0.0, 0.0, seen) == pytest.approx(0.36 + 2 * 1.96 + 300.0**2)
-    assert quantization_error(-55.0, 200.0, seen, lambda x: 2 * x) == pytest.approx(4 * (0.16 + 2 * 0.16 + 100.0**2))
+    assert quantization_error(seen)((-55.0, 200.0)) == pytest.approx(0.16 + 2 * 0.16 + 100.0**2)
+    assert quantization_error(seen)((55.0, 255.0)) == pytest.approx(0.36 + 2 * 0.16 + 45.0**2)
+    assert quantization_error(seen)((-255.0, -55.0)) == pytest.approx(0.16 + 2 * 1.96 + 300.0**2)
+    assert quantization_error(seen)((0.0, 0.0)) == pytest.approx(0.36 + 2 * 1.96 + 300.0**2)
+    assert quantization_error(seen, lambda x: 2 * x)((-55.0, 200.0)) == pytest.approx(4 * (0.16 + 2 * 0.16 + 100.0**2))
 
 
 def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:
@@ -91,8 +91,8 @@ def test_mse_is_never_worse_than_minmax() -> None:
     for seed in range(5):
         values = np.random.default_rng(seed).standard_t(3, 20_000)
         histogram, span = histogram_of(values), mse_range(whole(values), histogram_of(values))
-        error = quantization_error(span.low, span.high, histogram, lambda x: x)
-        assert error <= quantization_error(values.min(), values.max(), histogram, lambda x: x)
+        error = quantization_error(histogram, lambda x: x)
+        assert error((span.low, span.high)) <= error((values.min(), values.max()))
 
 
 def test_a_percentile_cuts_off_both_ends() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
@@ -95,7 +95,7 @@ def augment_graph(
     extremes = _list_extremes(graph, names, layers)
     names = list(dict.fromkeys(name for name, _ in extremes))
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
-    sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
+    sums = tuple(name for name in names if name in graph.producers and _may_make_nan(graph, graph.producers[name]))
     measured = {name for name, _ in lows if graph.dims(name)}
     scores = [each for each in float_graph.find_attention_scores(graph) if each.tensor in measured]
     builder = _Builder(graph)
@@ -137,6 +137,12 @@ def pick_outputs(tensors: int) -> Iterator[tuple[str, slice]]:
 def picked_values(samples: int) -> int:
     """Returns how many values of a tensor each of `samples` samples adds to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
+
+
+def _may_make_nan(graph: Graph, node: Node) -> bool:
+    """Returns True if a node may turn finite values into NaN: not a Div by finite constants other than 0."""
+    divisor = graph.constant(node.input[1]) if node.op_type == "Div" else None
+    return node.op_type in _NAN_OPS and (divisor is None or not (divisor.all() and np.isfinite(divisor).all()))
 
 
 def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
