@@ -94,7 +94,7 @@ def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
 def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_path: Path) -> None:
     text = """g (float[1,4] x) => (float[1,16] y)
         <float[4] mean = {75.5, 1.5, 0.5, 5}, float[4] step = {0.02, 0.9, 2, 0.3}>
-        { c = Sub(x, mean) s = Mul(c, step) y = MatMul(s, w) }"""
+        { c = Sub(x, mean) r = Transpose<perm = [0, 1]>(c) s = Mul(r, step) y = MatMul(s, w) }"""
     model, rng = make_model(text, tmp_path / "m.onnx", {"w": (4, 16)}), np.random.default_rng(0)
     columns = [rng.integers(1, 150, 64), rng.integers(0, 4, 64), rng.integers(0, 2, 64), rng.integers(2, 9, 64)]
     rows: list[Tensors] = [{"x": row[None].astype(np.float32)} for row in np.stack(columns, axis=1)]
@@ -103,6 +103,9 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
     assert relieved.wide.keys() >= {"x", "c", "s", "mean", "step"}
     made = quantize_model(model, relieved, calibration, tmp_path / "q.onnx").model
     assert sqnr_db(model, made, rows) > 30
+    # The constants of the node that makes a tensor count too, and those behind a node that only moves values.
+    wide = relieve_tensors(read_float_graph(model), plan, ("c",), calibration, widens=True).wide
+    assert wide.keys() == {"c", "r", "mean", "step"}
     # `step` is read by a product that stays in 8 bits too, and a constant has one grid.
     shared = make_model(text.replace("y = ", "t = Relu(x) u = Mul(t, step) y = "), tmp_path / "s.onnx", {"w": (4, 16)})
     wide = relieve_tensors(read_float_graph(shared), plan, ("x", "c"), calibration, widens=True).wide

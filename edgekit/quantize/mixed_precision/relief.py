@@ -252,18 +252,21 @@ def relieve_tensors(
         exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: read_constant_range(graph, name) for name in every if graph.is_float_constant(name)}
-        wide = {**plan.wide, **exact, **tables, **_read_operand_ranges(graph, every)}
+        wide = {**plan.wide, **exact, **tables, **_read_operand_ranges(graph, (*every, *exact))}
         return msgspec.structs.replace(plan, wide=_widen_joined(graph, wide, seen) if plan.scheme == "qnn" else wide)
     return keep_float(graph, plan, tuple(every))
 
 
 def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
-    """Returns the ranges of the constants that are added to these tensors or multiplied with them, or pad them.
+    """Returns the ranges of the constants of the additions, products and Pads that make or read these tensors.
 
     Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
-    steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend.
+    steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend. A product with the
+    frequencies of an encoding of places has no low ones then.
     """
-    readers = {node.name: node for name in names for node in graph.readers(name) if node.op_type in _WITH_CONSTANTS}
+    nodes = [graph.producers[name] for name in names if name in graph.producers]
+    nodes += [node for name in names for node in graph.readers(name)]
+    readers = {node.name: node for node in nodes if node.op_type in _WITH_CONSTANTS}
     constants = dict.fromkeys(name for node in readers.values() for name in node.input if graph.is_float_constant(name))
     # A constant has one grid for all its readers, and a node that computes in 8 bits would not be taken with one in 16.
     shared = {name for name in constants if any(node.name not in readers for node in graph.readers(name))}
