@@ -175,6 +175,12 @@ def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path
     assert (found.samples, found.bit_equal, found.error) == (0, False, 0.0)
     with pytest.raises(RuntimeRefusal):
         compare_onnx(model, model, draw_samples(model.inputs))
+    # Of two sizes of an open dimension only the first fits.
+    model = save_text(
+        tmp_path / "n.onnx", "(float[n] x) => (float[m] y) { y = Add(x, c) }", {"c": np.ones(2, np.float32)}
+    )
+    found = compare_onnx(model, model)
+    assert (found.samples, found.bit_equal, found.skipped) == (1, True, "")
 
 
 def test_a_sequence_is_compared_and_one_that_goes_in_is_not(tmp_path: Path) -> None:
