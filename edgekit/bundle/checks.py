@@ -37,15 +37,13 @@ def find_fault(name: str) -> str | None:
     A safe name means the same file below the folder on Linux, macOS and Windows: see Microsoft's "Naming files, paths,
     and namespaces" for forbidden characters, final dots and spaces, and the names of devices.
     """
-    if not name or len(name) > _MAX_NAME_BYTES:
-        return "is empty or too long"
     try:
         size_bytes = len(name.encode())
     except UnicodeEncodeError:
         return "is no text"
     parts = name.split("/")
-    if size_bytes > _MAX_NAME_BYTES or len(parts) > _MAX_DEPTH:
-        return "is too long"
+    if not name or size_bytes > _MAX_NAME_BYTES or len(parts) > _MAX_DEPTH:
+        return "is empty or too long"
     for part in parts:
         if part in {"", ".", ".."}:
             return "is absolute or climbs"
