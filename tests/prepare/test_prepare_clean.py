@@ -33,14 +33,10 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
     proto = onnx.load(str(prepared.path))
     assert [value.name for value in proto.graph.input] == ["x"]
     assert_near(model, prepared)
-
-
-@pytest.mark.parametrize(("ir_version", "inputs"), [(3, ["x"]), (4, ["x", "w", "b"])])
-def test_what_a_caller_may_override_is_no_constant_of_the_file_as_it_is(
-    tmp_path: Path, ir_version: int, inputs: list[str]
-) -> None:
-    shown = show_model(make_model(CONV, tmp_path / "m.onnx", ir_version=ir_version), tmp_path / "shown.onnx")
-    assert [spec.name for spec in shown.inputs] == inputs
+    # From IR version 4 on a caller may override an initializer that is an input, so that it is no constant.
+    newer = make_model(CONV, tmp_path / "n.onnx", ir_version=4)
+    shown = [[spec.name for spec in show_model(each, tmp_path / "s.onnx").inputs] for each in (model, newer)]
+    assert shown == [["x"], ["x", "w", "b"]]
 
 
 @pytest.mark.parametrize("opset", [11, 17])

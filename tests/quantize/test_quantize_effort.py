@@ -17,7 +17,7 @@ from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts, search_spans
+from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
 from edgekit.target import load_target
 
 _SETTINGS = SessionSettings()
@@ -87,24 +87,6 @@ def test_with_a_bound_a_drop_is_told_over_fewer_samples(net: Model) -> None:
     assert len(FloatReference(net, random_samples(net, count=12)).indices) == 8
     assert len(FloatReference(net, random_samples(net, count=96)).indices) == 32
     assert len(FloatReference(net, random_samples(net, count=96), most=96).indices) == 96
-
-
-def test_guesses_find_the_worst_in_half_of_the_runs() -> None:
-    noise, judged = np.full(141, 1e-6), list[int]()
-    noise[[99, 30, 70]] = 1.0, 0.1, 0.01
-
-    def judge(spans: Sequence[range]) -> list[float]:
-        judged.append(len(spans))
-        return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
-
-    ratios = search_spans([0.01 if each > 1e-3 else 1e-4 for each in noise], judge, worst=3, most=28)
-    assert np.argsort(ratios)[:3].tolist() == [99, 30, 70]
-    assert [ratios[index] for index in (99, 30, 70)] == pytest.approx([0, 10, 20], abs=0.01)
-    assert sum(judged) <= 28
-    # Guesses that are wrong cost runs, but what was judged decides.
-    judged.clear()
-    ratios = search_spans([1.0 if index < 9 else 0.01 for index in range(141)], judge, worst=3, most=99)
-    assert np.argsort(ratios)[:1].tolist() == [99]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -150,8 +150,8 @@ def test_weights_on_no_grid_span_all_integers() -> None:
     assert weight_scale(matrix, per_channel=False, floor=1.0).min() == 1.0
 
 
-FLOAT = "g (float[1,4] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w BIAS) }"
-QDQ = """g (float[1,4] x) => (float[1,2] y) { xq = QuantizeLinear(x, s, z)  xd = DequantizeLinear(xq, s, z)
+FLOAT = "g (float[1,N] x) => (float[1,M] y) { y = Gemm<transB=1>(x, w BIAS) }"
+QDQ = """g (float[1,N] x) => (float[1,M] y) { xq = QuantizeLinear(x, s, z)  xd = DequantizeLinear(xq, s, z)
   wd = DequantizeLinear(wq, ws, wz)  bd = DequantizeLinear(bq, bs, bz)  y = Gemm<transB=1>(xd, wd BIAS) }"""
 MATRIX = np.array([[[1.0, 0.313, -0.207, 0.5], [0.1, 0.0333, 0.0777, -0.05]]], np.float32)
 OFFSET = np.array([0.3, -0.2])
@@ -191,14 +191,14 @@ def make_gemm(text: str, values: Mapping[str, Any]) -> onnx.ModelProto:
 def correct(
     folder: Path, rounding: Rounding, *, per_channel: bool = True, bias: bool = True, limit: int = LIMIT,
     factors: tuple[float, ...] | None = None, offset: Array = OFFSET, bits: Mapping[str, int] | None = None,
-    spoil: Callable[[onnx.ModelProto], object] = lambda _: None,
+    spoil: Callable[[onnx.ModelProto], object] = lambda _: None, matrix: Array = MATRIX[0],
 ) -> Corrected:  # fmt: skip
     """Rounds the weights of a Gemm again, whose integers are all 0 before."""
-    some = np.zeros(2, np.float32) if per_channel else np.zeros((), np.float32)
-    floats = {"w": MATRIX[0], "b": offset.astype(np.float32)}
+    some = np.zeros(len(matrix) if per_channel else (), np.float32)
+    floats = {"w": matrix, "b": offset.astype(np.float32)}
     integers = {
-        "s": np.float32(0.05), "z": np.uint8(128), "wq": np.zeros((2, 4), np.int8), "ws": some,
-        "wz": some.astype(np.int8), "bq": np.zeros(2, np.int32), "bs": some.reshape(-1),
+        "s": np.float32(0.05), "z": np.uint8(128), "wq": np.zeros(matrix.shape, np.int8), "ws": some,
+        "wz": some.astype(np.int8), "bq": np.zeros(len(matrix), np.int32), "bs": some.reshape(-1),
         "bz": some.reshape(-1).astype(np.int32),
     }  # fmt: skip
     proto = make_gemm(FLOAT.replace("BIAS", ", b" if bias else ""), floats)
@@ -268,18 +268,9 @@ def test_weights_of_inputs_that_never_fired_are_rounded_to_the_nearest(
         high=seen.max(axis=0), covariance=np.cov(seen.T, bias=True)[None].astype(np.float32),
     )  # fmt: skip
     save_moments(tmp_path / "moments.npz", [(("gemm",), moments)])
-    some = np.zeros(5, np.float32)
-    proto = make_gemm(
-        FLOAT.replace("BIAS", ", b").replace("4] x", "32] x").replace("2] y", "5] y"), {"w": matrix, "b": some}
-    )
-    qdq = make_gemm(
-        QDQ.replace("BIAS", ", bd").replace("4] x", "32] x").replace("2] y", "5] y"),
-        {"s": np.float32(0.05), "z": np.uint8(0), "wq": np.zeros((5, inputs), np.int8), "ws": some,
-         "wz": some.astype(np.int8), "bq": some.astype(np.int32), "bs": some, "bz": some.astype(np.int32)},
-    )  # fmt: skip
-    round_qdq_weights(qdq, view_model(proto), tmp_path, rounding, {}, bits={"w": 4} if limit == FOUR_LIMIT else None)
-    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
-    exact, integers = matrix / found["ws"][:, None], found["wq"].astype(np.int32)
+    bits = {"w": 4} if limit == FOUR_LIMIT else None
+    found = correct(tmp_path, rounding, matrix=matrix, offset=np.zeros(5), bits=bits)
+    exact, integers = matrix / found.scale[:, None], found.integers.astype(np.int32)
     for index in (3, 7):
         assert np.array_equal(integers[:, index], np.clip(np.rint(exact[:, index]), lowest(limit), limit))
     # The inputs that fire make up for each other's errors.

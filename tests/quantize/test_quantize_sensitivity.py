@@ -58,8 +58,14 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     assert some[0].name == every[0].name
 
 
-@pytest.mark.parametrize("at", [0, 99, 140])
-def test_the_worst_of_many_are_found_in_spans_and_come_first(at: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "guess", "worst", "most", "runs"),
+    [(0, 1.0, 8, 99, 56), (99, 1.0, 8, 99, 56), (140, 1.0, 8, 99, 56), (99, 1e-4, 3, 28, 28)],
+)
+def test_the_worst_of_many_are_found_in_spans_and_come_first(
+    at: int, guess: float, worst: int, most: int, runs: int
+) -> None:
+    """Guesses halve the runs; wrong ones cost runs, but what was judged decides."""
     noise, judged = np.full(141, 1e-6), list[int]()
     noise[[at, 30, 70]] = 1.0, 0.1, 0.01
 
@@ -67,10 +73,12 @@ def test_the_worst_of_many_are_found_in_spans_and_come_first(at: int) -> None:
         judged.append(len(spans))
         return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
 
-    ratios = search_spans([1.0] * 141, judge, worst=8, most=99)
+    ratios = search_spans([max(guess, 0.01) if each > 1e-3 else guess for each in noise], judge, worst, most)
     assert np.argsort(ratios)[:3].tolist() == [at, 30, 70]
     assert [ratios[index] for index in (at, 30, 70)] == pytest.approx([0, 10, 20], abs=0.01)
-    assert sum(judged) <= 56 < len(ratios) == np.isfinite(ratios).sum()
+    assert sum(judged) <= runs < len(ratios) == np.isfinite(ratios).sum()
+    wrong = search_spans([1.0 if index < 9 else 0.01 for index in range(141)], judge, worst=3, most=99)
+    assert np.argmin(wrong) == at
 
 
 def test_few_are_judged_alone_since_what_two_do_may_cancel() -> None:
