@@ -146,7 +146,7 @@ def guard_half(proto: onnx.ModelProto) -> dict[str, int]:
     for count, node in enumerate(proto.graph.node):
         schema: Any = defs.get_schema(node.op_type) if not node.domain and defs.has(node.op_type) else None
         half_inputs = [name for name in dict.fromkeys(node.input) if types.get(name) == TensorProto.FLOAT16]
-        if schema is None or not half_inputs or not (schema.has_function or schema.has_context_dependent_function):
+        if schema is None or not (schema.has_function or schema.has_context_dependent_function):
             nodes.append(node)
             continue
         prefix = f"EdgekitGuard{count}_"
@@ -172,7 +172,7 @@ def restore_types(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto], types
     for node in graph.node:
         original, after = originals.get(node.name, node), list[onnx.NodeProto]()
         for place, (name, before) in enumerate(zip(node.input, original.input, strict=False)):
-            kind = types.get(before, 0)
+            kind = types.get(before, TensorProto.UNDEFINED)
             if {types.get(name), kind} == pair:
                 if (name, kind) not in made:
                     made[name, kind] = f"{name}/{TensorProto.DataType.Name(kind)}"
@@ -202,8 +202,8 @@ def strip_casts(graph: onnx.GraphProto, folder: Path = Path()) -> bool:
         stripped |= len(kept) < len(part.node) or bool(folded)
         plain = {each.name: each for each in part.initializer if not _INSERTED.match(each.name)}
         halves = {name: read_array(each, folder).astype(np.float16) for name, each in folded.items()}
-        again = [numpy_helper.from_array(half, name) for name, half in halves.items() if name not in plain]
-        models.refill(part.initializer, [*plain.values(), *again])
+        again = {name: numpy_helper.from_array(half, name) for name, half in halves.items()}
+        models.refill(part.initializer, [*(again | plain).values()])
         models.refill(part.node, kept)
         models.refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:

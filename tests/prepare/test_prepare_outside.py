@@ -73,6 +73,7 @@ def test_a_model_worked_on_outside_of_memory_becomes_the_same(
     inputs = {"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}
     first, second = (run_model(path, inputs)["y"] for path in made)
     assert np.array_equal(first, second)
+    assert np.allclose(first, run_model(model.path, inputs)["y"], atol=1e-4)
     one, other = (onnx.load(str(path)).graph for path in made)
     assert list(one.node) == list(other.node)
     stored = [sorted(graph.initializer, key=lambda tensor: tensor.name) for graph in (one, other)]
