@@ -59,6 +59,44 @@ def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
     return bool(shown)
 
 
+_ROUNDED = "edgekit.rounded"
+# From this opset on, inference leaves out a window that would begin behind the input, as ONNX Runtime always does.
+_ROUNDED_SINCE = 22
+
+
+def _round_pools(model: onnx.ModelProto) -> bool:
+    """Makes each pooling with a `ceil_mode` a call of a function with the operator of opset 22, in place.
+
+    Returns True if there are any. Inference wants a function with as many outputs as its call has: their number is in
+    the domain, and the name stays.
+    """
+    nodes = [node for node in iterate_nodes(model.graph) if _is_rounded(node)]
+    versions = [each.version for each in model.opset_import if each.domain in MAIN_DOMAINS]
+    if not nodes or max(versions, default=1) >= _ROUNDED_SINCE:
+        return False
+    attributes: dict[tuple[str, int], dict[str, onnx.AttributeProto]] = {}
+    for node in nodes:
+        kinds = attributes.setdefault((node.op_type, len(node.output)), {})
+        kinds.update((each.name, each) for each in node.attribute)
+        node.domain = f"{_ROUNDED}.{len(node.output)}"
+    for (op, count), kinds in attributes.items():
+        outputs = [f"y{at}" for at in range(count)]
+        call = helper.make_node(op, ["x"], outputs)
+        for name, given in kinds.items():
+            call.attribute.add(name=name, ref_attr_name=name, type=given.type)
+        opsets = [helper.make_opsetid("", _ROUNDED_SINCE)]
+        domain = f"{_ROUNDED}.{count}"
+        model.functions.append(helper.make_function(domain, op, ["x"], outputs, [call], opsets, attributes=list(kinds)))
+    for domain in sorted({node.domain for node in nodes}):
+        model.opset_import.append(onnx.OperatorSetIdProto(domain=domain, version=1))
+    return True
+
+
+def _is_rounded(node: onnx.NodeProto) -> bool:
+    is_pool = node.op_type in {"AveragePool", "LpPool", "MaxPool"} and node.domain in MAIN_DOMAINS
+    return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
+
+
 def has_long_vector(model: onnx.ModelProto) -> bool:
     """Returns True if a vector has so many elements that data propagation would take too long."""
     return any(
@@ -101,11 +139,11 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     light, large = copy_light(proto, _MOST_BYTES, lists=False)
     light.graph.name = proto.graph.name or "graph"
     substituted = substitute_contrib(light)
-    hidden = hide_untyped(light)
+    rounded, hidden = _round_pools(light), hide_untyped(light)
     inferred = _infer(light)
     if hidden and show_typed(light, inferred):
         inferred = _infer(light)
-    if substituted or hidden:
+    if substituted or rounded or hidden:
         restore_contrib(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
         refill(inferred.opset_import, proto.opset_import)

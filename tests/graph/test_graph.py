@@ -31,6 +31,17 @@ def view(text: str) -> Graph:
     return view_model(infer_model(parser.parse_model(f"{HEAD} {text}")))
 
 
+def test_a_window_that_begins_behind_the_input_makes_no_element() -> None:
+    graph = view("""(float[1,1,7,6] x) => (int64[N] f) {
+        y, i = MaxPool<kernel_shape=[3,2], strides=[2,2], ceil_mode=1, pads=[1,0,1,1]>(x)
+        z = AveragePool<kernel_shape=[1,1], strides=[2,2], ceil_mode=1>(x)
+        w = MaxPool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(z)
+        v = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x) f = Shape(w) }""")
+    assert [graph.value(name).shape for name in "yizwv"] == [(1, 1, 4, 3)] * 3 + [(1, 1, 2, 2), (1, 1, 3, 3)]
+    assert {node.domain for node in graph.nodes} == {""}
+    assert (len(graph.model.functions), len(graph.model.opset_import)) == (0, 2)
+
+
 def test_an_output_is_moved_if_nothing_computes_on_its_way() -> None:
     graph = view("""(float[2] x, float[1] c) => (float[4] y, float[3] z, float[2] w)
         <float s = {0.1}, uint8 o = {3}, int64[2] p = {1,1}> { q = com.microsoft.QuantizeLinear(x, s, o)
