@@ -154,7 +154,8 @@ class DeviceRun(Measured, frozen=True, kw_only=True):
     `outputs` reads from the work folder of the run, so it is valid only as long as that folder exists. `placement`
     lists the nodes of the session with their providers; `placement_source` says where it was observed. `failure` is
     None if every sample ran; otherwise it says in one line what went wrong, and `outputs` holds the outputs received
-    before. `crashed` says that the program of an emulator died, which proves nothing about the device or the model.
+    before. `crashed` says that the program of an emulator died, which proves nothing about the device or the model, and
+    `timed_out` that the program was ended after the job's time.
     `notes` say, a line each, what was done differently from an app on the target. `stopped_early` says that the time
     budget ended before the last sample; the outputs so far are complete. `log` holds the last output of the device's
     program if the run failed, without control characters for terminals. `waited_ms` is how long the device took to
@@ -170,6 +171,7 @@ class DeviceRun(Measured, frozen=True, kw_only=True):
     versions: Mapping[str, str]
     failure: str | None
     crashed: bool = False
+    timed_out: bool = False
     notes: tuple[str, ...] = ()
     stopped_early: bool = False
     log: str = ""

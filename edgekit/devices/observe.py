@@ -170,7 +170,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     would rename nodes.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device is not there, or made no session in the time that it has: that is no refusal.
         ModelError: the model cannot be lowered to what the device reads.
     """
     job = describe_job(model, target, samples=0 if target.provider in _PLACED_AT_LOAD else samples)
@@ -184,6 +184,8 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     seen = name_as_model(providers, names)
     # The load time is set once the session is made, even if the run on random numbers fails afterwards.
     opened = run.load_ms > 0
+    if run.timed_out and not opened:
+        raise DeviceError(f"no session: {run.failure}", hint="try again when the machine has less to do")
     notes = run.notes
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")

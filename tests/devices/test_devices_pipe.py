@@ -242,6 +242,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
     run = run_fake_program(work, said, program, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None
     assert run.crashed is crashed
+    assert run.timed_out is ("sleep" in program)
     # That a session was made is known, also where it died then.
     assert run.load_ms == (1 if status else 0)
 

@@ -19,6 +19,8 @@ from edgekit.devices.observe import (
     observe_placement,
     observe_target,
 )
+from edgekit.devices.register import NamedDevice
+from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
@@ -130,6 +132,12 @@ def test_a_model_that_nnapi_s_own_builder_refuses_is_a_finding(tmp_path: Path) -
     seen = _observe(text, tmp_path, "nnapi")
     assert seen.refused
     assert "valid type" in str(seen.failure)
+
+
+def test_a_device_without_the_time_to_make_a_session_has_not_refused_the_model(demo: Model) -> None:
+    slow = NamedDevice(label="slow", device=_device(load_target("xnnpack")), timeout_s=0.05)
+    with pytest.raises(DeviceError, match=r"no session: .* ran out of time \(0\.05 s\)"):
+        observe_placement(demo, load_target("xnnpack"), slow)
 
 
 def test_a_missing_device_says_how_to_get_it(demo: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,8 @@ def run_program(
     is_refusal = answer.report is not None and answer.report.status == "refused"
     text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
     log = "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
-    return msgspec.structs.replace(run, log=log, crashed=emulates and finished.crashed and not is_refusal)
+    crashed = emulates and finished.crashed and not is_refusal
+    return msgspec.structs.replace(run, log=log, crashed=crashed, timed_out=finished.timed_out)
 
 
 def run_python(
