@@ -108,8 +108,13 @@ def list_mutations(module: str, source: bytes) -> list[Mutation]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
-    for node, changed in _walk(ast.parse(source)):
+    found, tree = [], ast.parse(source)
+    # A variable of the name `floor` is no function: without it the module would only fail.
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    own = {node.id for node in stored} | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node, changed in _walk(tree):
+        if isinstance(node, ast.Name) and isinstance(changed, ast.Name) and node.id in own:
+            continue
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[operator]
         text = ast.unparse(changed)
         text = f"({text})" if isinstance(changed, ast.expr) else text
