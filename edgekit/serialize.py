@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -17,6 +18,20 @@ _T = TypeVar("_T")
 # Far more than anybody writes by hand: a larger file is no TOML, and may have no end (/dev/zero).
 _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
+
+
+_DESCRIBING = Lock()
+
+
+def ready_type(kind: type[_T]) -> type[_T]:
+    """Returns a type after msgspec has described it, for a value that several threads may read.
+
+    In msgspec 0.22 other threads find the description of a struct before its fields are filled, and if two meet a type
+    for the first time at once, the process ends with a segmentation fault.
+    """
+    with _DESCRIBING:
+        msgspec.json.Decoder(kind)
+    return kind
 
 
 class NotebookPage:
@@ -170,7 +185,7 @@ def to_json(value: object) -> str:
 
 def _decode(data: bytes, kind: Any) -> object:
     try:
-        return msgspec.toml.decode(data, type=kind)
+        return msgspec.toml.decode(data, type=ready_type(kind))
     except RecursionError as error:
         raise msgspec.DecodeError("it is nested too deep") from error
     # Python refuses to read integers of more than 4,300 digits; msgspec's own errors are ValueErrors too.

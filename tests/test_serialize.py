@@ -1,6 +1,7 @@
 """JSON of a report has its fields and its public properties."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from edgekit._proc import run_process
 from edgekit.app.result import CellResult
 from edgekit.bench.history import PastBench
 from edgekit.evidence import Evidence
@@ -78,3 +80,36 @@ def test_what_commands_write_and_read_again_has_no_key_that_its_reader_refuses(r
     assert list_unreadable(root) == []
     # A struct that is not written so has one.
     assert list_unreadable(ListColumns) == [ListColumns]
+
+
+MEETING = """
+import sys, threading
+import msgspec
+from edgekit.serialize import ready_type
+
+sys.setswitchinterval(1e-6)
+
+def meet():
+    class Inner(msgspec.Struct):
+        x: int
+        y: tuple[int, ...] = ()
+    class Outer(msgspec.Struct):
+        a: tuple[Inner, ...]
+        b: dict[str, Inner]
+    barrier = threading.Barrier(8)
+    def read():
+        barrier.wait()
+        msgspec.json.decode(b'{"a": [{"x": 1}], "b": {"c": {"x": 2}}}', type=KIND)
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for each in threads: each.start()
+    for each in threads: each.join()
+
+for _ in range(300): meet()
+"""
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("ready_type(Outer)", True), ("Outer", False)])
+def test_threads_may_meet_a_type_at_the_same_time(kind: str, ends: bool) -> None:
+    done = run_process([sys.executable, "-c", MEETING.replace("KIND", kind)], timeout_s=60)
+    # If the second ends too with a new version of msgspec, `ready_type` can go.
+    assert done.succeeded is ends, done.ending

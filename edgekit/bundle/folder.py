@@ -24,6 +24,7 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.convert import find_needed_ort
 from edgekit.errors import BundleError, ModelError, OutputError
 from edgekit.model.model import list_external
+from edgekit.serialize import ready_type
 from edgekit.target import Form, Target, read_version
 
 MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
@@ -267,7 +268,7 @@ def read_target(bundle: Bundle) -> Target:
 def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
     file = bundle.folder / name
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        return msgspec.json.decode(file.read_bytes(), type=ready_type(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise BundleError(f"'{file}' is malformed: {error}", hint="build the bundle again") from error
 

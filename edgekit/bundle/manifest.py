@@ -22,6 +22,7 @@ from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Licence
+from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
 
 _MAX_BUCKETS = 64
@@ -444,7 +445,7 @@ def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
     """
     raw = decode_json(data, source)
     try:
-        value = msgspec.convert(raw, kind)
+        value = msgspec.convert(raw, ready_type(kind))
     except (msgspec.ValidationError, RecursionError) as error:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:

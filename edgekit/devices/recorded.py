@@ -23,6 +23,7 @@ from edgekit.devices.process import exchange
 from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
+from edgekit.serialize import ready_type
 
 # The order in which samples run is part of the format, because the digest of the inputs depends on it.
 _FORMAT = "edgekit-run-2"
@@ -227,7 +228,7 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
 
 def _decode(line: bytes, kind: type[_T], path: Path) -> _T:
     try:
-        return msgspec.json.decode(line, type=kind)
+        return msgspec.json.decode(line, type=ready_type(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
 

@@ -29,6 +29,7 @@ from edgekit.devices.process.files import cache_folder, digest_sources, find_sou
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.serialize import ready_type
 
 MIN_NODE = 18
 
@@ -350,7 +351,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     def find_installed(self) -> Installed | None:
         """Returns what is installed, if it was built from the current sources, else None."""
         try:
-            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=Installed)
+            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=ready_type(Installed))
         except (OSError, msgspec.DecodeError):
             return None
         return installed if installed.sources == digest_sources(self.system) else None

@@ -25,6 +25,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
+from edgekit.serialize import ready_type
 from edgekit.target import Target
 
 CORES = 4
@@ -81,7 +82,7 @@ class Phones(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 @functools.cache
 def read_phones() -> Phones:
     """Returns the table of phones.toml."""
-    return msgspec.toml.decode((Path(__file__).parent / "phones.toml").read_bytes(), type=Phones)
+    return msgspec.toml.decode((Path(__file__).parent / "phones.toml").read_bytes(), type=ready_type(Phones))
 
 
 def find_core(name: str) -> Core:

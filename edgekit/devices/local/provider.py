@@ -22,6 +22,7 @@ from edgekit.devices.process.run import STANDALONE, check_options, describe_job,
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
+from edgekit.serialize import ready_type
 
 # Where Debian's and Ubuntu's Chromium install SwiftShader, with their own Vulkan loader.
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
@@ -184,7 +185,7 @@ def ask_provider(device: str) -> Found:
     if not finished.succeeded:
         return Found(failure=f"the process that asks it {finished.ending}{quote_last_line(finished.stderr)}")
     try:
-        found = msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=Found)
+        found = msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=ready_type(Found))
     except (IndexError, msgspec.DecodeError):
         return Found(failure="the process that asks it gave no answer")
     return msgspec.structs.replace(found, failure=printable(found.failure, 400))
