@@ -78,6 +78,23 @@ def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:
     assert (errors.elements, errors.matches, errors.top1, errors.masks) == (4, 2, None, None)
 
 
+def test_large_tensors_are_measured_in_parts_as_if_in_one() -> None:
+    rng = np.random.default_rng(0)
+    wanted = rng.normal(size=100_000)
+    found = wanted + rng.normal(size=wanted.size) / 100
+    found[70_000] += 1
+    errors, error = metrics.measure_errors(wanted, found), found - wanted
+    expected = {
+        "abs_sum": abs(error).sum(), "reference_abs_sum": abs(wanted).sum(), "error_sum": error.sum(),
+        "error_energy": error @ error, "reference_energy": wanted @ wanted, "energy": found @ found,
+        "dot": wanted @ found, "max_abs": error.max(), "low": wanted.min(), "high": wanted.max(), "position": 70_000,
+    }  # fmt: skip
+    assert {name: getattr(errors, name) for name in expected} == pytest.approx(expected)
+    found[90_000] = np.nan
+    lost = metrics.measure_errors(wanted, found)
+    assert (lost.non_finite, lost.position, any(getattr(lost, name) for name in SUMS)) == (1, 90_000, False)
+
+
 @pytest.mark.parametrize(
     ("wanted", "found", "top1"),
     [

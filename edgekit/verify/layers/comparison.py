@@ -128,9 +128,7 @@ def measure_layer(
 
 
 def _align(pair: _Pair) -> _Pair:
-    # Converted once, because each of the sums is computed in float64.
-    wanted, got = (side.astype(np.float64, copy=False) for side in pair)
-    return align_infinities(wanted, got) if wanted.shape == got.shape else (wanted, got)
+    return align_infinities(*pair) if pair[0].shape == pair[1].shape else pair
 
 
 def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors], step: float) -> LayerReport:

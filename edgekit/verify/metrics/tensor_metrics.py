@@ -6,7 +6,7 @@ A sketch reduces a result of any size to 16 numbers, from which distances can be
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,10 @@ _LEAST_PROBABILITY = 1e-12
 _MAX_RANKED = 100_000
 # Masks are 8-bit images (PASCAL VOC, Cityscapes); wider integers are indices.
 MAX_CLASSES = 256
+# The sums of large tensors are computed in parts of so many values, which stay in a core's cache. Chosen by hand.
+_AT_ONCE = 1 << 15
+_ENDS: Mapping[str, np.ufunc] = {"max_abs": np.maximum, "low": np.minimum, "high": np.maximum}
+_COUNTS = frozenset({"matches", "non_finite", "reference_non_finite"})
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -223,34 +227,43 @@ def measure_errors(reference: Array, got: Array) -> SampleErrors:
         return SampleErrors(numeric=is_numeric(reference), elements=elements, matches=0, non_finite=elements)
     if not is_numeric(reference):
         return _match_sample(reference, got)
-    return _measure_rows(_as_rows(reference[np.newaxis]), _as_rows(got[np.newaxis]))[0]
+    return _measure_rows(reference.reshape(1, -1), got.reshape(1, -1))[0]
 
 
-def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
+def _measure_rows(wanted: Array, found: Array) -> list[SampleErrors]:
     """Returns the sums of each row; a row with a value that is not finite has none."""
     count, elements = wanted.shape
     if not elements:
         return [SampleErrors(numeric=True, elements=0, matches=0, non_finite=0)] * count
+    spans = [slice(start, start + _AT_ONCE) for start in range(0, elements, _AT_ONCE)]
     with np.errstate(over="ignore", invalid="ignore"):
-        strange = ~np.isfinite(wanted)
-        bad = strange | ~np.isfinite(found)
-        non_finite = np.count_nonzero(bad, axis=1)
-        matches = np.count_nonzero(wanted == found, axis=1)
-        if non_finite.any():
-            wanted, found = (np.where(non_finite[:, np.newaxis], 0.0, side) for side in (wanted, found))
-        error = found - wanted
-        distance = np.abs(error)
-        columns: dict[str, npt.NDArray[Any]] = {
-            "matches": matches, "non_finite": non_finite, "reference_non_finite": np.count_nonzero(strange, axis=1),
-            "abs_sum": _finite(distance.sum(axis=1)), "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
-            "error_sum": _finite(error.sum(axis=1)), "error_energy": _energy(error, error),
-            "reference_energy": _energy(wanted, wanted), "energy": _energy(found, found), "dot": _energy(wanted, found),
-            "max_abs": _finite(distance.max(axis=1)),
-            "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)), "low": wanted.min(axis=1),
-            "high": wanted.max(axis=1),
-        }  # fmt: skip
+        parts = [_measure_part(*(side[:, span].astype(np.float64) for side in (wanted, found))) for span in spans]
+        stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        columns = {name: _ENDS.get(name, np.add).reduce(values) for name, values in stacked.items()}
+        is_bad = columns["non_finite"] > 0
+        for name in columns.keys() - _COUNTS:
+            columns[name] = np.where(is_bad, 0.0, _finite(columns[name]))
+        # The first part with a value that is not finite, or with the largest error.
+        first = np.where(is_bad, stacked["non_finite"] > 0, stacked["max_abs"]).argmax(axis=0)
+        columns["position"] = first * _AT_ONCE + stacked["position"][first, np.arange(count)]
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [SampleErrors(numeric=True, elements=elements, **dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def _measure_part(wanted: Floats, found: Floats) -> dict[str, npt.NDArray[Any]]:
+    """Returns the sums, the extremes and the position of the worst value in each row of a part of all columns."""
+    strange = ~np.isfinite(wanted)
+    bad, error = strange | ~np.isfinite(found), found - wanted
+    distance, non_finite = np.abs(error), np.count_nonzero(bad, axis=1)
+    return {
+        "matches": np.count_nonzero(wanted == found, axis=1), "non_finite": non_finite,
+        "reference_non_finite": np.count_nonzero(strange, axis=1), "abs_sum": distance.sum(axis=1),
+        "reference_abs_sum": np.abs(wanted).sum(axis=1), "error_sum": error.sum(axis=1),
+        "error_energy": _energy(error, error), "reference_energy": _energy(wanted, wanted),
+        "energy": _energy(found, found), "dot": _energy(wanted, found), "max_abs": distance.max(axis=1),
+        "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)), "low": wanted.min(axis=1),
+        "high": wanted.max(axis=1),
+    }  # fmt: skip
 
 
 def _match_sample(reference: Array, got: Array) -> SampleErrors:
@@ -358,7 +371,8 @@ def _as_rows(values: Array) -> Floats:
 
 def _energy(first: Floats, second: Floats) -> Floats:
     # Not np.dot: the threads of BLAS compete with those of a waiting session, at 20 times the cost.
-    return _finite(np.einsum("ij,ij->i", first, second))
+    found: Floats = np.einsum("ij,ij->i", first, second)
+    return found
 
 
 def _finite(values: Floats) -> Floats:
