@@ -17,6 +17,7 @@ import msgspec
 
 from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.machine import find_module
+from edgekit.serialize import ready_type
 
 fcntl = find_module("fcntl")
 
@@ -397,7 +398,7 @@ def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_b
     hint = f"remove '{path}' or name another file"
     try:
         with open_regular(path) as stream:
-            stored = msgspec.json.decode(stream.read(most_bytes), type=kind)
+            stored = msgspec.json.decode(stream.read(most_bytes), type=ready_type(kind))
     except OSError as error:
         raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

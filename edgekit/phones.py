@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.errors import UsageError
+from edgekit.serialize import ready_type
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,7 @@ class _PhoneList(msgspec.Struct, frozen=True, kw_only=True):
 @functools.lru_cache(maxsize=4)
 def read_phones(file: Path) -> tuple[Phone, ...]:
     """Returns the devices of a file, by name."""
-    return msgspec.json.decode(file.read_bytes(), type=_PhoneList).phones
+    return msgspec.json.decode(file.read_bytes(), type=ready_type(_PhoneList)).phones
 
 
 def find_phone(name: str, known: Sequence[Phone]) -> Phone:

@@ -13,7 +13,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
-from edgekit.serialize import name_valid, read_toml
+from edgekit.serialize import name_valid, read_toml, ready_type
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
@@ -126,7 +126,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if field.name == "settings" and isinstance(given, dict):
                 given = {name: str(value) for name, value in given.items()}
             try:
-                msgspec.structs.force_setattr(self, field.name, msgspec.convert(given, field.type))
+                msgspec.structs.force_setattr(self, field.name, msgspec.convert(given, ready_type(field.type)))
             except msgspec.ValidationError as error:
                 raise UsageError(
                     f"a Recipe has {given!r:.60} as '{field.name}': {error}",
@@ -222,7 +222,7 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     changes = recipe.thresholds.get(target.name, {})
     named = {"named": sorted(changes)} if changes else {}
     try:
-        thresholds = msgspec.convert(msgspec.to_builtins(target.thresholds) | changes | named, Thresholds)
+        thresholds = msgspec.convert(msgspec.to_builtins(target.thresholds) | changes | named, ready_type(Thresholds))
     except msgspec.ValidationError as error:
         limits = ", ".join(Thresholds.__struct_fields__)
         hint = name_valid(str(error), Thresholds) or f"limits: {limits}"

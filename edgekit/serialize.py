@@ -4,9 +4,9 @@ import errno
 import functools
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -18,19 +18,19 @@ _T = TypeVar("_T")
 # Far more than anybody writes by hand: a larger file is no TOML, and may have no end (/dev/zero).
 _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
-
-
-_DESCRIBING = Lock()
+_READING, _READ = threading.Lock(), set[Any]()
 
 
 def ready_type(kind: type[_T]) -> type[_T]:
-    """Returns a type after msgspec has described it, for a value that several threads may read.
+    """Returns a type after msgspec has read its fields: whatever is decoded or converted has its type from here.
 
-    In msgspec 0.22 other threads find the description of a struct before its fields are filled, and if two meet a type
-    for the first time at once, the process ends with a segmentation fault.
+    msgspec 0.22 reads the fields of a struct when it first decodes one, and meanwhile other threads find only some of
+    them: the process ends with a segmentation fault if two threads decode the same struct for the first time.
     """
-    with _DESCRIBING:
-        msgspec.json.Decoder(kind)
+    with _READING:
+        if kind not in _READ:
+            msgspec.json.Decoder(kind)
+            _READ.add(kind)
     return kind
 
 

@@ -1,5 +1,6 @@
 """JSON of a report has its fields and its public properties."""
 
+import ast
 import json
 import sys
 from collections.abc import Iterator
@@ -113,3 +114,26 @@ def test_threads_may_meet_a_type_at_the_same_time(kind: str, ends: bool) -> None
     done = run_process([sys.executable, "-c", MEETING.replace("KIND", kind)], timeout_s=60)
     # If the second ends too with a new version of msgspec, `ready_type` can go.
     assert done.succeeded is ends, done.ending
+
+
+def find_unread_types(source: str) -> list[str]:
+    """Returns the calls that give msgspec a type that does not come from ready_type."""
+    positional = {"msgspec.convert", "msgspec.json.Decoder"}
+    decoders = {"msgspec.json.decode", "msgspec.toml.decode", "msgspec.msgpack.decode", *positional}
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name, kinds = ast.unparse(call.func), [word.value for word in call.keywords if word.arg == "type"]
+        if name in positional:
+            kinds += call.args[-1:]
+        if name in decoders:
+            found += [name for kind in kinds if not ast.unparse(kind).startswith("ready_type(")]
+    return found
+
+
+def test_whatever_is_decoded_has_its_type_from_ready_type() -> None:
+    assert find_unread_types("msgspec.json.decode(text, type=Manifest)") == ["msgspec.json.decode"]
+    assert find_unread_types("msgspec.convert(value, Manifest)") == ["msgspec.convert"]
+    assert find_unread_types("msgspec.json.Decoder(ready_type(Manifest)).decode(text)") == []
+    package = Path(__file__).parents[1] / "edgekit"
+    files = [path for path in package.rglob("*.py") if path != package / "serialize.py"]
+    assert {path: found for path in files if (found := find_unread_types(path.read_text()))} == {}

@@ -20,7 +20,7 @@ from edgekit.model.state import State
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
 from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
-from edgekit.serialize import name_valid, read_toml
+from edgekit.serialize import name_valid, read_toml, ready_type
 from edgekit.target import TaskLimit, Thresholds, load_target
 
 _Value = TypeVar("_Value")
@@ -75,7 +75,7 @@ class Source(msgspec.Struct, frozen=True):
             UsageError: it has an unknown key or a value of the wrong type, which is named with its line and column.
         """
         try:
-            return msgspec.convert(value, kind)
+            return msgspec.convert(value, ready_type(kind))
         except msgspec.ValidationError as error:
             problem, _, where = str(error).partition(" - at `$")
             unknown = re.search(r"unknown field `([^`]*)`", problem)
@@ -348,7 +348,7 @@ def choose_for(app: App) -> DeviceChoice:
     verify, known, folder = app.table.verify, app.table.devices, app.path.parent
     tables = {name: {"name": name, **msgspec.to_builtins(known[name])} for name in verify.on if name in known}
     try:
-        listed = [msgspec.convert(table, ListedDevice) for table in tables.values()]
+        listed = [msgspec.convert(table, ready_type(ListedDevice)) for table in tables.values()]
     except msgspec.ValidationError as error:
         message = f"'{app.path}': an entry of [devices] is malformed: {error}"
         raise UsageError(message, hint="a name has letters, digits and a few marks") from error

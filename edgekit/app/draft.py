@@ -22,6 +22,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.package.package import Kind
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.shapes import find_sizes
+from edgekit.serialize import ready_type
 from edgekit.target import target_names
 
 _MAX_IMAGES = 64
@@ -118,7 +119,7 @@ def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:
 
     def read(key: str, kind: type[_Value]) -> _Value | None:
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(found.get(key, ""), type=kind)
+            return msgspec.json.decode(found.get(key, ""), type=ready_type(kind))
         return None
 
     colours = {key: read(key, tuple[float, float, float]) for key in ("mean", "std")}
@@ -172,7 +173,7 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
         "dtype": spec.dtype,
     }
     try:
-        return msgspec.convert(guessed, Preprocess)
+        return msgspec.convert(guessed, ready_type(Preprocess))
     except msgspec.ValidationError as error:
         raise UsageError(f"input '{spec.name}' takes {spec.dtype}, no image", hint="give --data instead") from error
 

@@ -18,6 +18,7 @@ from edgekit.evidence import Verdict, worst_verdict
 from edgekit.report import tables
 from edgekit.report.html import frame_page
 from edgekit.report.pages import make_page
+from edgekit.serialize import ready_type
 from edgekit.target import load_target
 
 DIGESTS_FILE = "digests.json"
@@ -113,7 +114,7 @@ def _digest_module(source: str, digests: Digests) -> str:
 def read_kept(path: Path, kind: type[_T]) -> _T | None:
     """Returns the content of a JSON file of an earlier run, None if there is none or it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=ready_type(kind))
     except (OSError, msgspec.MsgspecError, UnicodeError):
         return None
 

@@ -42,6 +42,7 @@ from edgekit.jobs.build_inputs import BuildCache
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
+from edgekit.serialize import ready_type
 
 TOPIC = "edgekit"
 """Dask's topic for structured events: `begin` and `done` of each cell, with its key and its worker."""
@@ -250,7 +251,7 @@ def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: 
         argv = [sys.executable, "-m", "edgekit", "run", str(app.path), *only, "--bare", "--json", "--quiet"]
         done = run_process([*argv, *shared], timeout_s=_TIMEOUT_S)
         if done.status in _VERDICTS:
-            answer = msgspec.json.decode(done.stdout, type=_Answer).cells
+            answer = msgspec.json.decode(done.stdout, type=ready_type(_Answer)).cells
         else:
             # It may have been killed after it wrote some results.
             answer = tuple(filter(None, (read_result(cell_folder(app, cell)) for cell in part)))

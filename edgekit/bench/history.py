@@ -12,7 +12,7 @@ import msgspec
 from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.errors import DataError, OutputError, quote_error
 from edgekit.machine import describe_machine
-from edgekit.serialize import to_json
+from edgekit.serialize import ready_type, to_json
 
 _VERSION = 1
 _RowT = TypeVar("_RowT")
@@ -100,7 +100,7 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
             try:
                 fields = {**dict(zip(names, row, strict=True)), "report": msgspec.json.decode(str(row[-1]))}
                 # SQLite has no type for truth values: they are the integers 0 and 1.
-                found.append(msgspec.convert(fields, self.kind, strict=False))
+                found.append(msgspec.convert(fields, ready_type(self.kind), strict=False))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 said = f"{self.noun} {row[0]} of '{path}' is malformed: {error}"
                 raise DataError(said, hint="use another history file") from error

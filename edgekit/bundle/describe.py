@@ -24,6 +24,7 @@ from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
+from edgekit.serialize import ready_type
 from edgekit.target import Form, Precision, Target
 
 # Operators for which ONNX defines the layout of the input: N, C, then the spatial axes.
@@ -185,7 +186,7 @@ def _describe_provenance(contents: Contents) -> manifest.Provenance:
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
     words += [] if recipe.fix else ["--no-fix"]
     words += ["--recipe", "FILE"] if recipe.outputs or recipe.state or recipe.forms else []
-    written = msgspec.json.decode(msgspec.json.encode(effective), type=dict[str, Any])
+    written = msgspec.json.decode(msgspec.json.encode(effective), type=ready_type(dict[str, Any]))
     # Defaults of newer keys are not written, so that bundles keep their bytes.
     for key in ("outputs", "buckets", "pad", "state", "fix", "forms"):
         if getattr(recipe, key) == getattr(Recipe(), key):

@@ -21,6 +21,7 @@ from edgekit.data.samples import Samples, load_samples, select_samples, spread_i
 from edgekit.errors import DataError, RuntimeRefusal, UsageError
 from edgekit.model.model import load_model, read_proto, refill
 from edgekit.model.tensors import Array, Tensors
+from edgekit.serialize import ready_type
 from edgekit.target import Form, Precision
 
 EXPECTED = "expected.npz"
@@ -137,7 +138,9 @@ def _choose(candidates: Sequence[_Candidate]) -> tuple[ChosenSample, ...]:
             chosen = choose(remaining)
             reasons[chosen.row] = reason
             remaining.remove(chosen)
-    return tuple(msgspec.convert({"row": row, "reason": reasons[row]}, ChosenSample) for row in sorted(reasons))
+    return tuple(
+        msgspec.convert({"row": row, "reason": reasons[row]}, ready_type(ChosenSample)) for row in sorted(reasons)
+    )
 
 
 # The reasons for which samples are chosen, in order of priority.

@@ -31,6 +31,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, iterate_nodes
 from edgekit.model.state import State, resolve_state, run_steps
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
+from edgekit.serialize import ready_type
 
 # The first moment that a zip can hold (APPNOTE.TXT, 4.4.6).
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -310,7 +311,7 @@ def read_labels(golden: Golden) -> Sequence[Label] | None:
     labels: Sequence[Label]
     try:
         if path.name == WORDS:
-            labels = msgspec.json.decode(path.read_bytes(), type=list[str | Boxes])
+            labels = msgspec.json.decode(path.read_bytes(), type=ready_type(list[str | Boxes]))
         else:
             values = open_npy(path)
             if values.ndim == 1 and values.dtype != np.int64:

@@ -19,6 +19,7 @@ from edgekit.evidence import Evidence
 from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.graph import Graph
 from edgekit.model.model import find_integer_ops
+from edgekit.serialize import ready_type
 from edgekit.target import INTEGERS, Form, Precision, Target
 
 
@@ -147,7 +148,7 @@ def ask_ort_checker(model: Path) -> OrtOpinions:
         shown = "".join(letter for letter in last if letter.isprintable())[:300]
         return OrtOpinions(failure=f"it {finished.ending}" + (f": {shown}" if shown else ""))
     try:
-        return OrtOpinions(opinions=msgspec.json.decode(lines[-1], type=tuple[OrtOpinion, ...]))
+        return OrtOpinions(opinions=msgspec.json.decode(lines[-1], type=ready_type(tuple[OrtOpinion, ...])))
     except msgspec.DecodeError as error:
         return OrtOpinions(failure=f"it gave no answer: {error}")
 

@@ -11,6 +11,7 @@ from edgekit.data.npz import MALFORMED, open_npy
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, reraised
 from edgekit.model.tensors import Array
+from edgekit.serialize import ready_type
 
 LabelKind = Literal["class", "text", "array", "boxes", "any"]
 FOLDERS = Path("folders")
@@ -106,7 +107,7 @@ def _read_arrays(path: Path) -> Sequence[Array]:
 
 
 def _read_boxes(path: Path) -> Sequence[Boxes]:
-    labels = msgspec.json.decode(path.read_bytes(), type=list[Boxes])
+    labels = msgspec.json.decode(path.read_bytes(), type=ready_type(list[Boxes]))
     if any(len(label.boxes) != len(label.classes) for label in labels):
         raise ValueError("an entry has another number of classes than boxes")
     return labels

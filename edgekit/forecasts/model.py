@@ -22,6 +22,7 @@ import numpy as np
 from edgekit.forecasts.features import BLOCK, Kind, Traffic
 from edgekit.model.tensors import Array
 from edgekit.phones import Phone, read_phones
+from edgekit.serialize import ready_type
 from edgekit.target import targets_folder
 
 Runtime = Literal["onnx", "precompiled_qnn_onnx", "qnn_context_binary", "qnn_dlc", "tflite"]
@@ -80,7 +81,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 def load_table() -> Table:
     """Returns the measured table that edgekit ships."""
     packed = (targets_folder() / FOLDER / "measured.json.xz").read_bytes()
-    return msgspec.json.decode(lzma.decompress(packed), type=Table)
+    return msgspec.json.decode(lzma.decompress(packed), type=ready_type(Table))
 
 
 @functools.lru_cache(maxsize=1)
@@ -172,13 +173,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 def load_fitted() -> tuple[Model, dict[str, KnownNetwork]]:
     """Returns the fitted model, and the networks that it was fitted to."""
     folder = targets_folder() / FOLDER
-    model = msgspec.json.decode((folder / "model.json").read_bytes(), type=Model)
+    model = msgspec.json.decode((folder / "model.json").read_bytes(), type=ready_type(Model))
     return model, read_networks(folder / "networks.json")
 
 
 def read_networks(path: Path) -> dict[str, KnownNetwork]:
     """Returns the networks whose graphs are known."""
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, KnownNetwork])
+    return msgspec.json.decode(path.read_bytes(), type=ready_type(dict[str, KnownNetwork]))
 
 
 @functools.lru_cache(maxsize=1)
@@ -187,7 +188,7 @@ def load_cpu_fit() -> Fit:
 
     Its `low` and `high` hold if the time of a network of another family, on the same machine, gives the scale.
     """
-    return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=Fit)
+    return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=ready_type(Fit))
 
 
 def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:

@@ -42,7 +42,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq import place_unmeasured
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
-from edgekit.serialize import to_builtins
+from edgekit.serialize import ready_type, to_builtins
 from edgekit.target import INTEGERS, Precision, Target, read_version
 
 # Two rewrites could undo each other forever. The rounds also end as soon as one changes nothing.
@@ -83,7 +83,7 @@ class TargetModel(FixedModel, frozen=True, kw_only=True):
 
 def read_share(report: CheckReport) -> TargetShare:
     """Returns how much of a model a target takes."""
-    return msgspec.convert(report, TargetShare, from_attributes=True)
+    return msgspec.convert(report, ready_type(TargetShare), from_attributes=True)
 
 
 def check_targets(

@@ -52,8 +52,9 @@ from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model, open_float_graph
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import write_qoperator
-from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
+from edgekit.serialize import ready_type
 from edgekit.target import Form, Target, load_target, read_version
 from edgekit.verify.metrics.compare import compare_outputs
 
@@ -130,6 +131,10 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     weights: SmallWeights | None
     coreml: CoreMlFiles | None
     minimum_ort: str
+
+
+def _describe_weights(compressed: WeightOnlyModel) -> SmallWeights:
+    return msgspec.convert(compressed, ready_type(SmallWeights), from_attributes=True)
 
 
 def convert_for(
@@ -217,7 +222,7 @@ def convert_for(
         quantized=form,
         levels=levels,
         fusion=fusion,
-        weights=None if compressed is None else msgspec.convert(compressed, SmallWeights, from_attributes=True),
+        weights=None if compressed is None else _describe_weights(compressed),
         coreml=coreml,
         minimum_ort=minimum_ort,
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},

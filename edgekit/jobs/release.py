@@ -15,6 +15,7 @@ from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Extra, Identity
+from edgekit.serialize import ready_type
 from edgekit.verify.on_devices import GroupReport
 from edgekit.verify.report import VerifyReport, read_facts
 from edgekit.verify.run_report import RunReport
@@ -230,7 +231,9 @@ def _attest_run(bundle: str, run: RunReport) -> AttestedRun:
         passed=run.passed,
         samples=run.samples,
         provider_nodes=run.provider_nodes,
-        outputs=tuple(msgspec.convert(output, AttestedOutput, from_attributes=True) for output in run.outputs),
+        outputs=tuple(
+            msgspec.convert(output, ready_type(AttestedOutput), from_attributes=True) for output in run.outputs
+        ),
         accuracy=None if run.accuracy is None else run.accuracy.got,
         metric=_name_score(run.settled_task),
         latency_ms=None if run.latency_ms is None else run.latency_ms.median,

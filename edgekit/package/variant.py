@@ -23,6 +23,7 @@ from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError, suggest_name
 from edgekit.model.tensors import TensorSpec, shape_matches
+from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider, Form, read_version
 
 Extra = Literal["all", "forms", "golden", "onnx"]
@@ -398,4 +399,4 @@ def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tune
                 "provider_options": dict(sorted({**options, **setting.provider_options}.items())),
                 "session_config": dict(sorted({**manifest.session_config, **setting.config}.items())),
             }
-            yield msgspec.convert(facts, Tuned)
+            yield msgspec.convert(facts, ready_type(Tuned))

@@ -17,6 +17,7 @@ from edgekit._files import open_regular
 from edgekit.devices.process.exchange import MAX_TRACE_BYTES
 from edgekit.devices.process.run import MAX_LOG, printable
 from edgekit.errors import DeviceError
+from edgekit.serialize import ready_type
 
 KERNEL = "_kernel_time"
 
@@ -156,7 +157,7 @@ def decode_trace(data: bytes) -> Trace:
         DeviceError: it is no trace.
     """
     try:
-        events = msgspec.json.decode(data, type=list[_Event])
+        events = msgspec.json.decode(data, type=ready_type(list[_Event]))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
         raise DeviceError(f"the profile is malformed: {error}", hint=hint) from error

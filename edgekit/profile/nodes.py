@@ -32,6 +32,7 @@ from edgekit.machine import describe_machine
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.profile.events import Execution, Step, Tensor, read_trace
 from edgekit.profile.report import Bound, Kind, NodeTime, OperatorTime, Roof, Unasked
+from edgekit.serialize import ready_type
 
 _INTEGERS = frozenset({"uint8", "int8", "uint16", "int16"})
 
@@ -290,7 +291,7 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, probe_again: 
     cached = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
     if not probe_again:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            known = msgspec.json.decode(cached.read_bytes(), type=Roof)
+            known = msgspec.json.decode(cached.read_bytes(), type=ready_type(Roof))
             if min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
                 return known
     roof = _run_probe(device, threads, run, work)

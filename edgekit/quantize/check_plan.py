@@ -17,6 +17,7 @@ from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import RANGE_METHODS
 from edgekit.quantize.residual import SPLIT_BITS
+from edgekit.serialize import ready_type
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
@@ -38,7 +39,7 @@ def read_plan(path: Path) -> QuantPlan:
     """
     try:
         with path.open("rb") as stream:
-            return msgspec.json.decode(stream.read(MAX_PLAN_BYTES), type=QuantPlan)
+            return msgspec.json.decode(stream.read(MAX_PLAN_BYTES), type=ready_type(QuantPlan))
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--plan takes a .json file") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

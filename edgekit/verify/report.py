@@ -14,7 +14,7 @@ from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import DataError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
-from edgekit.serialize import NotebookPage, to_json
+from edgekit.serialize import NotebookPage, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.run_report import RunReport
@@ -279,7 +279,7 @@ def read_facts(path: Path, kind: type[_Report]) -> _Report:
             data = file.read(_MAX_REPORT_BYTES + 1)
         if len(data) > _MAX_REPORT_BYTES:
             raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint="edgekit verify BUNDLE writes it")
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=ready_type(kind))
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -16,6 +16,7 @@ import msgspec
 from edgekit._files import write_file
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.errors import ModelError, UsageError, reraised
+from edgekit.serialize import ready_type
 
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -148,7 +149,7 @@ def read_operators(path: Path) -> tuple[Operators, Types] | None:
 def _read_entry(entry: str, path: Path) -> frozenset[str]:
     unknown = UsageError(f"'{path}' limits an operator in no known way: {entry[:80]}", hint=_HINT)
     with reraised(msgspec.DecodeError, unknown):
-        found = msgspec.json.decode(entry, type=_Entry)
+        found = msgspec.json.decode(entry, type=ready_type(_Entry))
     sides = (("input", found.inputs), ("output", found.outputs))
     named = {f"{side} {place} {name}" for side, places in sides for place, names in places.items() for name in names}
     return frozenset(named | {" ".join(types) for types in found.custom})

@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 import msgspec
 
 from edgekit.errors import ModelError
+from edgekit.serialize import ready_type
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ def _read_field_kind(name: str, text: str) -> Field:
 SCHEMA: Mapping[str, tuple[Field, ...]] = {
     table: tuple(_read_field_kind(name, text) for name, text in slots.items())
     for table, slots in msgspec.toml.decode(
-        (Path(__file__).parent / "schema.toml").read_bytes(), type=dict[str, dict[str, str]]
+        (Path(__file__).parent / "schema.toml").read_bytes(), type=ready_type(dict[str, dict[str, str]])
     ).items()
 }
 """The slots of every table, in order."""

@@ -123,7 +123,7 @@ _INSTALL = "edgekit devices install android"
 _COMPUTE_MODULE = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
-_FACTS = msgspec.json.Decoder(compute.Facts)
+_FACTS = msgspec.json.Decoder(ready_type(compute.Facts))
 
 
 class Android(Device, frozen=True, kw_only=True):

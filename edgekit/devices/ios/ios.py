@@ -28,6 +28,7 @@ from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.serialize import ready_type
 from edgekit.target import Target
 
 # In the C and C++ sources, the stand-in for Apple's NAME is darwin_NAME; the pattern matches uses too, which does no
@@ -35,7 +36,7 @@ from edgekit.target import Target
 _DEFINED = re.compile(r"\bdarwin_(\w+)")
 
 _CLASS = "OBJC_CLASS_$_"
-_FACTS = msgspec.json.Decoder(Facts)
+_FACTS = msgspec.json.Decoder(ready_type(Facts))
 
 
 def list_stand_ins() -> frozenset[str]:

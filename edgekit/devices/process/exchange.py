@@ -21,6 +21,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider
 
 # Limits for what comes back, checked before it is parsed or stored; numpy allowed at most 32 axes until 2.0.
@@ -85,7 +86,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 # Made once, as the module is imported: devices run side by side, and msgspec 0.22 ends the process (a null pointer) if
 # a thread decodes a type while another one is the first to look at its fields.
-_RESULT, _HEADER = msgspec.json.Decoder(RunnerResult), msgspec.json.Decoder(list[_Entry])
+_RESULT, _HEADER = msgspec.json.Decoder(ready_type(RunnerResult)), msgspec.json.Decoder(ready_type(list[_Entry]))
 
 
 def decode_run(data: bytes) -> RunnerResult:
@@ -211,7 +212,7 @@ def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
         dtype = np.dtype(DTYPES[entry.dtype])
         return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(entry.shape)
     try:
-        items = msgspec.json.decode(data, type=list[str])
+        items = msgspec.json.decode(data, type=ready_type(list[str]))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(path, f"the strings of '{entry.name}' are wrong: {error}") from error
     if len(items) != math.prod(entry.shape):

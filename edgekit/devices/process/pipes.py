@@ -16,6 +16,7 @@ import msgspec
 
 from edgekit._proc import run_process
 from edgekit.errors import EdgekitError
+from edgekit.serialize import ready_type
 
 _Facts = TypeVar("_Facts", bound=msgspec.Struct)
 
@@ -66,7 +67,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
     """Answers questions until the last one; an answer is an empty line and the outputs, or a line with an error."""
     while line := ask.readline():
-        if (question := msgspec.json.decode(line, type=_Question).ask) == "end":
+        if (question := msgspec.json.decode(line, type=ready_type(_Question)).ask) == "end":
             break
         try:
             result = b""

@@ -16,6 +16,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError, reraised
 from edgekit.model.file_arrays import ArrayFile
 from edgekit.model.tensors import Array, Tensors
+from edgekit.serialize import ready_type
 
 # Weights that were rounded with some samples fit these better than others, so some samples are held out; but if there
 # are few samples, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
@@ -161,7 +162,7 @@ def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
     damaged = UsageError(f"the statistics '{folder / name}' are damaged", hint="calibrate again")
     with file, reraised((msgspec.DecodeError, TypeError, ValueError, MemoryError, OverflowError), damaged):
         table = file.read(int.from_bytes(file.read(_TABLE_SIZE), "little"))
-        rows = msgspec.msgpack.decode(table, type=list[tuple[str, str, tuple[int, ...]]])
+        rows = msgspec.msgpack.decode(table, type=ready_type(list[tuple[str, str, tuple[int, ...]]]))
         for _, sample in groupby(rows, key=lambda row: row[0].split(":", 1)[0]):
             yield {name.split(":", 1)[1]: _read_array(file, dtype, shape) for name, dtype, shape in sample}
 

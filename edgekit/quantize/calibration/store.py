@@ -19,6 +19,7 @@ from edgekit._files import STRICT_FLAGS, open_regular, replacing_file, try_lock
 from edgekit.errors import DataError, OutputError
 from edgekit.model.tensors import Array
 from edgekit.progress import Progress
+from edgekit.serialize import ready_type
 
 # A format of edgekit: magic, length of the header, header, arrays, sha256 of all these. Nothing is used before the
 # sha256 is checked, arrays take no more memory than the file has bytes, and none is copied. An .npz guarantees none of
@@ -104,7 +105,7 @@ def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     if len(body) < start or hashlib.sha256(body.data).digest() != data[-_DIGEST_BYTES:].tobytes():
         raise _refusal(path, "its sha256 is wrong")
     (length,) = _LENGTH.unpack(body[len(_MAGIC) : start].tobytes())
-    header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=_Header)
+    header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=ready_type(_Header))
     start += length
     for its in header.arrays:
         if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):

@@ -18,6 +18,7 @@ from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.ranges import sigmoid
+from edgekit.serialize import ready_type
 
 SUFFIX = "_equalized"
 """The suffix of a scaled tensor's name."""
@@ -352,7 +353,7 @@ def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:
     """
     text = next((entry.value for entry in proto.metadata_props if entry.key == NOTE), "{}")
     try:
-        powers = msgspec.json.decode(text, type=dict[str, str])
+        powers = msgspec.json.decode(text, type=ready_type(dict[str, str]))
     except (msgspec.MsgspecError, RecursionError):
         return {}
     numbers = {

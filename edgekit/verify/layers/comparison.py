@@ -21,6 +21,7 @@ from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
+from edgekit.serialize import ready_type
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.causes import find_causes
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
@@ -413,6 +414,6 @@ def read_evidence(bundle: Bundle) -> LayerEvidence:
         return LayerEvidence(note=f"the layers were not compared with the float model's: the bundle has no {LAYERS}")
     path = bundle.folder / LAYERS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)
+        return msgspec.json.decode(path.read_bytes(), type=ready_type(LayerEvidence))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error

@@ -15,6 +15,7 @@ from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.devices.process.pipes import serve_pipes
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import Array
+from edgekit.serialize import ready_type
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early). Networks with one of them run on TFLite's optimized kernels, with which NNAPI's own CPU path
@@ -52,7 +53,7 @@ class Computer:
             DeviceError: it has an operation that edgekit cannot compute.
             MissingExtraError: ai-edge-litert is not installed.
         """
-        network = msgspec.json.decode(question, type=Network)
+        network = msgspec.json.decode(question, type=ready_type(Network))
         sizes = {place: operand.size for place, operand in enumerate(network.operands) if operand.size > 0}
         model = write_model(network, {place: _view(network, place, read(size)) for place, size in sizes.items()})
         from ai_edge_litert.interpreter import Interpreter, OpResolverType  # noqa: PLC0415 - an optional extra
@@ -78,7 +79,7 @@ class Computer:
         Raises:
             DeviceError: an output has another size than is asked for. Whoever asks would wait for the rest.
         """
-        run = msgspec.json.decode(question, type=_Run)
+        run = msgspec.json.decode(question, type=ready_type(_Run))
         parts = [read(part.size) for part in run.inputs]
         network, interpreter = self._networks[run.id]
         for place, detail, data in zip(network.inputs, interpreter.get_input_details(), parts, strict=True):

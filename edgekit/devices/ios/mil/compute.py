@@ -32,6 +32,7 @@ from edgekit.devices.ios.mil.windows import RESIZING, WINDOWS
 from edgekit.devices.process.pipes import serve_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
+from edgekit.serialize import ready_type
 
 # Each message with its fields: number, name, type. A `*` marks a repeated field, such as the entries of a map. Other
 # fields are skipped.
@@ -355,7 +356,7 @@ class Computer:
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - weights are in the package
         """Loads the program of a package."""
-        model = msgspec.json.decode(question, type=_Question)
+        model = msgspec.json.decode(question, type=ready_type(_Question))
         try:
             program = read_package(Path(model.path))
             require_known(program)
@@ -369,7 +370,7 @@ class Computer:
         Raises:
             ValueError: the program cannot be computed; the message says why.
         """
-        run = msgspec.json.decode(question, type=_Question)
+        run = msgspec.json.decode(question, type=ready_type(_Question))
         values: dict[str, Array] = {}
         for entry in run.inputs:
             dtype = np.dtype(_ONNX_TYPES[entry.type])
