@@ -170,7 +170,7 @@ class Writer(msgspec.Struct, kw_only=True):
 
     def constant(self, part: str, value: Any, dtype: str = "") -> str:
         """Adds a constant and returns its name; without a `dtype` it has that of the node's first input."""
-        name = f"{self.node.proto.name}/{part}"
+        name = self._name_constant(part)
         self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
 
@@ -180,6 +180,13 @@ class Writer(msgspec.Struct, kw_only=True):
 
     def reshaped(self, part: str, name: str, shape: Sequence[int]) -> str:
         """Adds the constant `name` in another shape, and returns its new name; its data need not be loaded."""
-        made = f"{self.node.proto.name}/{part}"
+        made = self._name_constant(part)
         self.graph.proto.initializer.append(reshape_tensor(self.graph.constants[name], made, shape))
         return made
+
+    def _name_constant(self, part: str) -> str:
+        name = f"{self.node.proto.name}/{part}"
+        # An earlier rewrite of a node with this name may have made the same part.
+        while name in self.graph.constants or name in self.graph.producers:
+            name += "-made"
+        return name
