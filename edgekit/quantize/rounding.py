@@ -105,8 +105,8 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     step: float
     per_channel: bool
     limit: int
-    spare: float = 1.0
-    least: float = 0.0
+    spare: float
+    least: float
 
     @property
     def has_four_bits(self) -> bool:

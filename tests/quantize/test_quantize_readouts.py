@@ -248,7 +248,7 @@ def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_pa
 
 
 def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
-    assert list_raw_scores({"s": (1, 9, 1), "b": (1, 9, 4)}) == {"s"}
+    assert list_raw_scores({"s": (1, 9, 1), "b": (1, 9, 4)}) == list_raw_scores({"s": (9, 1), "b": (9, 2)}) == {"s"}
     assert list_raw_scores({"s": (1, 9, 1), "t": (1, 9, 1)}) == list_raw_scores({"s": (9,), "b": (9, 4)}) == set()
     assert list_raw_scores({"s": (1, 1, 1), "b": (1, 1, 4)}) == set()  # a table of one row
     rng = np.random.default_rng(0)
