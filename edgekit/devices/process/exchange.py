@@ -84,8 +84,6 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_bytes: Count
 
 
-# Made once, as the module is imported: devices run side by side, and msgspec 0.22 ends the process (a null pointer) if
-# a thread decodes a type while another one is the first to look at its fields.
 _RESULT, _HEADER = msgspec.json.Decoder(ready_type(RunnerResult)), msgspec.json.Decoder(ready_type(list[_Entry]))
 
 

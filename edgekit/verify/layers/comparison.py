@@ -129,7 +129,9 @@ def measure_layer(
 
 
 def _align(pair: _Pair) -> _Pair:
-    return align_infinities(*pair) if pair[0].shape == pair[1].shape else pair
+    # Integers have no infinity to compare with.
+    wanted, got = (side if side.dtype.kind == "f" else side.astype(np.float64) for side in pair)
+    return align_infinities(wanted, got) if wanted.shape == got.shape else (wanted, got)
 
 
 def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors], step: float) -> LayerReport:
