@@ -353,7 +353,7 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
         if trace.became:
             named = ", ".join(view.names[name].op_type for name in trace.became)
             return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
-    if all(later[reader.index].fate == "folded" for reader in readers):
+    if readers and all(later[reader.index].fate == "folded" for reader in readers):
         return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
     return Trace(fate="removed", note="nothing that is left reads it")
 

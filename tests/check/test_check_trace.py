@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from check_models import conv_net, save_text
+from check_models import conv_net, graph_of, save_text
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
-from edgekit.check.report import ModelNode, add_model_nodes, trace_model
+from edgekit.check.report import ModelNode, add_model_nodes, trace_model, trace_nodes
 from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
@@ -111,3 +111,11 @@ def test_nodes_may_stand_before_those_that_they_read(tmp_path: Path) -> None:
         0,
         1,
     }
+
+
+def test_an_output_of_a_body_that_preparation_made_anew_is_removed() -> None:
+    source, prepared = (
+        graph_of(f"g (float[2] x) => (float[2] {name}) {{ [{name}] {name} = Neg(x) }}") for name in ("old", "new")
+    )
+    ((_, _, trace),) = trace_nodes(source, prepared)
+    assert (trace.fate, trace.note) == ("removed", "nothing that is left reads it")
