@@ -188,6 +188,9 @@ def find_inactive(moment: Array, spread: Array, widest: float) -> Array:
 
 def isolate_inactive(moment: Array, inactive: Array) -> Array:
     """Returns a second moment without correlations of inactive inputs, so that they absorb no error of others."""
+    # The product with the mask would copy a matrix of a gigabyte for a wide layer.
+    if not inactive.any():
+        return moment
     active = ~inactive
     together = active[:, :, None] & active[:, None, :]
     return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
@@ -201,7 +204,9 @@ def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
     """
     # Least squares in closed form: E|W x - W' (x + e)|^2 is least where W' (C + E[ee']) = W C. Rounding errors are
     # taken as uniform within a step and independent of x (B. Widrow's model of quantization), hence step^2 / 12.
-    noisy = _add_to_diagonal(moment, noise)
+    # Inputs in 16 bits have less noise than is needed for the condition of the matrix.
+    energy = float(np.trace(moment, axis1=1, axis2=2).max())
+    noisy = _add_to_diagonal(moment, max(noise, 1e-9 * energy / moment.shape[-1]))
     return np.swapaxes(np.linalg.solve(noisy, moment @ np.swapaxes(matrix, 1, 2)), 1, 2)
 
 
