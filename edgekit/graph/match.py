@@ -31,8 +31,8 @@ _FINITE = frozenset({
 def list_moved(graph: Graph) -> set[str]:
     """Returns the outputs of the graph that hold only elements of its inputs and constants.
 
-    Q nodes may have rounded them, and the sign may be another (Abs, Neg). A compiler may cancel a QuantizeLinear and the DequantizeLinear behind what only moves elements: QNN's HTP gives
-    such an output in float, to the bit.
+    Q nodes may have rounded them, and the sign may be another (Abs, Neg). A compiler may cancel a QuantizeLinear and
+    the DequantizeLinear behind what only moves elements: QNN's HTP gives such an output in float, to the bit.
     """
     moved = {*graph.inputs, *graph.constants}
     for node in graph.nodes:
