@@ -1,6 +1,8 @@
 """Sessions that stay open: for several turns of a model, and for a program that lets another process compute."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,18 +13,25 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
-from devices_models import Watched, float_conv, make_job, noise_samples
+from bundle_models import flip_byte
+from devices_models import Watched, float_conv, make_job, noise_samples, require_runner, text_model
 from fixture_types import MakeOnce
+from onnx import numpy_helper
 from other_machine.board import Board
 from other_machine.fixtures import Phone
 from stepped_models import STEPS, make
 
-from edgekit._ort import CPU_PROVIDER
+from edgekit._files import digest_file
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden import write_rows
+from edgekit.bundle.manifest import encode_json
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
+from edgekit.devices.local.runner import host_abi
 from edgekit.devices.process import session
 from edgekit.devices.process.pipes import ANSWER, ASK, open_pipes
 from edgekit.devices.process.run import refuse_run
@@ -30,7 +39,7 @@ from edgekit.devices.process.session import open_session
 from edgekit.devices.remote.remote import SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
-from edgekit.model.tensors import Tensors
+from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.verify.run import verify_bundle
 
 
@@ -186,3 +195,190 @@ def test_a_served_pipe_waits_for_requests(tmp_path: Path) -> None:
         assert ask.readline() == b"question\n"
     for number in held:
         os.close(number)
+
+
+# edgekit's runner by hand: files in, files out, a report; and the self-test of a bundle on the machine itself.
+
+
+def run_runner(*words: str | Path) -> "subprocess.CompletedProcess[str]":
+    runner = require_runner(host_abi())
+    argv = [str(runner.program), *map(str, words), "--library", str(runner.library)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def identity_of(path: Path, dtype: str, rank: int) -> Path:
+    name = {"float32": "float", "float64": "double"}.get(dtype, dtype)
+    dims = ",".join(f"D{axis}" for axis in range(rank))
+    kind = f"{name}[{dims}]" if rank else name
+    return text_model(path, f"({kind} x) => ({kind} y) {{ y = Identity(x) }}")
+
+
+@pytest.mark.parametrize("form", ["npy", "pb"])
+def test_files_give_the_bits_of_python(tmp_path: Path, form: str) -> None:
+    model = float_conv(tmp_path / "f.onnx")
+    samples = noise_samples(12)
+    for index, sample in enumerate(samples):
+        folder = tmp_path / f"in/test_data_set_{index}"
+        folder.mkdir(parents=True)
+        tensor = numpy_helper.from_array(sample["x"])
+        if form == "pb":
+            (folder / "input_0.pb").write_bytes(tensor.SerializeToString())
+        else:
+            np.save(folder / "x.npy", sample["x"])
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    done = run_runner("--model", model, "--inputs", tmp_path / "in", "--outputs", out, "--format", form, "--runs", "2",
+                      "--report", report, "--warmup", "1", "--profile")  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    session = CpuSession(model, SessionSettings(level=Level.ALL))
+    for index, sample in enumerate(samples):
+        file = out / f"test_data_set_{index}" / f"output_0.{form}"
+        got = np.load(file) if form == "npy" else numpy_helper.to_array(onnx.load_tensor(str(file)))
+        assert got.tobytes() == session.run(sample)["y"].tobytes()
+    run = json.loads(report.read_text())
+    assert (run["status"], len(run["latency_ms"]), run["placement_source"]) == ("done", 24, "profile")
+    assert all(node["provider"] == "CPUExecutionProvider" for node in run["placement"])
+
+
+@pytest.mark.parametrize("form", ["npy", "pb"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((name, (2, 3)) for name in DTYPES), *((n, s) for n in ("float32", "string") for s in ((), (0,), (3,)))],
+)
+def test_every_type_and_rank_passes_through_files(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], form: str
+) -> None:
+    rng = np.random.default_rng(5)
+    value: Array = rng.integers(0, 2, shape).astype(DTYPES[dtype])
+    if dtype == "string":
+        value = np.array(["a", "grüße", "\U0001f600", "", "x", "y"][: value.size], np.str_).reshape(shape)
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in/x.npy", value)
+    model = identity_of(tmp_path / "m.onnx", dtype, len(shape))
+    done = run_runner("--model", model, "--inputs", tmp_path / "in", "--outputs", tmp_path / "out", "--format", form)
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / f"out/output_0.{form}"
+    got = np.load(file) if form == "npy" else numpy_helper.to_array(onnx.load_tensor(str(file)))
+    assert got.shape == shape
+    assert got.tolist() == value.tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--model", "m.onnx"], 2, "--model and --inputs are needed"),
+        (["--inputs", "none", "--model", "m.onnx"], 2, "cannot open 'none'"),
+        (["--fast", "1"], 2, "there is no option '--fast'"),
+        (["--runs", "0"], 2, "--runs '0' is no number from 1"),
+        (["--runs", "1x"], 2, "--runs '1x' is no number"),
+        (["--config", "x"], 2, "'x' is not KEY=VALUE"),
+        (["--self-test", "none"], 2, "cannot open 'none/manifest.json'"),
+    ],
+)
+def test_wrong_options_are_errors(words: list[str], code: int, reason: str) -> None:
+    done = run_runner(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it ends early"),
+        (b"PK\x03\x04" + bytes(99), "it is no .npy"),
+        (b"\x93NUMPY\x01\x00\xff\xff{", "it ends early"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{", "its header is too long"),
+        (np.zeros((2, 2), ">f4"), "not little-endian"),
+        (np.asfortranarray(np.zeros((2, 3), np.float32)), "Fortran order"),
+        (np.zeros(2, np.complex64), "its type is unknown"),
+        (np.zeros(2, "datetime64[s]"), "its type is unknown"),
+    ],
+)
+def test_an_npy_that_is_damaged_or_not_carried_is_an_error(tmp_path: Path, content: bytes | Array, reason: str) -> None:
+    (tmp_path / "in").mkdir()
+    if isinstance(content, bytes):
+        (tmp_path / "in/x.npy").write_bytes(content)
+    else:
+        np.save(tmp_path / "in/x.npy", content)
+    done = run_runner("--model", float_conv(tmp_path / "f.onnx"), "--inputs", tmp_path / "in")
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_a_model_that_is_refused_gives_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in/x.npy", np.zeros((1, 9), np.float32))
+    done = run_runner("--model", float_conv(tmp_path / "f.onnx"), "--inputs", tmp_path / "in")
+    assert done.returncode == 1
+    assert "x" in done.stderr
+
+
+def make_bundle(path: Path, *, off: float = 0.0) -> Path:
+    """The part of a bundle that a self-test reads; `off` moves one expected number."""
+    (path / "golden").mkdir(parents=True)
+    model = float_conv(path / "model.onnx")
+    samples = noise_samples(5)
+    write_rows(path / "golden/inputs.npz", samples)
+    session = CpuSession(model, SessionSettings(level=Level.DISABLED))
+    expected = [session.run(samples[row]) for row in (1, 4)]
+    expected[1]["y"][0, 0, 0, 0] += off
+    write_rows(path / "golden/expected.npz", expected)
+    return seal_bundle(path)
+
+
+def seal_bundle(path: Path, **changes: object) -> Path:
+    files = {
+        name: {"sha256": digest_file(path / name), "size_bytes": 1}
+        for name in ("model.onnx", "golden/inputs.npz", "golden/expected.npz")
+    }
+    chosen = [{"row": 1, "reason": "typical"}, {"row": 4, "reason": "extreme"}]
+    manifest = {
+        "name": "f", "target": "cpu", "provider": "CPUExecutionProvider", "provider_options": {}, "form": "onnx",
+        "session_config": {"session.disable_cpu_ep_fallback": "1"}, "forms": {"onnx": ["model.onnx"]}, "files": files,
+        "golden": {"chosen": chosen, "tolerance": {"y": 0.01}}, **changes,
+    }  # fmt: skip
+    (path / "manifest.json").write_bytes(encode_json(manifest))
+    return path
+
+
+@pytest.mark.parametrize("off", [0.0, 0.02, -0.02, float("nan"), float("inf")])
+def test_the_self_test_of_a_bundle_fails_if_one_value_is_off(tmp_path: Path, off: float) -> None:
+    done = run_runner("--self-test", make_bundle(tmp_path / "b", off=off))
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["passed"]) == (int(off != 0), off == 0)
+    found = [(item["sample"], item["output"], item["passed"]) for item in result["results"]]
+    assert found == [(1, "y", True), (4, "y", off == 0)]
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "golden/inputs.npz", "golden/expected.npz"])
+def test_an_altered_bundle_does_not_run(tmp_path: Path, name: str) -> None:
+    bundle = make_bundle(tmp_path / "b")
+    flip_byte(bundle / name)
+    done = run_runner("--self-test", bundle)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"'{name}' of the bundle was altered" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"golden": {"chosen": [], "tolerance": {}}}, "has no self-test"),
+        ({"golden": {"chosen": [{"row": 5}], "tolerance": {"y": 1}}}, "has no row 5"),
+        ({"golden": {"chosen": [{"row": 1}], "tolerance": {}}}, "judges no output"),
+        ({"forms": {"onnx": ["../b/model.onnx"]}}, "not a safe file name"),
+        ({"form": "context"}, "has no 'context'"),
+    ],
+)
+def test_a_contradictory_bundle_is_an_error(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    bundle = make_bundle(tmp_path / "b")
+    done = run_runner("--self-test", seal_bundle(bundle, **changes))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert reason in done.stderr
+
+
+def test_a_self_test_takes_another_provider(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "b")
+    shutil.copy(bundle / "model.onnx", tmp_path)
+    seal_bundle(bundle, provider="NnapiExecutionProvider")
+    assert run_runner("--self-test", bundle).returncode == 1
+    assert run_runner("--self-test", bundle, "--provider", "CPUExecutionProvider").returncode == 0

@@ -6,11 +6,16 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from prepare_models import assert_same, make_model, rewrite, run_model
 from tiny_models import parse_model, save_net
 
-from edgekit._ort import CpuSession, SessionSettings
-from edgekit.errors import RuntimeRefusal
+from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
+from edgekit.check.check import check_model
+from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.model.model import Model, iterate_nodes, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.constants import (
     DISABLED,
     OPTIMIZER,
@@ -20,6 +25,9 @@ from edgekit.prepare.constants import (
     find_turned,
     narrow_constants,
 )
+from edgekit.prepare.dequantize import dequantize_model
+from edgekit.prepare.fix import fix_model
+from edgekit.prepare.rewrites.signs import UNSIGNED_WEIGHTS
 from edgekit.target import load_target
 
 HEAD = """(float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}},
@@ -112,3 +120,232 @@ def test_xnnpack_s_products_of_a_transpose_are_kept_from_becoming_a_gemm_with_tr
     session = disable_harmful(load_target("xnnpack"), graph)[0].session
     assert session.config[DISABLED] == TURNING
     assert disable_harmful(load_target("nnapi"), graph) == (load_target("nnapi"), ())
+
+
+# The float model of one that ONNX Runtime's own dynamic quantization wrote.
+
+# Each with its weights. "bodies" has a layer in the body of a loop that reads an activation from outside, "letters" an
+# embedding whose rows go into layers as they are, "fused" products that ONNX Runtime's optimizer fuses, and "attention"
+# what its optimizer for transformers makes.
+MODELS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
+    "words": (
+        """g (int64[5] x) => (float[5,6] y)
+        { e = Gather(table, x) t = Tanh(e) a = MatMul(t, v) r = Relu(a) b = MatMul(r, w) y = Add(b, bias) }""",
+        {"table": (20, 8), "v": (8, 16), "w": (16, 6), "bias": (6,)},
+    ),
+    "image": (
+        "g (float[1,3,8,8] x) => (float[1,4,6,6] y) { a = Conv(x, v) y = Add(a, bias) }",
+        {"v": (4, 3, 3, 3), "bias": (1, 4, 1, 1)},
+    ),
+    "speech": (
+        """g (float[6,1,8] x) => (float[2,1,4] y)
+        { l, y = LSTM<hidden_size = 4, direction = "bidirectional">(x, v, w, b) }""",
+        {"v": (2, 16, 8), "w": (2, 16, 4), "b": (2, 32)},
+    ),
+    "letters": (
+        """g (int64[1,9] x) => (float[1,6,7] y, float[1,9,4] z)
+        { e = Gather(table, x) z = MatMul(e, v) t = Transpose<perm = [0, 2, 1]>(e) a = Conv(t, w) y = Add(a, bias) }""",
+        {"table": (20, 8), "v": (8, 4), "w": (6, 8, 3), "bias": (6, 1)},
+    ),
+    "bodies": (
+        """g (float[1,8] x) => (float[1,8] y) <int64 n = {3}, bool go = {1}>
+        { a = MatMul(x, v) y = Loop(n, go, a)<body = b (int64 i, bool c, float[1,8] s) => (bool d, float[1,8] t)
+            { d = Identity(c) p = MatMul(x, w) q = MatMul(s, v) r = Add(p, q) t = Tanh(r) }> }""",
+        {"v": (8, 8), "w": (8, 8)},
+    ),
+    "fused": (
+        """g (float[5,8] x) => (float[5,16] y, float[5,6] z, float[5,6] r)
+        { t = Tanh(x) y = MatMul(t, v) b = MatMul(t, w) z = Add(b, bias) u = Relu(x) p = MatMul(u, w) r = Add(p, bias) }
+        """,
+        {"v": (8, 16), "w": (8, 6), "bias": (6,)},
+    ),
+    "attention": (
+        "g (float[1,6,8] x) => (float[1,6,8] y) { a = com.microsoft.Attention<num_heads = 2>(x, v, b) y = Relu(a) }",
+        {"v": (8, 24), "b": (24,)},
+    ),
+}
+FLOAT = {"Add", "Attention", "Conv", "Gather", "Identity", "Loop", "LSTM", "MatMul", "Relu", "Tanh", "Transpose"}
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_dynamically_quantized_model_is_made_float(
+    kind: str, per_channel: bool, unsigned: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    text, shapes = MODELS[kind]
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    model = make_model(text, tmp_path / "m.onnx", weights=weights, imports=', "com.microsoft" : 1')
+    quantize_dynamic(
+        model.path, tmp_path / "q.onnx", per_channel=per_channel,
+        weight_type=QuantType.QUInt8 if unsigned else QuantType.QInt8, extra_options={"EnableSubgraph": True},
+    )  # fmt: skip
+    if kind == "fused":
+        optimize_graph(tmp_path / "q.onnx", tmp_path / "fused.onnx", SessionSettings(level=Level.EXTENDED))
+        (tmp_path / "fused.onnx").replace(tmp_path / "q.onnx")
+        fused = {node.op_type for node in onnx.load(str(tmp_path / "q.onnx")).graph.node}
+        assert fused >= {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+    dynamic = load_model(tmp_path / "q.onnx")
+    made = dequantize_model(dynamic, tmp_path / "out" / "f.onnx")
+    assert {node.op_type for node in iterate_nodes(onnx.load(str(made.path)).graph)} <= FLOAT
+    shape = tuple(dim for dim in model.inputs[0].shape or () if isinstance(dim, int))
+    is_text = model.inputs[0].dtype == "int64"
+    inputs = {"x": rng.integers(0, 20, shape) if is_text else rng.normal(size=shape).astype(np.float32)}
+    results = (run_model(path, inputs).values() for path in (model.path, made.path))
+    for wanted, found in zip(*results, strict=True):
+        assert 0 < np.square(found - wanted).mean() < 4e-3 * np.square(wanted).mean()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("y = Relu(x)", "'m.onnx' is not dynamically quantized"),
+        (
+            "q, s, z = DynamicQuantizeLinear(x) y = Cast<to = 1>(q)",
+            "quantized operators that cannot be made float: DynamicQuantizeLinear",
+        ),
+    ],
+)
+def test_what_cannot_be_made_float_is_refused(body: str, message: str, tmp_path: Path) -> None:
+    model = make_model(f"g (float[4] x) => (float[4] y) {{ {body} }}", tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=message):
+        dequantize_model(model, tmp_path / "f.onnx")
+    assert not (tmp_path / "f.onnx").exists()
+
+
+def test_a_convolution_keeps_the_bias_that_was_added_as_integers(tmp_path: Path) -> None:
+    """As an older quantizer of ONNX Runtime wrote it; ddddocr's reader of captchas is such a file."""
+    body = """g (float[1,3,8,8] x) => (float[1,4,6,6] y) {
+        q, s, z = DynamicQuantizeLinear(x) scales = Mul(s, vs) a = ConvInteger(q, v, z, vz)
+        d = Div(bias, scales) f = Floor(d) i = Cast <to = 6> (f) b = Reshape(i, shape)
+        c = Add(a, b) e = Cast <to = 1> (c) y = Mul(e, scales) }"""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "v": rng.integers(0, 255, (4, 3, 3, 3)).astype(np.uint8), "vs": np.array(0.01, np.float32),
+        "vz": np.array(128, np.uint8), "bias": rng.normal(size=4).astype(np.float32), "shape": np.array([1, 4, 1, 1]),
+    }  # fmt: skip
+    dynamic = make_model(body, tmp_path / "q.onnx", weights=weights)
+    made = dequantize_model(dynamic, tmp_path / "f.onnx")
+    assert [node.op_type for node in onnx.load(str(made.path)).graph.node] == ["Conv"]
+    inputs = {"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
+    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+
+
+# int8 weights stored as uint8: every value stays, and what something else reads too is left alone.
+
+W = "int8[3,2] w = {127, -2, 3, -127, 5, -128}"
+GEMM = """
+g (float[2,3] x) => (float[2,2] y) <float xs = {0.02}, uint8 xz = {128}, float ys = {0.5}, uint8 yz = {128},
+  int8[4,3] w = {127, -2, 3, -127, 5, -128, 1, 2, 3, 4, 5, 6}, float s = {0.01}, int8 z = {0}> {
+  q = QuantizeLinear(x, xs, xz) d = DequantizeLinear(q, xs, xz) f = DequantizeLinear(w, s, z)
+  a = Gemm<transB=1>(d, f) r = QuantizeLinear(a, ys, yz) y = DequantizeLinear(r, ys, yz)
+}
+"""
+
+
+def constants(path: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(str(path)).graph.initializer}
+
+
+def weights(path: Path) -> list[np.ndarray]:
+    graph, stored = onnx.load(str(path)).graph, constants(path)
+    return [stored[node.input[0]] for node in graph.node if node.input[0] in stored]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<{W}, float s = {{0.5}}, int8 z = {{3}}> {{ f = DequantizeLinear(w, s, z) y = MatMul(x, f) }}",
+        (
+            f"<{W}, float[2] s = {{0.5, 2}}, int8[2] z = {{0, 0}}> "
+            "{ f = DequantizeLinear<axis=1>(w, s, z) y = MatMul(x, f) }"
+        ),
+        f"<{W}, float[2] s = {{0.5, 2}}> {{ f = DequantizeLinear<axis=1>(w, s) y = Gemm(x, f) }}",
+        (
+            f"<{W}, float s = {{0.5}}, float t = {{2}}> "
+            "{ f = DequantizeLinear(w, s) g = DequantizeLinear(w, t) a = MatMul(x, f) b = Gemm(x, g) y = Add(a, b) }"
+        ),
+    ],
+)
+def test_int8_weights_stored_as_uint8_keep_every_value(text: str, tmp_path: Path) -> None:
+    fixed = rewrite(tmp_path, f"g (float[2,3] x) => (float[2,2] y) {text}", UNSIGNED_WEIGHTS)
+    assert [fix.id for fix in fixed.fixes] == [UNSIGNED_WEIGHTS]
+    assert {weight.dtype.name for weight in weights(fixed.model.path)} == {"uint8"}
+    assert_same(tmp_path, fixed, 0)
+    onnx.checker.check_model(onnx.load(str(fixed.model.path)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"(float[2,2] y, int8[3,2] w) <{W}, float s = {{0.5}}> {{ f = DequantizeLinear(w, s) y = MatMul(x, f) }}",
+        (
+            f"(float[2,2] y, float[3,2] c) <{W}, float s = {{0.5}}> "
+            "{ f = DequantizeLinear(w, s) y = MatMul(x, f) c = Cast<to=1>(w) }"
+        ),
+        f"(float[2,2] y) <{W}, float s = {{0.5}}> {{ t = Neg(s) f = DequantizeLinear(w, t) y = MatMul(x, f) }}",
+        f"(float[2,2] y) <{W}> {{ f = Cast<to=1>(w) y = MatMul(x, f) }}",
+        (
+            "(float[2,2] y) <uint8[3,2] w = {1, 2, 3, 4, 5, 6}, float s = {0.5}> "
+            "{ f = DequantizeLinear(w, s) y = MatMul(x, f) }"
+        ),
+        f"(float[3,2] y) <{W}, float s = {{0.5}}> {{ f = DequantizeLinear(w, s) y = Identity(f) }}",
+        # The CPU has no kernel for s8 activations with u8 weights.
+        (
+            f"(float[2,2] y) <{W}, float s = {{0.5}}, int8 z = {{0}}> {{ q = QuantizeLinear(x, s, z) "
+            "d = DequantizeLinear(q, s, z) f = DequantizeLinear(w, s, z) y = MatMul(d, f) }"
+        ),
+    ],
+)
+def test_what_something_else_reads_or_makes_is_left_alone(text: str, tmp_path: Path) -> None:
+    assert rewrite(tmp_path, f"g (float[2,3] x) => {text}", UNSIGNED_WEIGHTS).fixes == ()
+    before, after = (weights(tmp_path / name) for name in ("m.onnx", "out.onnx"))
+    assert [weight.dtype for weight in before] == [weight.dtype for weight in after]
+
+
+def test_a_zero_point_that_others_read_stays(tmp_path: Path) -> None:
+    text = f"""g (float[2,3] x) => (float[2,2] y) <{W}, int8[2] v = {{1, 2}}, float s = {{0.5}}, int8 z = {{0}}>
+        {{ f = DequantizeLinear(w, s, z) h = DequantizeLinear(v, s, z) m = MatMul(x, f) y = Add(m, h) }}"""
+    fixed = rewrite(tmp_path, text, UNSIGNED_WEIGHTS)
+    assert [weight.dtype.name for weight in weights(fixed.model.path)] == ["uint8", "int8"]
+    assert constants(fixed.model.path)["z"] == np.int8(0)
+    assert_same(tmp_path, fixed, 0)
+
+
+def big_gemm(folder: Path) -> Model:
+    """A quantized Gemm with more weights than check reads."""
+    path = make_model(GEMM, folder / "m.onnx").path
+    proto = onnx.load(str(path))
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    stored["w"].CopyFrom(numpy_helper.from_array(np.full((4, 1 << 16), 3, np.int8), "w"))
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1 << 16
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def test_nnapi_is_said_to_refuse_a_signed_gemm_and_to_take_the_rewritten_one(tmp_path: Path) -> None:
+    model, target = big_gemm(tmp_path), load_target("nnapi")
+    report = check_model(model, target)
+    (gemm,) = (node for node in report.node_list if node.op == "Gemm")
+    assert (gemm.fatal, report.verdict) == (True, "no")
+    assert "the model builder registers no int8 weight" in gemm.reasons[0]
+    advice = {each.id: each for each in report.advice}
+    assert (advice[UNSIGNED_WEIGHTS].nodes, advice[UNSIGNED_WEIGHTS].fix) == ((gemm.name,), "automatic")
+    assert advice[UNSIGNED_WEIGHTS].gain_nodes > 0
+    fixed = fix_model(model, tmp_path / "fixed.onnx", [UNSIGNED_WEIGHTS]).model
+    again = check_model(fixed, target)
+    assert (again.verdict, again.advice) == ("yes", ())
+    assert (weights(fixed.path)[0] == 131).all()
+
+
+def test_weights_in_another_file_are_left_alone_and_nothing_is_promised(tmp_path: Path) -> None:
+    proto = onnx.load(str(big_gemm(tmp_path).path))
+    onnx.save(proto, str(tmp_path / "e.onnx"), save_as_external_data=True, location="w.data", size_threshold=1 << 10)
+    model = load_model(tmp_path / "e.onnx")
+    assert UNSIGNED_WEIGHTS not in {each.id for each in check_model(model, load_target("nnapi")).advice}
+    fixed = fix_model(model, tmp_path / "out" / "m.onnx", [UNSIGNED_WEIGHTS])
+    assert fixed.fixes == ()
+    assert (weights(fixed.model.path)[0] == 3).all()

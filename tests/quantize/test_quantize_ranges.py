@@ -1,12 +1,31 @@
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from quantize_models import make_model
+from collapsing_models import SUBPIXEL, make_collapsing
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from quantize_models import make_model, make_samples, make_search
+from tiny_models import parse_model
 
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.samples import Samples, spread_indices
+from edgekit.graph.graph import read_graph
+from edgekit.jobs.quantize import quantize_for
+from edgekit.model.model import Model, load_model
+from edgekit.model.outputs import StatedOutput
+from edgekit.model.state import State
 from edgekit.model.tensors import Array
+from edgekit.quantize import Calibration, calibrate_model, quantize_model
+from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.plan_search import Goal, search_plan
+from edgekit.quantize.mixed_precision.state_ranges import find_state
 from edgekit.quantize.ranges import (
+    PARTS,
     Histogram,
     HistogramCollector,
     TensorRange,
@@ -20,6 +39,8 @@ from edgekit.quantize.ranges import (
     softmax,
     tail_error,
 )
+from edgekit.recipe import Data, Recipe
+from edgekit.target import load_target
 
 
 def histogram_of(values: Array) -> Histogram:
@@ -188,3 +209,267 @@ def test_a_softmax_of_far_values_does_not_overflow() -> None:
     values = np.array([[0.0, 800.0], [-800.0, -800.0]])
     np.testing.assert_allclose(softmax(values), [[0.0, 1.0], [0.5, 0.5]], atol=1e-12)
     np.testing.assert_allclose(softmax(values, axis=None), [[0.0, 1.0], [0.0, 0.0]], atol=1e-12)
+
+
+floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
+
+
+@given(floats, floats)
+@example(np.array([32768], np.float32), np.array([-1e-44], np.float32))
+def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndarray) -> None:
+    forward, backward = HistogramCollector(), HistogramCollector()
+    for collector, parts in ((forward, (one, two)), (backward, (two, one))):
+        for part in parts:
+            collector.add(part[None])
+    left, right = forward.freeze(), backward.freeze()
+    assert left.total == one.size + two.size
+    assert np.array_equal(left.centers, right.centers)
+    assert np.array_equal(left.counts, right.counts)
+
+
+@given(floats)
+def test_each_value_lies_within_a_bin_of_a_center(values: np.ndarray) -> None:
+    collector = HistogramCollector()
+    collector.add(values[None])
+    centers = collector.freeze().centers
+    nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
+    assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
+
+
+def test_bins_double_when_a_value_falls_outside() -> None:
+    collector = HistogramCollector()
+    collector.add(np.array([[0.75, -0.25, 0.0, 0.7501]], np.float32))
+    first = collector.freeze()
+    assert first.centers.tolist() == [(-512 + 0.5) / 2048, 0.0, (1536 + 0.5) / 2048]
+    assert (first.counts.tolist(), first.total) == ([1, 1, 2], 4)
+    collector.add(np.array([[0.0, 0.0, 3.0]], np.float32))
+    second = collector.freeze()
+    assert second.centers.tolist() == [(-128 + 0.5) / 512, 0.0, (384 + 0.5) / 512, (1536 + 0.5) / 512]
+    assert second.counts.tolist() == [1, 3, 2, 1]
+    assert second.parts[:2].tolist() == [[1, 1, 2, 0], [0, 2, 0, 1]]
+    assert not second.parts[2:].any()
+
+
+def test_a_state_that_is_none_is_not_restored() -> None:
+    collector, other = HistogramCollector(), HistogramCollector()
+    collector.add(np.array([[1.0, 2.0, 0.0]], np.float32))
+    state = collector.state()
+    cases = ((0, -126, True), (0, -127, False), (0, 128, True), (0, 129, False), (1, -1, False), (-1, -1, False))
+    for place, value, good in cases:
+        changed = state.copy()
+        changed[place] = value
+        assert other.restore(changed) is good
+    assert not other.restore(state[:-1])
+    assert other.restore(state)
+    assert np.array_equal(other.state(), state)
+    other.add(np.zeros((1, 0), np.float32))
+    other.add(np.array([[1.0]], np.float32))
+    assert np.array_equal(collector.state(), state)
+
+
+def every_sample(kind: str, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(200, 256)).astype(np.float32)
+    scales, shifts, few = (
+        np.exp(0.4 * rng.normal(size=(200, 1))),
+        rng.normal(size=(200, 1)),
+        rng.random((200, 1)) < 0.08,
+    )
+    kinds: dict[str, np.ndarray] = {
+        "scales": rows * scales,
+        "shifts": np.maximum(rows + shifts, 0),
+        "few differ": rows * np.where(few, 4, 1),
+        "alike": rows,
+    }
+    return kinds[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["scales", "shifts", "few differ", "alike"])
+def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: str) -> None:
+    held, turns = 0, 50
+    for seed in range(turns):
+        every = every_sample(kind, seed)
+        measured = every[list(spread_indices(len(every), 64))]
+        collector = HistogramCollector()
+        for block in np.split(measured, 4):
+            collector.add(block)
+        stated = collector.freeze().sample_error(len(measured), len(every))
+        points = np.quantile(every, np.linspace(0, 1, 201))
+        shares = [np.searchsorted(np.sort(part.reshape(-1)), points) / part.size for part in (every, measured)]
+        held += float(np.abs(shares[0] - shares[1]).max()) <= stated
+        assert stated < 0.25
+    assert held >= 0.92 * turns
+
+
+def test_the_stated_error_is_that_of_students_t() -> None:
+    parts = np.array([[4, 0, 1], [0, 4, 1]] * (PARTS // 2))
+    seen = Histogram(centers=np.arange(3.0), counts=parts.sum(axis=0), parts=parts)
+    spread = np.std([0.8, 0.0] * (PARTS // 2), ddof=1)
+    assert seen.sample_error(50, 100) == pytest.approx(3.4995 * spread * (0.5 / PARTS) ** 0.5)
+    assert seen.sample_error(1, 10**9) == pytest.approx(3.4995 * spread / PARTS**0.5)
+    assert (seen.sample_error(100, 100), seen.sample_error(101, 100)) == (0, 0)
+    parts[0] = 0
+    assert msgspec.structs.replace(seen, parts=parts).sample_error(50, 100) == 1
+
+
+def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> None:
+    whole, parts = HistogramCollector(), HistogramCollector()
+    values = np.random.default_rng(0).normal(size=(3 * PARTS + 2, 40)).astype(np.float32)
+    whole.add(values)
+    for block in (values[:5], values[5:6], values[6:]):
+        again = HistogramCollector()
+        assert again.restore(parts.state())
+        again.add(block)
+        parts = again
+    assert np.array_equal(whole.state(), parts.state())
+    assert whole.freeze().parts.sum(axis=1).tolist() == [4 * 40, 4 * 40, *[3 * 40] * (PARTS - 2)]
+    assert not parts.restore(whole.state().astype(np.int64))
+    assert whole.freeze().sample_error(26, 26) == 0
+
+
+def test_more_values_than_half_the_memory_can_count_are_counted() -> None:
+    collector, other = HistogramCollector(), HistogramCollector()
+    for _ in range(2):
+        collector.add(np.full((1, 70_000), 1.0, np.float32))
+        other.restore(collector.state())
+        assert other.freeze().counts.tolist() == collector.freeze().counts.tolist()
+    assert collector.freeze().parts[:3].sum(axis=1).tolist() == [70_000, 70_000, 0]
+
+
+# State that a model feeds back to itself: plans are judged over whole sequences, and its ranges may be shortened.
+
+STEPS = 8
+# The state is summed up, and 0.1 more at each step in the second model.
+SUM = """g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h) <float more = {MORE_RELIEF}> {
+  sum = Add(h, x) new_h = Add(sum, more) y = Neg(sum) }"""
+
+
+def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
+    exact, other = (load_model(parse_model(SUM.replace("MORE_RELIEF", more), tmp_path / more)) for more in ("0", "0.1"))
+    rng, rows, state = np.random.default_rng(0), [], np.zeros((1, 4), np.float32)
+    for step in range(4 * STEPS):
+        state = state if step % STEPS else np.zeros((1, 4), np.float32)
+        x = rng.normal(size=(1, 4)).astype(np.float32)
+        rows.append({"x": x, "h": state})
+        state = state + x
+    samples, feeds = make_samples(rows), {"h": "new_h"}
+    alone = FloatReference(exact, samples).predict_drop(other)
+    assert alone.outputs == ("new_h",)  # by single steps y is right, and the state by itself is not
+    reference = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds))
+    found = [pair.found["y"] - pair.expected["y"] for pair in reference.run_pairs(other)]
+    wanted = [np.full((1, 4), -0.1 * (step % STEPS), np.float32) for step in range(4 * STEPS)]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert reference.predict_drop(exact).drop_estimate == 0
+    # A part of the samples would be no whole sequences.
+    assert reference.look(other, rival=exact).prediction.samples == 4 * STEPS
+    for most, counted in ((2 * STEPS + 3, 2 * STEPS), (STEPS - 3, STEPS - 3)):
+        few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=most)
+        assert list(few.indices) == [*range(counted)]
+        assert len([*few.run_pairs(other)]) == counted
+
+
+# A cell that sums up positive numbers, to 300 and more; what it returns is flat beyond 3.
+CELL = """<ir_version: 8, opset_import: ["" : 17]>
+  g (float[1,8] x, float[1,8] h, float[1,1,8] c) => (float[1,8] y, float[1,8] new_h, float[1,1,8] new_c)
+  <int64[1] axis = {0}, float[8,8] w = {WEIGHTS}> {
+    old = Squeeze(c, axis) mixed = MatMul(h, w) gate = Sigmoid(mixed) held = Mul(gate, old) new = Add(held, x)
+    new_h = Tanh(new) y = MatMul(new_h, w) new_c = Unsqueeze(new, axis) }"""
+
+
+def make_cell(path: Path) -> Path:
+    weights = np.random.default_rng(0).uniform(0.2, 1, (8, 8)) * np.resize([1, 1, 1, -1], 8)
+    return parse_model(CELL.replace("WEIGHTS", ",".join(f"{each:.3f}" for each in weights.ravel())), path)
+
+
+def test_state_is_found_behind_what_moves_and_gates_it(tmp_path: Path) -> None:
+    graph = read_graph(load_model(make_cell(tmp_path / "m.onnx")))
+    assert find_state(graph, {"c": "new_c"}) >= {"c", "old", "held", "new", "new_c"}
+    assert find_state(graph, {"c": "new_c"}).isdisjoint({"x", "h", "mixed", "gate", "new_h", "y"})
+    assert not find_state(graph, {})
+
+
+@pytest.mark.parametrize("steps", [64, 1])
+def test_ranges_of_state_end_where_it_has_no_effect(steps: int, tmp_path: Path) -> None:
+    rng, count = np.random.default_rng(0), 6 * 64
+    x = (rng.normal(size=(count, 1, 8)) + np.resize([4, -0.1, 0.1, 0], 8)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=x, h=np.zeros((count, 1, 8), np.float32), c=np.zeros((count, 1, 1, 8), np.float32))
+    state = State(steps=steps, feeds={"h": "new_h", "c": "new_c"})
+    recipe = Recipe(targets=("qnn",), state=state, outputs={"y": StatedOutput(kind="classes")})
+    model, data = make_cell(tmp_path / "m.onnx"), Data(source=str(tmp_path / "d.npz"))
+    report = quantize_for(model, data, tmp_path / "q.onnx", recipe)
+    drops = {trial.step: trial.drop_estimate or 0.0 for trial in report.trials}
+    cut = {step: drop for step, drop in drops.items() if "state within" in step}
+    if steps == 1:
+        assert not cut
+        return
+    # The search ends with the first range that loses more; before it each lost less.
+    *_, best, last = cut.values()
+    assert report.predicted.drop_estimate == best
+    assert best < min(0.2 * drops["all"], last)
+
+
+# Nets that make images: white that no sample showed, and losses that only smooth images show.
+
+
+def smooth_images(count: int, brightest: float) -> list[Array]:
+    rng = np.random.default_rng(5)
+    ramps = np.linspace(0, 1, 12, dtype=np.float32)
+    images = (rng.uniform(0, 1) * ramps[:, None] + rng.uniform(0, 1) * ramps for _ in range(count))
+    return [(image / image.max() * brightest).reshape(1, 1, 12, 12).astype(np.float32) for image in images]
+
+
+def as_samples(images: list[Array]) -> Samples:
+    return make_samples([{"x": image} for image in images])
+
+
+@pytest.fixture(scope="module")
+def dim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Samples, Calibration]:
+    tmp_path = tmp_path_factory.mktemp("dim")
+    model, samples = make_collapsing(SUBPIXEL, tmp_path), as_samples(smooth_images(24, 0.85))
+    return model, samples, calibrate_model(model, samples, work=tmp_path / "work")
+
+
+def test_ranges_reach_as_far_as_white_would(dim: tuple[Model, Samples, Calibration]) -> None:
+    model, _, calibration = dim
+    before, after = (each.ranges for each in (calibration, add_image_headroom(read_float_graph(model), calibration)))
+    assert before["minmax"]["x"].high == pytest.approx(0.85, abs=0.01)
+    assert {method: spans["x"].high for method, spans in after.items()} == dict.fromkeys(after, 1.0)
+    assert after["minmax"]["n"].high == 1.0
+    assert after["minmax"]["r"].high == pytest.approx(before["minmax"]["r"].high / 0.85, rel=0.01)
+
+
+@pytest.mark.parametrize(("brightest", "shift"), [(0.5, 0.0), (1.0, 0.0), (0.9, -0.3)])
+def test_values_that_are_no_pixels_or_reach_white_keep_their_ranges(
+    tmp_path: Path, brightest: float, shift: float
+) -> None:
+    model = make_collapsing(SUBPIXEL, tmp_path)
+    samples = as_samples([image + np.float32(shift) for image in smooth_images(24, brightest)])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    found = add_image_headroom(read_float_graph(model), calibration).ranges["minmax"]
+    assert found["r"] == calibration.ranges["minmax"]["r"]
+
+
+def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
+    text = """g (float[1,1,12,12] x) => (float[1,5] y) {
+      c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (5, 8)})
+    calibration = calibrate_model(model, as_samples(smooth_images(12, 0.85)), work=tmp_path / "work")
+    assert add_image_headroom(read_float_graph(model), calibration) == calibration
+
+
+@pytest.mark.parametrize("name", ["qnn", "nnapi"])
+def test_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers(
+    dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str
+) -> None:
+    model, samples, calibration = dim
+    reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_given=True)
+    search = make_search((model, calibration), reference, load_target(name), tmp_path)
+    plan, searched = search_plan(search, goal)
+    assert searched is not None
+    assert not searched.trials[0].prediction.meets(goal.max_drop)
+    assert searched.chosen.step == "relieve 3"
+    assert searched.chosen.integer_macs > 0.75
+    made = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
+    white = smooth_images(1, 1.0)[0]
+    one, two = (CpuSession(path, SessionSettings()).run({"x": white})["y"] for path in (model.path, made.path))
+    assert np.abs(one - two).max() < 0.05

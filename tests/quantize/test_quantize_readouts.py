@@ -1,25 +1,34 @@
 """What a graph tells of an output: which axis weights make, and whether a layer with weights makes its numbers."""
 
+import json
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
 from quantize_models import make_model, make_samples
+from test_quantize_ranges import as_samples, smooth_images
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
-from edgekit.model.outputs import StatedOutput
+from edgekit.errors import UsageError
+from edgekit.model.outputs import MeasuredKind, OutputKind, Reading, StatedOutput, check_outputs
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
-from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
+from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.objective import find_objective, measure_loss
 from edgekit.quantize.ranges import sigmoid
+from edgekit.recipe import load_recipe
+from edgekit.report.tables import describe_prediction
 from edgekit.target import load_target
 
 RNG = np.random.default_rng(0)
@@ -258,3 +267,217 @@ def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
     cases = ((-20.1, 20, 21, True), (-20, 20, 21, False), (-20.1, 20.1, 21, False), (-21, 1, 20, False))
     for low, high, count, is_raw in cases:
         assert are_raw_scores(np.array([low] * (count - 1) + [high])) is is_raw
+
+
+# What a recipe states of outputs counts more than what their values look like.
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"z": "classes"}, r"\[outputs\] names 'z', which is no output of 'm.onnx'"),
+        ({"y": "labels"}, r"'y' is labels, but it is float32"),
+        ({"y": "image"}, r"'y' is image, but it has 2 axes"),
+        ({"x": "embedding"}, r"'x' is embedding, but it is more than one vector"),
+        ({"y": StatedOutput(kind="map", axis=2)}, r"'y' is map, but it has no axis 2"),
+    ],
+)
+def test_a_statement_that_cannot_be_is_refused(
+    tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str
+) -> None:
+    text = (
+        "g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)"
+        "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
+    )
+    model = make_model(text, tmp_path / "m.onnx")
+    assert check_outputs({"y": "values"}, model) == {"y": StatedOutput(kind="values")}
+    with pytest.raises(UsageError, match=message):
+        check_outputs(stated, model)
+
+
+def test_a_recipe_holds_a_kind_or_a_kind_with_its_axis(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[outputs]\nface = "embedding"\nscores = {kind = "map", axis = 1}\n')
+    assert load_recipe(tmp_path / "r.toml").outputs == {"face": "embedding", "scores": StatedOutput(kind="map", axis=1)}
+    (tmp_path / "r.toml").write_text('[outputs]\nboxes = "box"\n')
+    with pytest.raises(UsageError, match=r"r\.toml' is malformed"):
+        load_recipe(tmp_path / "r.toml")
+
+
+def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
+    """Six positive numbers look like ratings; stated to be classes, what counts is which of them is the largest."""
+    text = "g (float[1,6] x) => (float[1,6] y) <float[6] w = {1, 1, 1, 1, 1, LAST}> { y = Mul(x, w) }"
+    one, two = (make_model(text.replace("LAST", last), tmp_path / f"{last}.onnx") for last in ("1", "0.5"))
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": rng.uniform(1, 9, (1, 6)).astype(np.float32)} for _ in range(40)])
+    assert predict_drop(one, two, samples).measure == "spread of the values (R2)"
+    found = predict_drop(one, two, samples, {"y": StatedOutput(kind="classes")})
+    assert found.measure == "top-1 accuracy"
+    assert 0.7 < present(found.top1_agreement) < 1
+
+
+@pytest.mark.parametrize(("stated", "measure"), [("embedding", "nearest neighbours (recall@1)"), ("values", "spread")])
+def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
+    tmp_path: Path, stated: OutputKind, measure: str
+) -> None:
+    model = make_model("g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }", tmp_path / "m.onnx")
+    rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
+    samples = make_samples([{"x": row} for row in rows])
+    predicted = predict_drop(model, model, samples, {"y": StatedOutput(kind=stated)})
+    assert predicted.measure.startswith(measure)
+
+
+def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
+    text = """g (float[1,1,12,12] x) => (float[1,1,12,12] y) {
+      c = Conv<pads=[1,1,1,1]>(x, w1, b1) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (1, 8, 3, 3)})
+    samples, graph = as_samples(smooth_images(12, 0.85)), read_float_graph(model)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    assert add_image_headroom(graph, calibration).ranges["minmax"]["c"] != calibration.ranges["minmax"]["c"]
+    stated = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
+    assert add_image_headroom(graph, stated) == stated
+
+
+def test_scores_are_compared_behind_a_sigmoid_where_one_is_stated(tmp_path: Path) -> None:
+    model = make_model("g (float[1,32] x) => (float[1,32] y) { y = Mul(x, x2) }", tmp_path / "m.onnx", {"x2": (1, 32)})
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": (rng.normal(size=(1, 32)) * 400).astype(np.float32)} for _ in range(24)])
+    for outputs in ({}, {"y": StatedOutput(kind="scores")}):
+        calibration = calibrate_model(model, samples, work=tmp_path / f"work{len(outputs)}", outputs=outputs)
+        (compared,) = find_objective(read_float_graph(model), calibration)
+        assert (compared.family == "scores") == bool(outputs)
+
+
+def test_the_command_quantize_reads_stated_outputs_from_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """g (float[1,3,8,8] x) => (float[1,40] y) {
+      c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(1).normal(size=(12, 1, 3, 8, 8)).astype(np.float32))
+    (tmp_path / "r.toml").write_text('samples = 10\n[outputs]\ny = "map"\n')
+    argv = ["quantize", str(model.path), "--data", str(tmp_path / "x.npz"), "--target", "nnapi", "--method", "minmax"]
+    argv += ["--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "q.onnx"), "--json"]
+    assert run_command(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["predicted"]["measure"]) == (10, "mean overlap of classes (mIoU)")
+    (tmp_path / "r.toml").write_text('[outputs]\nyy = "map"\n')
+    assert run_command(argv) == 2
+    assert "did you mean 'y'" in capsys.readouterr().err
+
+
+# How many nearest neighbours a quantized embedding changes, and how sure that share is.
+
+MEASURE = "nearest neighbours (recall@1)"
+
+
+def unit(vectors: Array) -> Array:
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+def draw_vectors(rng: np.random.Generator, things: int = 8, count: int = 160) -> Array:
+    """Returns vectors of a few things, drawn around the middle of each."""
+    middles = unit(rng.normal(size=(things, 24)))
+    return unit(middles[np.arange(count) % things] + 0.2 * rng.normal(size=(count, 24)))
+
+
+def judge(exact: Array, others: Array) -> Loss:
+    measure, reading = MEASURES["embedding"], Reading(kind="embedding", axis=1)
+    return measure.judge(
+        [measure.record(one[None], two[None], reading) for one, two in zip(exact, others, strict=True)]
+    )
+
+
+def nearest(vectors: Array) -> Array:
+    return np.asarray((unit(vectors) @ unit(vectors).T - 9 * np.eye(len(vectors))).argmax(axis=1))
+
+
+@pytest.mark.parametrize(("things", "noise"), [(8, 0.002), (8, 0.02), (100, 0.05)])
+def test_the_interval_holds_the_share_of_changes_that_many_draws_show(things: int, noise: float) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [draw_vectors(rng, things, count=100) for _ in range(50)]
+    pairs = [(exact, exact + noise * rng.normal(size=exact.shape)) for exact in drawn]
+    found = [judge(exact, others) for exact, others in pairs]
+    true = float(np.mean([nearest(exact) != nearest(others) for exact, others in pairs]))
+    assert np.mean([loss.estimate for loss in found]) == pytest.approx(true)
+    assert sum(loss.interval[0] <= true <= loss.interval[1] for loss in found) >= 44
+    assert max(loss.interval[1] - loss.interval[0] for loss in found) < 0.2
+
+
+def test_vectors_that_are_turned_alike_lose_nothing_and_one_vector_for_all_loses_nearly_all() -> None:
+    exact = draw_vectors(np.random.default_rng(0))
+    turned = exact @ np.linalg.qr(np.random.default_rng(1).normal(size=(24, 24)))[0]
+    assert judge(exact, 3 * turned).estimate == 0
+    assert judge(exact, np.ones_like(exact)).estimate > 0.95
+    assert judge(exact[:1], turned[:1]).interval[1] > 0.7
+
+
+def test_a_neighbour_that_is_as_near_is_the_same() -> None:
+    exact = draw_vectors(np.random.default_rng(0), count=40)
+    twice = np.concatenate([exact, exact, exact])
+    # Each sample has two copies, of which rounding makes now one the nearest and now the other.
+    rng = np.random.default_rng(1)
+    mine, theirs = (twice * (1 + 1e-8 * rng.normal(size=twice.shape)) for _ in range(2))
+    assert (nearest(mine) != nearest(theirs)).any()
+    assert judge(mine, theirs).agreement == 1
+
+
+def predict(folder: Path, count: int, stated: dict[str, StatedOutput] | None = None, length: float = 1) -> Prediction:
+    text = """g (float[1,24] x) => (float[1,24] y)
+      <float[1,24] b = {VALUES}, float s = {LENGTH}> { z = Add(x, b)  n = LpNormalization<axis=1>(z)  y = Mul(n, s) }"""
+    values = [", ".join(["0"] * 24), ", ".join([f"{0.4 * (index % 2)}" for index in range(24)])]
+    one, two = (
+        make_model(text.replace("VALUES", value).replace("LENGTH", str(length)), folder / f"{index}.onnx")
+        for index, value in enumerate(values)
+    )
+    rows = draw_vectors(np.random.default_rng(0))[:count]
+    return predict_drop(one, two, make_samples([{"x": row[None].astype(np.float32)} for row in rows]), stated)
+
+
+VALUES = {"y": StatedOutput(kind="values")}
+
+
+def test_vectors_of_length_one_are_embeddings_also_where_values_are_stated(tmp_path: Path) -> None:
+    found = predict(tmp_path, 60)
+    assert found.measure == predict(tmp_path, 60, VALUES).measure == MEASURE
+    exact = draw_vectors(np.random.default_rng(0))[:60].astype(np.float32)
+    share = int(np.count_nonzero(nearest(exact) != nearest(exact + np.resize([0, 0.4], 24)))) / 60
+    assert found.drop_estimate == pytest.approx(share, abs=1e-6)
+    assert share > 0.1
+    assert found.top1_agreement == pytest.approx(1 - share, abs=1e-6)
+    assert f"{100 * (1 - share):.1f} % of nearest neighbours among 59 others the same" in describe_prediction(found)
+    assert predict(tmp_path, 60, VALUES, length=2).measure == "spread of the values (R2)"
+
+
+def test_of_an_open_share_it_is_told_how_many_samples_would_tell() -> None:
+    exact = draw_vectors(np.random.default_rng(0))
+    same = judge(exact, exact)
+    prediction = Prediction(
+        samples=160, sqnr_db=40.0, top1_agreement=same.agreement, drop_estimate=same.estimate,
+        drop_interval=same.interval, source="", measure=MEASURE,
+    )  # fmt: skip
+    assert wanted_samples(prediction) == math.inf
+    assert wanted_samples(msgspec.structs.replace(prediction, drop_interval=(0.0, 0.012))) == 200
+
+
+def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
+    worst = Prediction(
+        samples=32, sqnr_db=9.0, top1_agreement=None, drop_estimate=0.2, drop_interval=(0.1, 0.3), source="",
+        measure=MEASURES["values"].name,
+    )  # fmt: skip
+    shown = describe_prediction(worst)
+    assert "the output decides nothing that is known, and its spread (R2) falls by 20.00 %" in shown
+
+
+@pytest.mark.parametrize(
+    ("measure", "reference", "unit"), [("image", None, "%"), ("map", None, "points"), ("map", 36.0, "%")]
+)
+def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
+    measure: MeasuredKind, reference: float | None, unit: str
+) -> None:
+    told = Prediction(
+        samples=32, sqnr_db=34.0, top1_agreement=None, drop_estimate=0.034, drop_interval=(0.03, 0.04), source="",
+        measure=MEASURES[measure].name, reference=reference, got=reference,
+    )  # fmt: skip
+    assert f"by 3.40 {unit} (" in describe_prediction(told)
+    # What is lost to the last bit is nothing, and has no sign.
+    assert f"by 0.00 {unit} (" in describe_prediction(msgspec.structs.replace(told, drop_estimate=-1e-7))

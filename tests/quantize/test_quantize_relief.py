@@ -1,5 +1,6 @@
 """A tensor that leaves 8 bits is not rounded to 8 bits on its way there."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,16 +8,39 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import make_job, require_device
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from quantize_models import make_model, make_samples, plan_model, quantize, random_samples, sqnr_db
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.check.check import check_model
+from edgekit.errors import UsageError
 from edgekit.model.model import Model
-from edgekit.model.tensors import Tensors
-from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.candidates import Draft, judge_plan
+from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.calibrate import open_float_graph
+from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.float_graph import range_source, read_float_graph
+from edgekit.quantize.mixed_precision.candidates import Draft, find_float_constants, judge_plan, store_narrow
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
+from edgekit.quantize.mixed_precision.score import (
+    SWITCHES,
+    constants_to_inputs,
+    open_judge,
+    switch_activations,
+    switch_weights,
+)
+from edgekit.quantize.mixed_precision.sensitivity import (
+    Bound,
+    Noises,
+    rank_activations,
+    rank_plan,
+    search_spans,
+)
+from edgekit.quantize.objective import find_objective
+from edgekit.quantize.plan import FloatNode, NarrowConstants
+from edgekit.quantize.qdq import build_qdq
 from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
@@ -233,3 +257,258 @@ def test_eight_bits_in_a_concat_of_coarser_steps_are_wrong_and_are_avoided(tmp_p
         wanted, found = CpuSession(quantized.path, SessionSettings()).run(samples[0])["y"], next(iter(run.outputs))["y"]
         # If this fails with a new version of QNN, it requantizes rightly, and the wider inputs can go.
         assert bool(np.abs(wanted - found)[:, 0].max() < 0.1) == is_right
+
+
+WEIGHTS_ONLY = SessionSettings(level=Level.DISABLED)
+
+
+def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Path) -> None:
+    text = """g (float[1,64] x) => (float[1,40] y) <float big = {1000.0}> {
+      h = MatMul(x, w) t = Mul(h, h) u = Mul(t, big) r = MatMul(u, v) y = Add(r, h) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (64, 40), "v": (40, 40)})
+    rng = np.random.default_rng(0)
+    rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-2, 0)).astype(np.float32)} for _ in range(48)]
+    calibration, plan = plan_model(model, tmp_path, "nnapi", make_samples(rows))
+    ranked = rank_plan(model, plan, calibration)
+    assert {error.name for error in ranked[:4]} == {"t", "u", "r", "y"}
+    assert ranked[-1].name == "h"
+
+
+def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_path: Path) -> None:
+    calibration, plan = plan_model(net, tmp_path, "nnapi", random_samples(net, count=32))
+    graph, statistics = read_float_graph(net), Path(calibration.statistics)
+    qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
+    known: Noises = {}
+    bound = Bound(worst=3, most=21, samples=4, guesses={})
+    some = rank_activations(graph, qdq, compared, statistics, bound=bound, known=known)
+    assert rank_activations(graph, qdq, compared, statistics, bound=bound, known=known) == some
+    every = rank_activations(graph, qdq, compared, statistics)
+    known.clear()
+    assert rank_activations(graph, qdq, compared, statistics, known=known) == every
+    assert len(known) >= 6 * len(every)
+    known |= {key: powers * [1, 4] for key, powers in known.items()}
+    four_times = rank_activations(graph, qdq, compared, statistics, known=known)
+    assert [each.sqnr_db for each in four_times[:5]] == pytest.approx(
+        [each.sqnr_db - 6.02 for each in every[:5]], abs=0.011
+    )
+    assert len(every) > len(some) > 3
+    assert {error.name for error in some} == {range_source(graph, error.name) for error in every}
+    assert some[0].name == every[0].name
+
+
+@pytest.mark.parametrize(
+    ("at", "guess", "worst", "most", "runs"),
+    [(0, 1.0, 8, 99, 56), (99, 1.0, 8, 99, 56), (140, 1.0, 8, 99, 56), (99, 1e-4, 3, 28, 28)],
+)
+def test_the_worst_of_many_are_found_in_spans_and_come_first(
+    at: int, guess: float, worst: int, most: int, runs: int
+) -> None:
+    """Guesses halve the runs; wrong ones cost runs, but what was judged decides."""
+    noise, judged = np.full(141, 1e-6), list[int]()
+    noise[[at, 30, 70]] = 1.0, 0.1, 0.01
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        judged.append(len(spans))
+        return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
+
+    ratios = search_spans([max(guess, 0.01) if each > 1e-3 else guess for each in noise], judge, worst, most)
+    assert np.argsort(ratios)[:3].tolist() == [at, 30, 70]
+    assert [ratios[index] for index in (at, 30, 70)] == pytest.approx([0, 10, 20], abs=0.01)
+    assert sum(judged) <= runs < len(ratios) == np.isfinite(ratios).sum()
+    wrong = search_spans([1.0 if index < 9 else 0.01 for index in range(141)], judge, worst=3, most=99)
+    assert np.argmin(wrong) == at
+
+
+def test_few_are_judged_alone_since_what_two_do_may_cancel() -> None:
+    seen: list[range] = []
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        seen.extend(spans)
+        return [0.0] * len(spans)
+
+    search_spans([1.0] * 9, judge, worst=8, most=99)
+    assert sorted(map(len, seen)) == [1] * 9
+
+
+@pytest.mark.parametrize(("both", "count"), [(True, 2), (False, 1)])
+def test_both_halves_of_a_span_are_judged_where_runs_are_short(*, both: bool, count: int) -> None:
+    judged = list[int]()
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        judged.append(len(spans))
+        return [0.0 if 72 in span else 60.0 for span in spans]
+
+    ratios = search_spans([1.0] * 141, judge, 8, 99, judges_both=both)
+    assert judged[1] == count
+    assert np.argmin(ratios) == 72
+
+
+def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
+    graph, plan = (
+        read_float_graph(net),
+        plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
+    )
+    qdq = build_qdq(graph, plan, Path(calibration.statistics), "m")
+    proto, names = switch_activations(qdq, graph)
+    assert switch_activations(qdq, graph, only=names[1:])[1] == names[1:]
+    sample = next(iter(random_samples(net)))
+    off = CpuSession(proto.SerializeToString(), WEIGHTS_ONLY).run({**sample, SWITCHES: np.zeros(len(names), bool)})
+    on = CpuSession(proto.SerializeToString(), WEIGHTS_ONLY).run({**sample, SWITCHES: np.ones(len(names), bool)})
+    plain = CpuSession(net.path, WEIGHTS_ONLY).run(sample)
+    assert np.allclose(off["y"], plain["y"], atol=1e-6)
+    assert not np.array_equal(on["y"], plain["y"])
+
+
+def test_what_only_holds_values_of_another_needs_no_switch_and_one_whose_source_is_not_quantized_does(
+    tmp_path: Path,
+) -> None:
+    text = """g (float[1,4,4] x) => (float[1,4,4] y) {
+      a = MatMul(x, w) t = Transpose<perm = [0, 2, 1]>(a) r = Transpose<perm = [0, 2, 1]>(t) b = MatMul(r, w)
+      y = Add(b, t) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4)})
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    graph = read_float_graph(model)
+    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
+    qdq = build_qdq(graph, plan, Path(calibration.statistics), "m")
+    assert {*switch_activations(qdq, graph)[1]} == {"x", "a", "t", "r", "b", "y"}
+    assert {*switch_activations(qdq, graph, sources=True)[1]} == {"x", "a", "b", "y"}
+    for node in qdq.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0].startswith("a"):
+            node.op_type = "Identity"
+    assert {*switch_activations(qdq, graph, sources=True)[1]} == {"x", "t", "r", "b", "y"}
+
+
+# Large constants of nodes that stay float: in 8 or 16 bits where the outputs do not notice, and only there.
+
+FRONT = """g (float[1,64] x) => (float[1,4] y) <float eps = {0.1}> {
+  s = MatMul(x, dft) t = OFFSET p = Mul(t, t) e = Add(p, eps) l = Log(e) h = MatMul(l, w1) r = Relu(h)
+  y = MatMul(r, w2) }"""
+PLAIN = FRONT.replace("OFFSET", "Identity(s)")
+WEIGHTS: dict[str, tuple[int, ...]] = {"w1": (64, 64), "w2": (64, 4)}
+_RNG = np.random.default_rng(3)
+_DFT = _RNG.normal(size=(64, 64)).astype(np.float32)
+
+
+def planned(folder: Path, text: str, constants: dict[str, Array]) -> tuple[Model, Calibration, QuantPlan]:
+    model = make_model(text, folder / "m.onnx", WEIGHTS, constants)
+    rows = [{"x": np.random.default_rng(seed).normal(size=(1, 64)).astype(np.float32)} for seed in range(24)]
+    return model, *plan_model(model, folder, "nnapi", make_samples(rows), "auto")
+
+
+def test_a_front_end_takes_half_the_bytes_and_a_session_knows_no_difference(tmp_path: Path) -> None:
+    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+    narrowed = store_narrow(model, plan, calibration)
+    assert (narrowed.narrow.bits, narrowed.narrow.saved_bytes) == ({"dft": 16}, 64 * 64 * 2)
+    assert narrowed.narrow.ratio_db > plan.judged[0].sqnr_db + 16.3
+    one = quantize_model(model, plan, calibration, tmp_path / "one.onnx")
+    two = quantize_model(model, narrowed, calibration, tmp_path / "two.onnx")
+    assert one.size_after - two.size_after == pytest.approx(64 * 64 * 2, abs=500)
+    assert (one.float_constants["dft"], two.float_constants["dft"]) == (64 * 64 * 4, 64 * 64 * 2 + 64 * 4)
+    assert one.float_constants.keys() == two.float_constants.keys()
+    for name in ("nnapi", "xnnpack", "cpu", "qnn", "coreml"):
+        placed = [check_model(each.model, load_target(name)).node_list for each in (one, two)]
+        assert [(node.name, node.taken) for node in placed[0]] == [(node.name, node.taken) for node in placed[1]]
+    saved = [tmp_path / "one.saved.onnx", tmp_path / "two.saved.onnx"]
+    for each, path in zip((one, two), saved, strict=True):
+        CpuSession(each.model.path, SessionSettings(level=Level.BASIC, save_to=path))
+    loaded = [[node.op_type for node in onnx.load(str(path)).graph.node] for path in saved]
+    assert loaded[0] == loaded[1]
+
+
+def test_where_a_plan_is_poor_eight_bits_do(tmp_path: Path) -> None:
+    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+    poor = [msgspec.structs.replace(each, sqnr_db=12.0) for each in plan.judged]
+    plan = msgspec.structs.replace(plan, judged=tuple(poor))
+    assert store_narrow(model, plan, calibration).narrow.bits == {"dft": 8}
+    assert store_narrow(model, plan, calibration, reached_db=20.0).narrow.bits == {"dft": 16}
+
+
+def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
+    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
+    graph, compared = (
+        open_float_graph(model, calibration),
+        find_objective(open_float_graph(model, calibration), calibration),
+    )
+    judge = open_judge(
+        constants_to_inputs(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
+    )
+    other = {"dft": _DFT + np.float32(0.01)}
+    whole = judge(other, -np.inf)
+    assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
+    assert whole < judge(other, 70.0) < 70
+    assert judge(other, whole) == whole
+
+
+def test_the_features_before_a_layer_with_a_switch_are_compared(tmp_path: Path) -> None:
+    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
+    graph = open_float_graph(model, calibration)
+    compared = find_objective(graph, calibration)
+    (last,) = {each.reader for each in compared if each.reader}
+    rounded = {last: {1: graph.weight("w2") + np.float32(0.01)}}
+    judge = open_judge(switch_weights(graph, rounded), compared, Path(calibration.statistics))
+    assert judge({SWITCHES: np.array([True])}, -np.inf) < 60
+    assert judge({SWITCHES: np.array([False])}, -np.inf) == 80
+
+
+def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:
+    # A million and something, less a million: of the something 16 bits leave nothing.
+    constants = {"dft": _DFT + np.float32(1e6), "base": np.full((64, 1), 1e6, np.float32)}
+    constants["mixed"] = _RNG.normal(size=(64, 80)).astype(np.float32)
+    text = FRONT.replace("OFFSET", "Sub(s, b)").replace("s = MatMul", "b = MatMul(x, base) s = MatMul")
+    text = text.replace("l = Log(e)", "lo = Log(e) m = MatMul(x, mixed) mm = Mul(m, m) me = Add(mm, eps) ml = Log(me)"
+                        " a = ReduceMean<axes=[1]>(ml) l = Add(lo, a)")  # fmt: skip
+    model, calibration, plan = planned(tmp_path, text, constants)
+    assert {name for name, _ in find_float_constants(read_float_graph(model), plan)} == {"dft", "mixed"}
+    assert set(store_narrow(model, plan, calibration).narrow.bits) == {"mixed"}
+
+
+def test_without_held_out_samples_nothing_changes(tmp_path: Path) -> None:
+    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+    assert store_narrow(model, plan, msgspec.structs.replace(calibration, statistics="")) == plan
+
+
+def test_a_plan_may_narrow_only_what_float_nodes_alone_read(tmp_path: Path) -> None:
+    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+    target = load_target("nnapi")
+    require_plan(msgspec.structs.replace(plan, narrow=NarrowConstants(bits={"dft": 8})), model, calibration, target)
+    wrong = msgspec.structs.replace(plan, narrow=NarrowConstants(bits={"w1": 8}))
+    with pytest.raises(UsageError, match="narrows 'w1', which is no large constant of float nodes alone"):
+        require_plan(wrong, model, calibration, target)
+    floats = (*plan.float_nodes, FloatNode(name="n5_MatMul", op="MatMul", reason="by hand"))
+    require_plan(msgspec.structs.replace(wrong, float_nodes=floats), model, calibration, target)
+
+
+def test_each_channel_has_a_scale_and_a_vector_has_one() -> None:
+    values = _DFT[:, :48] * np.geomspace(1e-3, 1e3, 48, dtype=np.float32)
+    integers, scales = round_by_channel(values, 8)
+    assert (str(integers.dtype), scales.shape) == ("int8", (1, 48))
+    np.testing.assert_allclose(integers * scales, values, atol=0.51 * scales.max(), rtol=0)
+    assert np.abs(integers * scales - values)[:, 0].max() <= 0.51 * scales[0, 0]
+    assert round_by_channel(values.T, 16)[1].shape == (48, 1)
+    assert round_by_channel(values[0], 16)[1].shape == (1,)
+
+
+def test_constants_are_stored_and_widened_under_the_name_that_is_read() -> None:
+    cast = helper.make_node("Cast", ["fed"], ["wide"], to=TensorProto.FLOAT, name="w_counts")
+    fed = helper.make_tensor_value_info("fed", TensorProto.INT8, [64, 64])
+    mul = helper.make_node("Mul", ["wide", "w"], ["y"])
+    graph = helper.make_graph([cast, mul], "g", [fed], [], [numpy_helper.from_array(_DFT, "w")])
+    narrow_constants(graph, {"w": 16})
+    assert [node.op_type for node in graph.node] == ["Cast", "Mul", "Cast", "Mul"]
+    assert list(find_narrow(graph)) == ["w"]
+    assert find_narrow(graph)["w"].integers == "w__integers"
+    widen_constants(graph)
+    assert [node.output[0] for node in graph.node] == ["wide", "y"]
+    (wide,) = (tensor for tensor in graph.initializer if tensor.name == "w")
+    assert (wide.data_type, list(wide.dims)) == (TensorProto.FLOAT, [64, 64])
+
+
+def test_a_cast_tells_its_type_by_name() -> None:
+    cast = helper.make_node("Cast", ["i"], ["wide"], saturate=1, to=TensorProto.FLOAT)
+    attributes = sorted(cast.attribute, key=lambda attribute: attribute.name)
+    del cast.attribute[:]
+    cast.attribute.extend(attributes)
+    stored = [numpy_helper.from_array(np.ones(64, np.int8), "i"), numpy_helper.from_array(_DFT[0], "s")]
+    graph = helper.make_graph([cast, helper.make_node("Mul", ["wide", "s"], ["y"])], "g", [], [], stored)
+    assert list(find_narrow(graph)) == ["y"]

@@ -438,7 +438,7 @@ def _judge_vectors(records: Sequence[Array]) -> Loss:
 
     The similarity is the cosine. A new neighbour that is as similar in the float model, such as a copy of the old one,
     counts as the same. The interval is Wilson's, of a counted proportion. It holds the true share in 93.5 to 98.5 % of
-    draws of vectors in 8 or 50 clusters, or in none (tests/quantize/test_quantize_retrieval.py).
+    draws of vectors in 8 or 50 clusters, or in none (tests/quantize/test_quantize_readouts.py).
     """
     vectors, others = np.stack(records, axis=1)
     cosines, theirs = _compare_all(vectors), _compare_all(others)

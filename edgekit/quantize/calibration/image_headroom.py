@@ -9,7 +9,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.ranges import TensorRange, snap_range
 
 # Samples whose brightest pixel is below 1 / 1.25 of white are not photographs, or have another scale; and widening a
-# range by a quarter costs a third of a bit. Chosen by hand: tests/quantize/test_quantize_image_headroom.py.
+# range by a quarter costs a third of a bit. Chosen by hand: tests/quantize/test_quantize_ranges.py.
 _MOST_HEADROOM = 1.25
 
 
