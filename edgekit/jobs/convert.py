@@ -157,7 +157,7 @@ def convert_for(
         progress("prepare the model")
         # A file without a target is for ONNX Runtime's own provider.
         prepare = partial(prepare_model, dims=recipe.dims, may_stay_open=takes_any_size(targets))
-        prepared = prepare(source, work / "prepared.onnx")
+        prepared = prepare(source, work / "prepared" / f"{source.name}.onnx")
         samples = None
         if options.data is not None:
             data = options.data

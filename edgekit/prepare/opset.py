@@ -4,9 +4,9 @@ onnx's converter can lower few operators. Here the opset is also lowered if all 
 both versions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,16 +17,22 @@ from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.constants import list_constants
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
-from edgekit.graph.inference import copy_light
+from edgekit.graph.inference import copy_light, infer_model
 from edgekit.model import model as models
 from edgekit.model.external import LEAST_BYTES
 from edgekit.prepare.stripped import put_weights
 
 
-def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
+class _Value(NamedTuple):
+    kind: str  # as a schema names it, "tensor(float)"
+    rank: int | None
+
+
+def _means_the_same(node: onnx.NodeProto, own: int, opset: int, values: Mapping[str, _Value]) -> bool:
     """Returns True if an operator has the same inputs, outputs and defaults in both opsets, as far as the node uses it.
 
-    An attribute or trailing input that the node does not use makes no difference.
+    An attribute or trailing input that the node does not use makes no difference. The older opset must have the element
+    types of the known values.
     """
     if not defs.has(node.op_type, opset):
         return False
@@ -34,9 +40,13 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     old: Any = defs.get_schema(node.op_type, opset)
     if new.since_version == old.since_version:
         return True
-    if node.op_type == "GroupNormalization":
-        return (own < _CHANNELS_SINCE) == (opset < _CHANNELS_SINCE)
+    if opset < _CHANGED_SINCE.get(node.op_type, 0) <= own and not _is_along_last(node, values):
+        return False
     # Most new versions only add element types: so the signatures are compared.
+    last = len(old.inputs) - 1
+    known = ((old.inputs[min(at, last)], values[name]) for at, name in enumerate(node.input) if name in values)
+    if last >= 0 and not all(value.kind in formal.types for formal, value in known):
+        return False
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         return False
     names = [formal.name for formal in old.inputs][: len(node.input)]
@@ -47,6 +57,31 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     unused = set(before) - given
     same = all(name in after and after[name].default_value == before[name].default_value for name in unused)
     return given <= set(before) and same
+
+
+def _is_along_last(node: onnx.NodeProto, values: Mapping[str, _Value]) -> bool:
+    """Returns True if a softmax states the last axis: before opset 13, its axis and all axes behind it were one row."""
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
+    rank = values[node.input[0]].rank if node.input and node.input[0] in values else None
+    return axis == -1 or (axis is not None and rank is not None and axis == rank - 1)
+
+
+def _read_values(proto: onnx.ModelProto) -> dict[str, _Value]:
+    """Returns the element type and the number of axes of each tensor for which they are known."""
+    values = dict[str, _Value]()
+    for graph in models.iterate_graphs(infer_model(proto).graph):
+        for tensor in graph.initializer:
+            values[tensor.name] = _Value(_name_kind(tensor.data_type), len(tensor.dims))
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            held = value.type.tensor_type
+            if held.elem_type:
+                rank = len(held.shape.dim) if held.HasField("shape") else None
+                values[value.name] = _Value(_name_kind(held.elem_type), rank)
+    return values
+
+
+def _name_kind(element_type: int) -> str:
+    return f"tensor({onnx.TensorProto.DataType.Name(element_type).lower()})"
 
 
 def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
@@ -84,8 +119,13 @@ _NEWEST_PORTABLE_TYPE = onnx.TensorProto.FLOAT8E5M2FNUZ
 _SCAN_SINCE = 9
 # Since these opsets a Resize says how positions are mapped, and a Hardmax compares along its axis alone.
 _RESIZE_SINCE, _HARDMAX_SINCE = 11, 13
-# Since this opset a GroupNormalization has scale and bias per channel, before per group.
-_CHANNELS_SINCE = 21
+# Since these opsets the same node means something else, and onnx's converter lowers it or its attributes as they are.
+_CHANGED_SINCE = {
+    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), _HARDMAX_SINCE),
+    "RoiAlign": 16,  # without a mode, positions are shifted by half a pixel
+    "GridSample": 20,  # "bilinear" and "bicubic" are "linear" and "cubic"
+    "GroupNormalization": 21,  # scale and bias are per channel, before per group
+}
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
 
@@ -139,13 +179,16 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
     # The operators that differ in the older opset or do not exist there, or that onnx does not know at all.
     known = (node for node in nodes if node.op_type not in unknown)
-    newer = sorted({node.op_type for node in known if not _means_the_same(node, own, min(own, opset))})
+    values = _read_values(proto) if opset < own else {}
+    newer = sorted({node.op_type for node in known if not _means_the_same(node, own, min(own, opset), values)})
     if opset < own and not newer:
         # No node changes, only the import.
         for entry in proto.opset_import:
             if not entry.domain:
                 entry.version = opset
         return proto
+    if opset < own and not _CHANGED_SINCE.keys().isdisjoint(newer):
+        raise _refusal(own, opset, newer)
     light, weights = copy_light(proto, LEAST_BYTES)
     aside = [node for node in models.iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
     for node in aside:
@@ -160,11 +203,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     try:
         converted = version_converter.convert_version(light, opset)
     except _FAILURES as error:
-        reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
-        words = f"cannot convert opset {own} to {opset}: {reason}"
-        strange = ", ".join(name for name in newer if not defs.has(name))
-        hint = f"with operators of ONNX, which has no {strange}" if strange else f"with opset {opset}"
-        raise ModelError(words, hint=f"export the model {hint}") from error
+        raise _refusal(own, opset, newer, quote_error(error)) from error
     put_weights(converted.graph, weights)
     models.refill(converted.opset_import, [entry for entry in converted.opset_import if entry.domain != _ASIDE])
     for node in models.iterate_nodes(converted.graph):
@@ -173,6 +212,13 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if own < _RESIZE_SINCE <= opset:
         _map_positions(converted.graph)
     return converted
+
+
+def _refusal(own: int, opset: int, newer: Sequence[str], reason: str = "") -> ModelError:
+    reason = f"it uses {', '.join(newer)}" if newer else reason
+    strange = ", ".join(name for name in newer if not defs.has(name))
+    hint = f"with operators of ONNX, which has no {strange}" if strange else f"with opset {opset}"
+    return ModelError(f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model {hint}")
 
 
 def _replace_preview_nodes(graph: onnx.GraphProto) -> None:

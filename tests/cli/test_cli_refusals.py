@@ -56,6 +56,7 @@ WRONG = {
     "targets qnnn": "did you mean 'qnn'",
     "inspect none.onnx": "no file",
     "check none.onnx": "no file",
+    f"{CONVERT} --weights int4 --keep classifier": "'digits_mobilenet' has no weights that int4 takes",
     "convert none.onnx --out out": "there is no file 'none.onnx'",
     "completion tcsh": "tcsh",
     "join a --out": "Option '--out' requires an argument. (see 'edgekit --help')",

@@ -490,11 +490,35 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
     assert "Shape" not in {node.op_type for node in onnx.load(str(prepared.path)).graph.node}
 
 
-def test_an_older_group_normalization_is_another_operator(tmp_path: Path) -> None:
-    text = "g (float[2,6,4] x, float[6] s) => (float[2,6,4] y) { y = GroupNormalization<num_groups = 3>(x, s, s) }"
-    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", opset=21, ir_version=10).path))
-    with pytest.raises(ModelError, match="it uses GroupNormalization"):
-        convert_opset(proto, 20)
+@pytest.mark.parametrize(
+    ("own", "opset", "node"),
+    [
+        (21, 20, "GroupNormalization<num_groups = 3>(x, s, s)"),
+        (20, 19, 'GridSample<mode = "linear">(x, g)'),
+        (16, 15, "RoiAlign(x, r, i)"),
+        (16, 15, 'RoiAlign<coordinate_transformation_mode = "half_pixel">(x, r, i)'),
+        *((13, 12, f"{name}<axis = {axis}>(x)") for name in ("Hardmax", "LogSoftmax", "Softmax") for axis in (1, -2)),
+        (13, 12, "Softmax<axis = 3>(open)"),
+        (13, 11, "Pow(x, i)"),
+        (21, 20, "QuantizeLinear(x, t, z)"),
+    ],
+)
+def test_what_an_older_opset_has_not_or_means_otherwise_is_refused(own: int, opset: int, node: str) -> None:
+    inputs = "float[2,6,4,4] x, float[6] s, float[2,4,4,2] g, float[1,4] r, int64[1] i, float t, uint16 z, float open"
+    text = f"""<ir_version: 8, opset_import: ["" : {own}]> g ({inputs}) => (y) {{ y = {node} }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.input[-1].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match=f"opset {own} to {opset}: it uses {node[:3]}"):
+        convert_opset(proto, opset)
+
+
+@pytest.mark.parametrize("axis", [-1, 3])
+def test_a_softmax_along_the_last_axis_is_the_same_in_older_opsets(axis: int, tmp_path: Path) -> None:
+    text = f"g (float[2,6,4,4] x) => (float[2,6,4,4] y) {{ y = Softmax<axis = {axis}>(x) }}"
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared, inputs = prepare_model(model, tmp_path / "o.onnx", opset=11), make_inputs(model)
+    assert prepared.opsets["ai.onnx"] == 11
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:

@@ -226,9 +226,10 @@ WITH = {
         { y = LayerNormalization<epsilon=0.001>(x, w, b) }""",
     "split-rms-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}>
         { y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001, stash_type=1>(x, w) }""",
-    "split-skip-norm": """g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,3] t)
-        <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}, float[3] c = {3, 1, 2}>
-        { y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c) }""",
+    "split-skip-norm": """g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,3] t, float[2,4,3] u)
+        <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}, float[3] c = {3, 1, 2}, float f = {0.00001}>
+        { y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c)
+        l = Mul(x, f) u = com.microsoft.SkipLayerNormalization(l, l, w) }""",
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
     "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
@@ -663,7 +664,7 @@ GONE = {
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 SITES = {
-    "flat-bias": 2, "double-to-float": 6,
+    "flat-bias": 2, "double-to-float": 6, "split-skip-norm": 2,
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,

@@ -212,7 +212,7 @@ def split_skip_norm(writer: Writer) -> None:
         # The node's fourth output is the sum.
         writer.nodes[-1].output[0] = total = node.output[_SUM]
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
-    writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.attributes.get("epsilon", 1e-5))
+    writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.number("epsilon", 1e-12))
 
 
 _IDS, _SEGMENTS, _WORDS, _PLACES, _KINDS, _GAIN, _SHIFT, _MASK, _POSITIONS = range(9)
