@@ -92,6 +92,14 @@ def test_wrong_names_and_blocks_are_refused(tmp_path: Path) -> None:
         compress_weights(model, WeightOnlyOptions(form="int4", block=7), tmp_path / "c.onnx")
 
 
+@pytest.mark.parametrize("form", ["dynamic-int8", "int8", "int4"])
+def test_weights_of_float16_are_refused_with_the_next_step(form: WeightForm, tmp_path: Path) -> None:
+    light = compress_weights(make_perceptron(tmp_path / "m.onnx"), WeightOnlyOptions(form="fp16"), tmp_path / "h.onnx")
+    with pytest.raises(ModelError, match=f"'h' .*{form}") as refusal:
+        compress_weights(light.model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
+    assert refusal.value.hint == "give the float32 model"
+
+
 def make_trained_qdq(path: Path) -> Model:
     """Writes what quantisation-aware training exports: Q and DQ around a Conv, with scales of its own."""
     rng = np.random.default_rng(3)
@@ -391,6 +399,16 @@ def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: 
     kept = convert_to_fp16(model, ("b", "d"), tmp_path / "k.onnx").model
     got = CpuSession(kept.path, SessionSettings(level=Level.DISABLED)).run({"x": np.array([9.0, 4.0], np.float32)})
     np.testing.assert_allclose(got["y"], [9.0, 4.0], rtol=2e-3)
+
+
+@pytest.mark.parametrize("node", ["Celu(a)", "MeanVarianceNormalization<axes = [1]>(a)", "Where(f, a, b)"])
+def test_what_has_no_half_precision_stays_float32(node: str, tmp_path: Path) -> None:
+    text = f"{HEAD} (float[1,4] x) => (float[1,4] y) {{ a = Relu(x) b = Neg(x) f = IsInf(b) n = {node} y = Abs(n) }}"
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    converted = convert_to_fp16(model, (), tmp_path / "h.onnx").model
+    sample = {"x": np.array([[1.0, -2.0, 3.0, 0.5]], np.float32)}
+    wanted, made = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, converted))
+    np.testing.assert_allclose(made, wanted, atol=2e-3)
 
 
 def test_weights_beyond_the_largest_half_are_named(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from edgekit.model.soundness import find_captured, iterate_reads, list_bodies
 _LOGGER = logging.getLogger(float16.__name__)
 # The converter names the casts after and before a kept node by the tensor's name and these suffixes.
 _TO_HALF, _TO_FLOAT = "_cast_to_fp16_node", "_cast_to_fp32_node"
+# ONNX's schemas have no float16 for these, and the function body of MeanVarianceNormalization has float32 constants.
+_FLOAT_ONLY = ("Celu", "IsInf", "MeanVarianceNormalization", "TfIdfVectorizer")
 
 
 def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
@@ -36,7 +38,12 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     # The converter warns of each weight that it clamps; `convert_to_fp16` reports all of them at once.
     _LOGGER.disabled = True
     try:
-        converted = float16.convert_float_to_float16(copy, keep_io_types=True, node_block_list=list(kept))
+        converted = float16.convert_float_to_float16(
+            copy,
+            keep_io_types=True,
+            node_block_list=list(kept),
+            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *_FLOAT_ONLY],
+        )
         converted = cast("onnx.ModelProto", converted)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         words = f"'{subject}' cannot be converted to fp16: {error}"

@@ -16,7 +16,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
-from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
+from edgekit.model.model import Model, find_quantized_form, list_element_types, read_proto, save_proto
 from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
@@ -143,7 +143,7 @@ def compress_weights(
     Raises:
         UsageError: a kept node, a block size or a level does not exist, or there are no samples to learn from.
         DataError: the samples do not fit the model.
-        ModelError: the model is quantized already, or has no weights that the form takes.
+        ModelError: the model is quantized already, computes in float16, or has no weights that the form takes.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
     proto = read_proto(model)
@@ -154,6 +154,10 @@ def compress_weights(
         raise UsageError(f"there is no block of {options.block} weights", hint=f"one of {', '.join(map(str, BLOCKS))}")
     if form := find_quantized_form(proto):
         raise ModelError(f"'{model.name}' is quantized already ({form})", hint="give the float model, or no --weights")
+    has_halves = onnx.TensorProto.FLOAT16 in list_element_types(proto.graph)
+    if has_halves and options.form == "dynamic-int8":
+        words = f"'{model.name}' computes in float16, and dynamic-int8 quantizes float32"
+        raise ModelError(words, hint="give the float32 model")
     if options.accuracy_level not in ACCURACY_LEVELS:
         raise UsageError(f"there is no accuracy level {options.accuracy_level}", hint="0 to 4")
     if options.rounding != "nearest" and (options.form != "int4" or samples is None):
@@ -179,7 +183,8 @@ def compress_weights(
     if options.form != "fp16":  # which was loaded already
         CpuSession(written.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     if not changed:
-        raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint="try another form of weights")
+        hint = "give the float32 model" if has_halves else "try another form of weights"
+        raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint=hint)
     return WeightOnlyModel(
         model=msgspec.structs.replace(written, custom_ops=model.custom_ops),
         form=options.form,
