@@ -115,6 +115,7 @@ def test_a_build_in_16_bits_splits_silu(tmp_path: Path) -> None:
     assert gate.input[0] in chains
 
 
+_WEIGHTED = "float[4,4,1,1] w = {1,-2,3,1,-1,2,1,1,2,1,1,-3,1,2,-1,1}"
 STEP_IN, STEP_OUT = np.float32(8 / 65535), np.float32(40 / 65535)
 
 
@@ -198,40 +199,19 @@ def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> Non
     assert str(run.failure).startswith("input 'x' has no elements")
 
 
-SOFTPLUS = """<ir_version: 10, opset_import: ["" : 21]> g (float[1,4,20,8] x) => (float[1,4,20,8] y)
-  <float xs = {0.00013}, uint16 xz = {32768},
-   int8[4,4,1,1] w = {90,-20,30,-40,50,60,-70,8,-127,10,11,-120,13,100,15,90},
-   float[4] ws = {0.01,0.01,0.01,0.01}, int8[4] wz = {0,0,0,0}, float cs = {0.0003}, uint16 cz = {32768},
-   float ys = {0.00016}, uint16 yz = {0}>
-  { xq = QuantizeLinear(x, xs, xz) xd = DequantizeLinear(xq, xs, xz) wd = DequantizeLinear<axis=0>(w, ws, wz)
-    c = Conv<kernel_shape=[1,1]>(xd, wd) cq = QuantizeLinear(c, cs, cz) cd = DequantizeLinear(cq, cs, cz)
-    s = Softplus(cd) sq = QuantizeLinear(s, ys, yz) y = DequantizeLinear(sq, ys, yz) }"""
-
-
-@pytest.mark.slow
-def test_the_kernel_of_softplus_is_wrong_and_is_avoided(tmp_path: Path) -> None:
-    path = parse_model(SOFTPLUS, tmp_path / "m.onnx")
-    # If this fails with a new version of QNN, its kernel is right, and the rewrite can go.
-    assert measure_simulator(path, tmp_path / "wrong") < 25
-    fixed = fix_quantized(load_model(path), load_target("qnn"), tmp_path / "fixed.onnx")
-    assert [(fix.id, len(fix.nodes)) for fix in fixed.fixes] == [("flat-softplus", 1)]
-    assert measure_simulator(fixed.model.path, tmp_path / "right") > 40
-
-
-def test_a_build_in_16_bits_reshapes_softplus(tmp_path: Path) -> None:
-    text = """g (float[1,4,8,6] x) => (float[1,4,8,6] y) <float[4,4,1,1] w = {WEIGHTS}> {
-      c = Conv(x, w) s = Softplus(c) y = Conv(s, w) }"""
-    weights = ",".join(f"{each:.3f}" for each in np.random.default_rng(0).normal(size=16))
-    path = parse_model(text.replace("WEIGHTS", weights), tmp_path / "m.onnx")
+@pytest.mark.parametrize(("tail", "precision", "reshapes"), [
+    ("s = Softplus(c) y = Conv(s, w)", "int16", 2), ("s = Softplus(c) y = Conv(s, w)", "int8", 0),
+    ("y = Softplus(c)", "int16", 2),
+])  # fmt: skip
+def test_a_build_in_16_bits_reshapes_softplus(tail: str, precision: Precision, reshapes: int, tmp_path: Path) -> None:
+    text = f"g (float[1,4,8,6] x) => (float[1,4,8,6] y) <{_WEIGHTED}> {{ c = Conv(x, w) {tail} }}"
+    path, out = parse_model(text, tmp_path / "m.onnx"), tmp_path / "q.onnx"
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(24, 1, 4, 8, 6)).astype(np.float32))
-    wanted: dict[Precision, int] = {"int16": 2, "int8": 0}
-    for precision, reshapes in wanted.items():
-        out, recipe = tmp_path / f"{precision}.onnx", Recipe(targets=("qnn",), precision=precision)
-        quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, recipe)
-        assert sum(node.op_type == "Reshape" for node in onnx.load(str(out)).graph.node) == reshapes
-        sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
-        one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
-        assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
+    quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, Recipe(targets=("qnn",), precision=precision))
+    assert sum(node.op_type == "Reshape" for node in onnx.load(str(out)).graph.node) == reshapes
+    sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
+    one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
+    assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
 
 
 @pytest.mark.slow
@@ -298,7 +278,6 @@ def test_float_kernels_that_are_wrong_for_some_values_are_avoided(tmp_path: Path
     assert right["pad"][0] == pytest.approx([0, 0, 0, 1, 4, 4], rel=1e-3)
 
 
-_WEIGHTED = "float[4,4,1,1] w = {1,-2,3,1,-1,2,1,1,2,1,1,-3,1,2,-1,1}"
 _PLANE = "(float[1,4,20,8] x) => (float[1,4,20,8] y)"
 FLOAT_WRONG = [
     (
@@ -353,6 +332,12 @@ def test_kernels_that_are_wrong_in_float_are_avoided(id_: str, text: str, tmp_pa
 
 _CHANNELS = ",".join(f"{each:.3g}" for each in np.linspace(1, 0.1, 8) * 2**-13.5 / 1.3)
 QUANTIZED_WRONG = {
+    "flat-softplus": """(float[1,4,20,8] x) => (float[1,4,20,8] y) <float xs = {0.00013}, uint16 xz = {32768},
+        int8[4,4,1,1] w = {90,-20,30,-40,50,60,-70,8,-127,10,11,-120,13,100,15,90}, float ws = {0.01}, int8 wz = {0},
+        float cs = {0.0003}, float ys = {0.00016}, uint16 yz = {0}>
+        { xq = QuantizeLinear(x, xs, xz) xd = DequantizeLinear(xq, xs, xz) wd = DequantizeLinear(w, ws, wz)
+        c = Conv(xd, wd) cq = QuantizeLinear(c, cs, xz) cd = DequantizeLinear(cq, cs, xz)
+        s = Softplus(cd) sq = QuantizeLinear(s, ys, yz) y = DequantizeLinear(sq, ys, yz) }""",
     "divide-one": """(float[1,400] x) => (float[1,400] y)
         <float k = {12}, float m = {51}, float s = {0.4}, uint8 z = {0}, float t = {0.0014}>
         { a = Mul(x, k) b = Add(a, m) q = QuantizeLinear(b, s, z) d = DequantizeLinear(q, s, z)
@@ -433,16 +418,6 @@ def test_the_table_says_which_quantized_kernels_are_wrong(text: str, tmp_path: P
     assert any(node.fatal for node in check_model(model, load_target("qnn")).node_list)
     # If this is large with a new version of QNN, its kernel is right, and the rule can go.
     assert measure_simulator(model.path, tmp_path / "run") < 25
-
-
-def test_a_softplus_that_ends_a_model_is_flattened_in_16_bits(tmp_path: Path) -> None:
-    text = f"g (float[1,4,10,20] x) => (float[1,4,10,20] y) <{_WEIGHTED}> {{ c = Conv(x, w) y = Softplus(c) }}"
-    path = parse_model(text, tmp_path / "m.onnx")
-    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 4, 10, 20)).astype(np.float32))
-    recipe = Recipe(targets=("qnn",), precision="int16", forms=("onnx",))
-    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
-    assert bundle.path is not None, bundle.failure
-    assert Counter(node.op_type for node in onnx.load(str(bundle.path / "model.onnx")).graph.node)["Reshape"] == 2
 
 
 @pytest.mark.slow

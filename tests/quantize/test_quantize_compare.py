@@ -114,11 +114,8 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
     )
 
     def draw(farther: float) -> list[Compared]:
-        pairs = (
-            Pair(expected={"y": np.zeros(1)}, found={"y": np.array([value])})
-            for value in rng.exponential(size=128) + farther
-        )
-        return [compare_sample([part], pair) for pair in pairs]
+        records = rng.exponential(size=(128, 1)) + farther
+        return [Compared(powers={}, records=(record,), broken=frozenset()) for record in records]
 
     def race(farther: float) -> int:
         """The number of samples after which the second is found to be worse, 0 if it never is."""

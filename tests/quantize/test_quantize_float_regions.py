@@ -1,4 +1,5 @@
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -174,27 +175,34 @@ def test_what_16_bits_do_not_hold_is_in_float(precision: Precision, tmp_path: Pa
     assert searched.wide_range == ()
 
 
+def search_powers(folder: Path, precision: Precision, tell: Callable[[str], tuple[float, float]]) -> Searched:
+    """The search of `make_powers`, of which `tell` says how many decisions stay and what is lost in a step."""
+    model = make_powers(folder, 100.0, 9)
+    calibration = calibrate_model(model, make_samples(draw_powers(100.0, 9)), work=folder / "work")
+
+    def measure(quantized: Model) -> Prediction:
+        same, drop = tell(quantized.path.stem)
+        return Prediction(
+            samples=48, sqnr_db=15.0, top1_agreement=same, drop_estimate=drop, drop_interval=None, source="test"
+        )
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision=precision, measure=measure,
+        compare=lambda _one, _two: 0.0, work=folder,
+    )  # fmt: skip
+    return present(find_plan(search, max_drop=None, narrow=False)[1])
+
+
 @pytest.mark.parametrize(("kept", "is_float"), [(0.93, True), (0.985, False)])
 def test_as_many_decisions_may_change_before_tensors_are_in_float_as_before_they_get_16_bits(
     tmp_path: Path, kept: float, *, is_float: bool
 ) -> None:
     """A twentieth for qnn; the drop itself misses the goal and stays as it is."""
-    model = make_powers(tmp_path, 100.0, 9)
-    samples = draw_powers(100.0, 9)
-    calibration = calibrate_model(model, make_samples(samples), work=tmp_path / "work")
 
-    def measure(quantized: Model) -> Prediction:
-        step = quantized.path.stem
-        same = 0.99 if "in float" in step else 0.85 if step == "all" else kept
-        return Prediction(
-            samples=48, sqnr_db=15.0, top1_agreement=same, drop_estimate=0.006, drop_interval=None, source="test"
-        )
+    def tell(step: str) -> tuple[float, float]:
+        return 0.99 if "in float" in step else 0.85 if step == "all" else kept, 0.006
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8", measure=measure,
-        compare=lambda _one, _two: 0.0, work=tmp_path,
-    )  # fmt: skip
-    assert bool(list_floats(present(find_plan(search, max_drop=None, narrow=False)[1]))) == is_float
+    assert bool(list_floats(search_powers(tmp_path, "int8", tell))) == is_float
 
 
 @pytest.mark.parametrize(
@@ -206,20 +214,12 @@ def test_a_plan_that_loses_much_may_get_little_work_in_integers_if_that_saves_it
     """A speaker encoder lost 14 points in 16 bits, and 0.4 with 71 % of its work in integers, where 75 % are wanted."""
     for name in ("DEFAULT_INTEGER_SHARE", "LEAST_INTEGER_SHARE"):
         monkeypatch.setattr(goal_search, name, 1.01)  # any tensor in float is too much
-    model = make_powers(tmp_path, 100.0, 9)
-    calibration = calibrate_model(model, make_samples(draw_powers(100.0, 9)), work=tmp_path / "work")
 
-    def measure(quantized: Model) -> Prediction:
-        drop = after if "in float" in quantized.path.stem else before
-        return Prediction(
-            samples=48, sqnr_db=15.0, top1_agreement=1 - drop, drop_estimate=drop, drop_interval=None, source="test"
-        )
+    def tell(step: str) -> tuple[float, float]:
+        drop = after if "in float" in step else before
+        return 1 - drop, drop
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int16", measure=measure,
-        compare=lambda _one, _two: 0.0, work=tmp_path,
-    )  # fmt: skip
-    found = present(find_plan(search, max_drop=None, narrow=False)[1])
+    found = search_powers(tmp_path, "int16", tell)
     assert any("in float" in trial.step for trial in found.trials)
     assert bool(list_floats(found)) == is_float
 
