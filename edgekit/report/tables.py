@@ -387,7 +387,8 @@ def name_unit(predicted: Prediction) -> str:
 
 def describe_prediction(predicted: Prediction) -> str:
     """Returns a prediction in one line."""
-    ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
+    each = " or more in each output" if predicted.outputs else ""
+    ratio = f"{predicted.sqnr_db:.1f} dB{each} over {predicted.samples} samples"
     if math.isinf(predicted.sqnr_db):
         # Whole numbers have no ratio.
         ratio = f"over {predicted.samples} samples"

@@ -516,8 +516,9 @@ def test_of_several_outputs_the_one_that_loses_most_is_named(tmp_path: Path) -> 
     samples = make_samples([{"x": row} for row in rows])
     stated = {name: StatedOutput(kind="values") for name in ("y", "z")}
     found = predict_drop(exact, other, samples, stated)
-    assert found.outputs == ("z",)
-    assert "'z' loses most and decides nothing that is known" in describe_prediction(found)
+    # The exact output does not raise the ratio that is told.
+    words = "20.0 dB or more in each output over 24 samples; 'z' loses most and decides nothing that is known"
+    assert (found.outputs, describe_prediction(found).startswith(words)) == (("z",), True)
     found = predict_drop(exact, other, samples, {name: StatedOutput(kind="embedding") for name in ("y", "z")})
     assert found.candidates == 23
 

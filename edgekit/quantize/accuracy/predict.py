@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
@@ -55,14 +54,14 @@ LABELS = "labels"
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How a quantized model will differ from the float one, on the CPU provider of this machine.
 
-    `sqnr_db` is the mean of the signal-to-noise ratios of all float outputs. `measure` names the metric that falls,
-    such as "top-1 accuracy", and is "" where none can be estimated. `drop_estimate` is its expected fall: absolute for
-    metrics between 0 and 1 (0.005 is half a point), else relative to the float model's value (0.005 of 36 dB is
-    0.18 dB). `drop_interval` is its 95 % confidence interval. `top1_agreement` is the share of decisions that stay the
-    same, for embeddings that of nearest neighbours, and None where outputs decide nothing. `source` says what the drop
-    was estimated from. `reference` and `got` are the values of the metric for both models, if there are labels.
-    `outputs` names the outputs that lose most, if several are judged. `candidates` is the number of samples among which
-    each sample's nearest neighbour is searched: with more of them, neighbours are closer, and change more often.
+    `sqnr_db` is the lowest signal-to-noise ratio of a float output, as in `verify`. `measure` names the metric that
+    falls, such as "top-1 accuracy", and is "" where none can be estimated. `drop_estimate` is its expected fall:
+    absolute for metrics between 0 and 1 (0.005 is half a point), else relative to the float model's value (0.005 of
+    36 dB is 0.18 dB). `drop_interval` is its 95 % confidence interval. `top1_agreement` is the share of decisions that
+    stay the same, for embeddings that of nearest neighbours, and None where outputs decide nothing. `source` says what
+    the drop was estimated from. `reference` and `got` are the values of the metric for both models, if there are
+    labels. `outputs` names the outputs that lose most, if several are judged. `candidates` is the number of samples
+    among which each sample's nearest neighbour is searched: with more, neighbours are closer, and change more often.
     """
 
     samples: int
@@ -418,7 +417,7 @@ def _predict(likeness: Likeness, samples: int) -> Prediction:
     ratios, judged = likeness.ratios(), likeness.judge()
     unknown = Prediction(
         samples=samples,
-        sqnr_db=round(float(np.mean(ratios)), 3) if ratios else math.inf,
+        sqnr_db=round(min(ratios, default=math.inf), 3),
         top1_agreement=None,
         drop_estimate=None,
         drop_interval=None,
