@@ -13,11 +13,13 @@ from onnx import helper
 from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 ORT_DOMAIN = "com.microsoft"
+"""The domain of ONNX Runtime's contrib operators."""
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 """The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
-"""The domain of ONNX Runtime's contrib operators."""
 ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime defines in ONNX's own domain, and for which onnx has no schema."""
+# onnx infers no shape through the body of this function if its axes are the default.
+_SUBSTITUTED = ORT_OWN | {"MeanVarianceNormalization"}
 
 _ADDED = "edgekit: for inference only"
 
@@ -110,7 +112,7 @@ def restore_contrib(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
+    return node.domain == ORT_DOMAIN or (node.op_type in _SUBSTITUTED and not node.domain)
 
 
 def _same(op: str, *positions: int) -> Callable[[_Substitution], None]:
@@ -171,15 +173,24 @@ def _float_matmul(of: _Substitution) -> None:
 
 
 def _fused_matmul(of: _Substitution) -> None:
-    if not of.number("transA", 0) and not of.number("transB", 0):
+    left, right, weight = of.number("transA", 0), of.number("transB", 0), of.stored(1)
+    if of.number("transBatchA", 0) or of.number("transBatchB", 0):
+        return
+    if not left and not right:
         of.add("MatMul", [of.name(0), of.name(1)])
+    elif not left and weight is not None and len(weight.dims) == 2 and all(weight.dims):
+        of.add("MatMul", [of.name(0), of.stub(weight.dtype, weight.dims[::-1])])
+    else:
+        # onnx infers it for equal ranks.
+        equation = f"...{'ji' if left else 'ij'},...{'kj' if right else 'jk'}->...ik"
+        of.add("Einsum", [of.name(0), of.name(1)], equation=equation)
 
 
 _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     **dict.fromkeys(
         (
             "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax",
-            "RotaryEmbedding", "SimplifiedLayerNormalization",
+            "RotaryEmbedding", *_SUBSTITUTED,
         ),
         _same("Identity", 0),
     ),

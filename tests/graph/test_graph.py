@@ -164,6 +164,22 @@ def test_what_dynamic_quantization_writes_has_types_and_shapes() -> None:
     assert {value.dtype for value in values} == {"float32"}
 
 
+@pytest.mark.parametrize(
+    ("node", "shape"),
+    [
+        ("com.microsoft.FusedMatMul(x, v)", (2, 3, 5)),
+        ("com.microsoft.FusedMatMul<transA=1, transB=1>(v, x)", (2, 5, 3)),
+        ("com.microsoft.FusedMatMul<transB=1>(x, z)", (2, 3, 7)),
+        ("com.microsoft.FusedMatMul<transB=1>(x, w)", (2, 3, 6)),
+        ("com.microsoft.FusedMatMul<transBatchB=1>(x, v)", None),
+        ("MeanVarianceNormalization(x)", (2, 3, 4)),
+    ],
+)
+def test_what_onnx_does_not_infer_has_a_shape(node: str, shape: tuple[int, ...] | None) -> None:
+    graph = view(f"(float[2,3,4] x, float[2,4,5] v, float[2,7,4] z, float[6,4] w) => (y) {{ y = {node} }}")
+    assert graph.value("y").shape == shape
+
+
 def test_contrib_nodes_in_the_body_of_a_contrib_node_stay_as_they_are() -> None:
     body = "b () => (float[2] u) { t = com.microsoft.Gelu(x) v = Abs(t) u = com.microsoft.QuickGelu(v) }"
     call = f"com.microsoft.GreedySearch <decoder = {body}> (x)"
