@@ -44,8 +44,10 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int, values: Mapping[
         return False
     # Most new versions only add element types: so the signatures are compared.
     last = len(old.inputs) - 1
-    known = ((old.inputs[min(at, last)], values[name]) for at, name in enumerate(node.input) if name in values)
-    if last >= 0 and not all(value.kind in formal.types for formal, value in known):
+    pairs = [(old.inputs[min(at, last)], name) for at, name in enumerate(node.input) if last >= 0]
+    if any(values[name].kind not in formal.types for formal, name in pairs if name in values):
+        return False
+    if any(formal.option != defs.OpSchema.FormalParameterOption.Optional for formal, name in pairs if not name):
         return False
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         return False

@@ -19,6 +19,7 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from edgekit.errors import ModelError
 from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph
+from edgekit.graph.inference import infer_model
 from edgekit.model.model import copy_without_weights, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, channel_overrides, reading_from
@@ -176,6 +177,8 @@ def quantize_dynamically(
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
+    # The quantizer wants the type of each input, and onnx infers none after ONNX Runtime's own operators.
+    refill(copy.graph.value_info, infer_model(proto).graph.value_info)
     with _asking_ort(subject):
         quantizer: Any = ONNXQuantizer(
             copy,

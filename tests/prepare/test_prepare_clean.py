@@ -500,6 +500,7 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
         *((13, 12, f"{name}<axis = {axis}>(x)") for name in ("Hardmax", "LogSoftmax", "Softmax") for axis in (1, -2)),
         (13, 12, "Softmax<axis = 3>(open)"),
         (13, 11, "Pow(x, i)"),
+        (13, 11, "Resize(x, , s)"),
         (21, 20, "QuantizeLinear(x, t, z)"),
     ],
 )

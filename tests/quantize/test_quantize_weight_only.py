@@ -363,6 +363,22 @@ def test_an_input_that_is_an_output_too_stays_float32(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got["y"], -values["x"])
 
 
+def test_a_constant_that_is_an_output_stays_float32(tmp_path: Path) -> None:
+    text = f"{HEAD} (float[2] x) => (float[2] m, float[2] y) <float[2] m = {{0.1, 1e9}}> {{ y = Min(x, m) }}"
+    converted = convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").model
+    got = CpuSession(converted.path, SessionSettings()).run({"x": np.array([1.0, -2.0], np.float32)})
+    np.testing.assert_array_equal(got["m"], np.array([0.1, 1e9], np.float32))
+    np.testing.assert_allclose(got["y"], [0.1, -2.0], atol=1e-4)
+
+
+def test_weights_behind_an_operator_of_onnx_runtimes_own_are_quantized_dynamically(tmp_path: Path) -> None:
+    rows = ",".join(map(str, range(64)))
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[1,8] x) => (float[1,8] y)
+        <float[8,8] w = {{{rows}}}> {{ h = com.microsoft.FusedMatMul<transB=1>(x, w) t = Abs(h) y = MatMul(t, w) }}"""
+    model = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx")
+    assert compress_weights(model, WeightOnlyOptions(form="dynamic-int8"), tmp_path / "q.onnx").changed
+
+
 def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2,2] x) => (float[2,2] y) {{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }}"
     prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})

@@ -32,9 +32,10 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     # operators.
     refill(copy.graph.value_info, infer_model(proto).graph.value_info)
     halves = _list_halves(copy.graph)
-    # The converter would make an input that is an output too once more.
-    fed = {value.name for value in copy.graph.input}
-    refill(copy.graph.output, [value for value in copy.graph.output if value.name not in fed])
+    # The converter would make an input or constant that is an output too once more.
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    given = stored.keys() | {value.name for value in copy.graph.input}
+    refill(copy.graph.output, [value for value in copy.graph.output if value.name not in given])
     # The converter warns of each weight that it clamps; `convert_to_fp16` reports all of them at once.
     _LOGGER.disabled = True
     try:
@@ -59,6 +60,9 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     refill(converted.graph.node, nodes.values())
     refill(converted.graph.node, order_nodes(converted.graph))
     _join_kept(converted.graph)
+    rounded = (_list_halves(converted.graph) - halves) & {value.name for value in proto.graph.output} & stored.keys()
+    rename_tensors(converted.graph, {name: f"{name}_half" for name in rounded})
+    converted.graph.initializer.extend(stored[name] for name in sorted(rounded))
     refill(converted.graph.output, proto.graph.output)
     return converted
 
