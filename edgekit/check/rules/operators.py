@@ -11,6 +11,7 @@ import numpy as np
 
 from edgekit.check.rules.rules import BaseRule, Subject
 from edgekit.check.rules.units import LIMITED, clip_bounds, read_parameters
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.nhwc import find_orders
 from edgekit.graph.spatial import Modes, find_picks, find_uncovered, has_windows, place_windows, read_modes
 
@@ -103,6 +104,45 @@ class MatMulRanks(BaseRule, frozen=True, kw_only=True, tag="matmul_ranks"):
         elif not len(one) == len(other) == 2:
             more = ", nor equal and above 2" if self.batched else ""
             yield f"ranks {len(one)} and {len(other)} are not both 2{more}"
+
+
+class Rescaled(BaseRule, frozen=True, kw_only=True, tag="rescaled"):
+    """A MatMulInteger must be scaled as QNN fuses it; a DynamicQuantizeLinear needs one such reader, if any is one.
+
+    A Cast and a Mul by the product of both scales follow, each the only reader of what is before it. If an Add alone
+    reads their result, it must add a constant bias of [N] or [1, N] (dq_matmul_integer_fusion.cc).
+    """
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph, node = subject.graph, subject.unit.node
+        found = (node, *graph.readers(node.output[0]))
+        reasons = [_find_misfit(graph, each) for each in found if each.op_type == "MatMulInteger"]
+        if reasons and all(reasons):
+            yield reasons[0]
+
+
+def _find_misfit(graph: Graph, product: Node) -> str:
+    """Returns why a MatMulInteger is not fused with the nodes that scale its result, "" if it is."""
+    cast = _find_only_reader(graph, product.output[0], "Cast")
+    scaled = _find_only_reader(graph, cast.output[0], "Mul") if cast is not None else None
+    if cast is None or scaled is None:
+        return "its result is not scaled by a Cast and a Mul that alone read it"
+    scale = next(name for name in scaled.input if name != cast.output[0])
+    if _find_only_reader(graph, scale, "Mul") is None:
+        return f"others read '{scale}', the product of its scales"
+    add = _find_only_reader(graph, scaled.output[0], "Add")
+    bias = next((name for name in add.input if name != scaled.output[0]), "") if add is not None else ""
+    weight, added = (graph.constants.get(name) for name in (product.input[1], bias))
+    columns = weight.dims[-1] if weight is not None else 0
+    if add is not None and (added is None or list(added.dims) not in ([columns], [1, columns])):
+        return f"'{add.name}' adds no constant bias of {columns} numbers to its result"
+    return ""
+
+
+def _find_only_reader(graph: Graph, name: str, op_type: str) -> Node | None:
+    readers = graph.readers(name)
+    is_only = len(readers) == 1 and readers[0].op_type == op_type and name not in graph.outputs
+    return readers[0] if is_only else None
 
 
 class ReshapeTarget(BaseRule, frozen=True, kw_only=True, tag="reshape_target"):

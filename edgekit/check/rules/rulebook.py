@@ -26,9 +26,9 @@ Rule = (
     | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
     | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
     | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel
-    | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid | operators.ReshapeTarget
-    | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes | operators.LastInNhwc
-    | operators.LeftTransposed
+    | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid | operators.Rescaled
+    | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
+    | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 
