@@ -43,6 +43,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.folder import Bundle, open_bundle, read_target
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
+from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import ObservedPlacement, match_nodes, name_as_model, observe_placement
 from edgekit.errors import EdgekitError
@@ -115,7 +116,7 @@ def _find_shipped(folders: list[Path], target: str) -> Iterator[Bundle]:
 def _measure(path: Path, target: Target, work: Path, tally: Tally, name: str = "") -> None:
     seen = _observe(path, target, work, name or path.stem)
     model = load_model(path)
-    report = check_model(model, target)
+    report = check_model(model, target if target.name == "qnn" else _find_device(target).as_seen(target))
     _compare(msgspec.structs.replace(report, model=name or report.model), seen, tally, read_graph(model))
 
 
@@ -208,9 +209,13 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
     }
 
 
+def _find_device(target: Target) -> Device:
+    return find_device(_DEVICES.get(target.name, "android:x86_64"), target)
+
+
 def observe_release(path: Path, target: Target) -> ObservedPlacement:
     """Returns the placement of each node by the provider in a library for phones, or in a wheel for this machine."""
-    device = find_device(_DEVICES.get(target.name, "android:x86_64"), target)
+    device = _find_device(target)
     try:
         return observe_placement(load_model(path), target, device, samples=0)
     except EdgekitError as error:

@@ -247,6 +247,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the device as it runs a target."""
         return self
 
+    def as_seen(self, target: Target) -> Target:
+        """Returns a target with the settings by which the rules describe this device itself."""
+        return target
+
     def with_settings(self, settings: Mapping[str, str], target: Target) -> Sequence["Device"] | None:  # noqa: ARG002
         """Returns the device with settings applied, several if they name several CPUs; None if it takes no settings.
 

@@ -110,7 +110,7 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
         placement = observe_placement(model, target, device)
     except (DeviceError, MissingExtraError, ModelError) as error:
         return NotObserved(reason=f"'{device.name}': {error.message}; {error.hint}")
-    return compare_placement(check_model(model, target), placement, device)
+    return compare_placement(check_model(model, device.as_seen(target)), placement, device)
 
 
 def _observe_kernels(model: Model, target: Target) -> Observed:

@@ -278,7 +278,7 @@ _JOIN_ADVICE: Mapping[Rewrite, str] = {
 }
 _REQUIRED = (
     products.gemm_to_matmul, *_JOIN_ADVICE, *QNN_REWRITES, norms.batch_norm_to_conv, idle.drop_pad_values,
-    products.plain_power,
+    products.plain_power, products.sum_to_mean,
 )  # fmt: skip
 REQUIRED_REWRITES = {rewrite.id: rewrite for rewrite in _REQUIRED}
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model

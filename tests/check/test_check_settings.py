@@ -31,12 +31,14 @@ OPEN = "g (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { 
 UPWARDS = "g (float[1,2,4,4] x, float[2,2,2,2] w) => (float[1,2,5,5] y) { y = ConvTranspose(x, w) }"
 BIASED = "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1,2,3,4}, float[1,2] b = {1,2}> { y = Gemm(x, w, b) }"
 CUBES = "g (float[1,3,4] x) => (float[1,3,2] y) <float[4,2] w = {1, 2, 3, 4, 5, 6, 7, 8}> { y = MatMul(x, w) }"
+HALF_SUM = "g (float16[1,4,8] x) => (float16[1,1,8] y) <int64[1] a = {1}> { r = Relu(x) y = ReduceSum(r, a) }"
 CASES = [
     ("nnapi", {"api_level": "27"}, {"api_level": "28"}, BIASED, "needs api_level 28"),
     ("nnapi", {"api_level": "29"}, {"api_level": "31"}, RESIZE, "the others need api_level 30"),
     ("nnapi", {"api_level": "28", "layout": "NCHW"}, {"api_level": "28"}, CONV, "api_level 29"),
     ("coreml", {"ios": "15"}, {"ios": "17"}, GATHER, "it needs ios 16 or newer, not 15"),
     ("coreml", {"ios": "16"}, {"ios": "17"}, BLOCKS, "it needs ios 17 or newer, not 16"),
+    ("coreml", {"processor": "x86_64"}, {"processor": "arm64"}, HALF_SUM, "its input is float16, which is not taken"),
     (
         "coreml",
         {"model_format": "NeuralNetwork"},

@@ -261,6 +261,10 @@ WITH = {
         "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
     ),
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
+    "sum-to-mean": """g (float[2,3,4] x) => (float[2,1,4] y, float[3] z, float s, float[2,3,1] t)
+        <int64[1] a = {-2}, int64[2] b = {2,0}, int64[0] n = {}, int64[1] c = {2}>
+        { y = ReduceSum(x, a) z = ReduceSum<keepdims=0>(x, b) s = ReduceSum<keepdims=0>(x)
+        t = ReduceSum<noop_with_empty_axes=1>(x, c) }""",
     "affine-grid-to-matmul": """g (float[2,2,3] x, float[1,3,4] u)
         => (float[2,4,5,2] y, float[2,3,1,2] z, float[1,2,3,4,3] v)
         <int64[4] s = {2,7,4,5}, int64[4] t = {2,1,3,1}, int64[5] r = {1,2,2,3,4}>
@@ -544,6 +548,11 @@ WITHOUT = {
         <int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}>
         { y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }""",
     "neg-to-mul": "g (int32[2,9] x) => (int32[2,9] y) { y = Neg(x) }",
+    "sum-to-mean": """g (float[2,3] x, int32[2,3] i, float[N,3] u, int64[1] a, float16[9,9999] h, float[0,3] e,
+        float[2,1] l) => (float[2,3] y, int32 z, float[3] v, float[A,B] w, float16 t, float[3] f, float[2,1] k)
+        <int64[1] c = {0}>
+        { y = ReduceSum<noop_with_empty_axes=1>(x) z = ReduceSum<keepdims=0>(i) v = ReduceSum<keepdims=0>(u, c)
+        w = ReduceSum(x, a) t = ReduceSum<keepdims=0>(h) f = ReduceSum<keepdims=0>(e, c) k = Relu(l) }""",
     "einsum-to-matmul": """g (float[2,3,3] x, float[3,4] w, float[1,4] u, float[3,N] d, float[1,3,4] c, float[0,4] e)
         => (float[2,3,4] y, float[2,4] z, float[2,4] s, float[3,2,3] t, float[3,4] k, float[2,3,3] m, float[N,4] n,
         float[2,3,4] o, float[4,4] p)
@@ -652,12 +661,13 @@ TOLERANCE = {
     "split-mish": 1e-6,
     "split-swish": 1e-6,
     "leaky-to-max": 1e-6,
+    "sum-to-mean": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
-    "leaky-slope": "PRelu", "squeeze-to-scalar": "Reshape", "leaky-to-max": "LeakyRelu",
+    "leaky-slope": "PRelu", "squeeze-to-scalar": "Reshape", "leaky-to-max": "LeakyRelu", "sum-to-mean": "ReduceSum",
     "transposed-to-conv": "ConvTranspose",
     "split-qlinear": "QGemm QLinearConv QLinearMatMul QLinearLeakyRelu QLinearGlobalAveragePool QLinearAdd QLinearMul "
     "QLinearWhere QLinearSigmoid QLinearSoftmax QLinearConcat QLinearAveragePool",
@@ -675,7 +685,7 @@ SITES = {
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
-    "squeeze-to-scalar": 2,
+    "squeeze-to-scalar": 2, "sum-to-mean": 4,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}

@@ -238,6 +238,10 @@ class IosSimulator(Device, frozen=True, kw_only=True):
         """Returns the device with the format that a target asks the provider for."""
         return msgspec.structs.replace(self, model_format=target.settings.get("model_format", ML_PROGRAM))
 
+    def as_seen(self, target: Target) -> Target:
+        """Returns a target with the processor of the library that runs here."""
+        return msgspec.structs.replace(target, settings={**target.settings, "processor": LOADER.machines[ABI]})
+
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine, or that models of this format cannot be computed."""
         if missing := self._find_absent():

@@ -11,7 +11,7 @@ from edgekit.graph.match import fraction_of, keeps_axis, made_by, mean_of, other
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
-_LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
+_LAYER_NORM_SINCE, _RMS_NORM_SINCE, AXES_INPUT_SINCE = 17, 23, 18
 
 
 class _Norm(msgspec.Struct, frozen=True):
@@ -183,7 +183,7 @@ split_rms_norm = node_rewrite("split-rms-norm", {"RMSNormalization", "Simplified
 
 
 def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:
-    if writer.opset < _AXES_INPUT_SINCE:
+    if writer.opset < AXES_INPUT_SINCE:
         return writer.add("ReduceMean", [value], part, axes=axes, keepdims=1)
     return writer.add("ReduceMean", [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
 
