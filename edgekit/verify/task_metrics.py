@@ -100,8 +100,7 @@ def import_extra(module: str, metric: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        hint = spell_install(package.replace("sklearn", "scikit-learn"))
-        raise MissingExtraError(f"metric {metric} needs {package}", hint=hint) from error
+        raise MissingExtraError(f"metric {metric} needs {package}", hint=spell_install(package)) from error
 
 
 Weights = npt.NDArray[np.int64]
@@ -457,22 +456,22 @@ def prepare_masks(records: Sequence[Array]) -> Scorer:
 
 
 def prepare_auc(records: Sequence[tuple[float, float]]) -> Scorer:
-    """Returns the scorer of the area under the ROC curve, by scikit-learn (Hanley and McNeil 1982).
+    """Returns the scorer of the area under the ROC curve (Hanley and McNeil 1982).
+
+    That is the share of pairs of both kinds in which the score of the ranked one is higher; an equal score counts half.
 
     Raises:
-        MissingExtraError: scikit-learn is not installed.
         DataError: all labels are of one class, so that nothing can be told apart.
     """
-    roc_auc_score = import_extra("sklearn.metrics", "'auc'").roc_auc_score
     scores, labels = np.array(records, dtype=np.float64).reshape(-1, 2).T
     if not 0 < labels.sum() < labels.size:
         raise DataError("metric 'auc' needs samples of both kinds", hint="`positive` names the class that is ranked")
+    ranks = np.unique(scores, return_inverse=True)[1]
 
     def score(weights: Weights) -> float:
-        kept = weights > 0
-        if not 0 < labels[kept].sum() < np.count_nonzero(kept):
-            return 0.5
-        return float(roc_auc_score(labels[kept], scores[kept], sample_weight=weights[kept]))
+        ranked, others = (np.bincount(ranks, weights * kind) for kind in (labels, 1.0 - labels))
+        pairs = ranked.sum() * others.sum()
+        return float(ranked @ (others.cumsum() - others / 2) / pairs) if pairs else 0.5
 
     return score
 

@@ -138,8 +138,6 @@ def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp
 
 @pytest.mark.slow
 def test_samples_of_a_metric_that_only_ranks_agree_by_their_scores(bundle: Bundle) -> None:
-    pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
-
     def shift(rows: list[Tensors]) -> list[Tensors]:
         return [{"y": row["y"] + np.float32(0.02 if place % 2 else 0.005)} for place, row in enumerate(rows)]
 

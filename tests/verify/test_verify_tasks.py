@@ -20,7 +20,7 @@ from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.intervals import interval_of_pairs
-from edgekit.verify.task_metrics import measure_task
+from edgekit.verify.task_metrics import measure_task, prepare_auc
 from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 
 
@@ -95,7 +95,7 @@ def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:
 
 
 def test_wer_and_cer_count_errors_of_words_and_letters() -> None:
-    pytest.importorskip("jiwer", reason="pip install scikit-learn pycocotools jiwer")
+    pytest.importorskip("jiwer", reason="pip install pycocotools jiwer")
     texts, labels = spoken("the hat sat", "a dog"), ["the cat sat down", "a dog"]
     assert score("wer", texts, labels) == pytest.approx(2 / 6)
     assert score("cer", texts, labels) == pytest.approx(6 / 21)
@@ -150,17 +150,20 @@ def test_texts_that_do_not_fit_are_refused(label: Array, what: str) -> None:
         score("perplexity", [{"y": np.zeros((1, 3, 2), np.float32)}], [label])
 
 
-@pytest.mark.slow
 def test_auc_is_the_area_under_the_curve_and_needs_both_kinds() -> None:
-    pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
     outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
     assert score("auc", outputs, [0, 0, 1, 1]) == pytest.approx(0.75)
+    # Of three pairs one is in order, one is not, and of the third both have the same score.
+    assert score("auc", [outputs[place] for place in (0, 3, 1, 1)], [0, 0, 0, 1]) == pytest.approx(0.5)
+    # A sample that the bootstrap draws twice counts twice, and one that it leaves out not at all.
+    judge = prepare_auc([(0.1, 0.0), (0.4, 0.0), (0.35, 1.0), (0.8, 1.0)])
+    assert [judge(np.array(drawn)) for drawn in ((1, 2, 1, 0), (2, 2, 0, 0))] == [pytest.approx(1 / 3), 0.5]
     with pytest.raises(DataError, match="both kinds"):
         score("auc", outputs, [1, 1, 1, 1])
 
 
 def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
-    pytest.importorskip("pycocotools", reason="pip install scikit-learn pycocotools jiwer")
+    pytest.importorskip("pycocotools", reason="pip install pycocotools jiwer")
     box = (10.0, 10.0, 50.0, 50.0)
     labels = [Boxes(boxes=(box,), classes=(1,)), Boxes(boxes=(box,), classes=(1,))]
     right = {"boxes": np.array([box]), "scores": np.array([0.9]), "classes": np.array([1.0])}
