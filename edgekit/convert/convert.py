@@ -196,7 +196,8 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     if stuck:
         names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
         words = f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}"
-        hint = "ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL"
+        arch = "arm64" if options.cpu == "arm" else "x64"
+        hint = f"quantize for its kernels: edgekit quantize MODEL --target cpu --set arch={arch}"
         raise ModelError(words, hint=hint)
     # Only a run finds a fusion that is wrong for this model.
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None

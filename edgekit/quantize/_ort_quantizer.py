@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+from onnx.shape_inference import InferenceError
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
@@ -44,7 +45,9 @@ _REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
 # activations.
 _LARGE = 1024
 _ROUNDED_AT_ONCE = 1 << 20
-_FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
+_FAILURES = (
+    ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError, InferenceError,
+)  # fmt: skip
 
 
 def place_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
@@ -177,8 +180,10 @@ def quantize_dynamically(
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    # The quantizer wants the type of each input, and onnx infers none after ONNX Runtime's own operators.
-    refill(copy.graph.value_info, infer_model(proto).graph.value_info)
+    # The quantizer wants the type of each input, and onnx infers none after ONNX Runtime's own operators. It transposes
+    # weights, whose stated shapes would then be wrong.
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    refill(copy.graph.value_info, [v for v in infer_model(proto).graph.value_info if v.name not in stored])
     with _asking_ort(subject):
         quantizer: Any = ONNXQuantizer(
             copy,

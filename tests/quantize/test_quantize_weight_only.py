@@ -379,6 +379,17 @@ def test_weights_behind_an_operator_of_onnx_runtimes_own_are_quantized_dynamical
     assert compress_weights(model, WeightOnlyOptions(form="dynamic-int8"), tmp_path / "q.onnx").changed
 
 
+def test_a_weight_with_a_stated_shape_is_quantized_dynamically(tmp_path: Path) -> None:
+    """A prepared file states the shapes of weights that were Constant nodes."""
+    rows = ",".join(map(str, range(32)))
+    text = f"{HEAD} (float[1,8] x) => (float[1,4] y) <float[4,8] w = {{{rows}}}> {{ [n] y = Gemm<transB = 1>(x, w) }}"
+    proto = onnx.load(str(parse_model(text, tmp_path / "m.onnx")))
+    proto.graph.value_info.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 8]))
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    model = load_model(tmp_path / "m.onnx")
+    assert compress_weights(model, WeightOnlyOptions(form="dynamic-int8"), tmp_path / "q.onnx").changed == ("n",)
+
+
 def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2,2] x) => (float[2,2] y) {{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }}"
     prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})
