@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from edgekit.data.labels import Boxes, Label, LabelKind
 from edgekit.data.samples import Samples, load_function
-from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, reraised, suggest_name
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, ranks_classes
@@ -90,19 +90,6 @@ DECODERS: dict[str, Callable[[Array, TaskLimit], str]] = {
 }
 
 
-def import_extra(module: str, metric: str) -> Any:
-    """Returns a module of the extra `metrics`.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingExtraError(f"metric {metric} needs {package}", hint=spell_install(package)) from error
-
-
 Weights = npt.NDArray[np.int64]
 Scorer = Callable[[Weights], float]
 Detections = tuple[Boxes, Array, Array, Array]
@@ -135,8 +122,9 @@ def prepare_map(records: Sequence[Detections]) -> Scorer:
     Raises:
         MissingExtraError: pycocotools is not installed.
     """
-    coco = import_extra("pycocotools.coco", "'map'").COCO
-    evaluate = import_extra("pycocotools.cocoeval", "'map'").COCOeval
+    with reraised(ImportError, MissingExtraError("metric 'map' needs pycocotools", hint=spell_install("pycocotools"))):
+        coco = importlib.import_module("pycocotools.coco").COCO
+        evaluate = importlib.import_module("pycocotools.cocoeval").COCOeval
 
     def place(image: int, box: Iterable[float], name: float) -> dict[str, Any]:
         left, top, right, bottom = map(float, box)
@@ -372,18 +360,9 @@ def read_edits(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, f
 
 
 def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters: bool) -> tuple[float, float]:
-    """Returns the edits that jiwer counts, of words or of letters, and how many the label has.
-
-    Raises:
-        MissingExtraError: jiwer is not installed.
-    """
-    jiwer = import_extra("jiwer", f"'{limit.name}'")
-    text = read_words(outputs, limit)
-    if not label.strip():
-        return float(len(text) if letters else len(text.split())), 0.0
-    counted = jiwer.process_characters(label, text) if letters else jiwer.process_words(label, text)
-    edits = counted.substitutions + counted.deletions + counted.insertions
-    return float(edits), float(counted.hits + counted.substitutions + counted.deletions)
+    """Returns the edits of words (or letters, without the spaces around a text), and how many the label has."""
+    wanted, found = (list(text.strip()) if letters else text.split() for text in (label, read_words(outputs, limit)))
+    return float(count_edits(wanted, found)), float(len(wanted))
 
 
 def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
