@@ -208,13 +208,13 @@ class _Noise(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no
 
 def _generated_models(folder: Path, seeds: range) -> Iterator[tuple[str, onnx.ModelProto]]:
     source = folder / "generated" / "_float"
-    for name, proto in generate_models(seeds):
-        yield name, proto
+    for net in generate_models(seeds):
+        yield net.name, net.proto
         with contextlib.suppress(*_REFUSALS):
-            prepare_proto(proto, source)
+            prepare_proto(net.proto, source)
             for scheme in ("u8s8", "s8s8", "qnn8"):
                 with contextlib.suppress(*_REFUSALS):
-                    yield f"{name}__{scheme}", _quantize(source, scheme, f"{name}__{scheme}")
+                    yield f"{net.name}__{scheme}", _quantize(source, scheme, f"{net.name}__{scheme}")
     source.unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from edgekit.model.model import load_model, save_proto
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from placement_generated import generate_models
+from placement_generated import Network, generate_models
 
 
 @pytest.mark.fuzz
@@ -20,13 +21,26 @@ from placement_generated import generate_models
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["nnapi", "qnn", "xnnpack"])
 def test_no_random_network_ends_quantize_in_a_traceback(target: str, tmp_path: Path) -> None:
-    for seed in range(7000, 7040):
-        ((name, proto),) = generate_models(range(seed, seed + 1), size=10)
-        model, made = save_proto(proto, tmp_path / f"{name}.onnx"), tmp_path / f"{name}.int8.onnx"
-        shape = [int(str(size)) for size in model.inputs[0].shape or ()]
-        rows = np.random.default_rng(seed).normal(size=(8, *shape[shape[0] == 1 :])).astype(np.float32)
-        np.savez(tmp_path / "data.npz", x=rows)
-        options = ["--data", str(tmp_path / "data.npz"), "--target", target, "--out", str(made), "--quiet"]
-        if run_command(["quantize", str(model.path), *options]) == 0:
-            row = {"x": rows[0].reshape(shape)}
-            CpuSession(load_model(made).path, SessionSettings()).run(row)
+    for net in generate_models(range(7000, 7040), size=10, plain=False):
+        path, made = save_proto(net.proto, tmp_path / f"{net.name}.onnx").path, tmp_path / f"{net.name}.int8.onnx"
+        options = [*_write_rows(net, tmp_path), "--target", target, "--out", str(made), "--quiet"]
+        if run_command(["quantize", str(path), *options]) == 0:
+            CpuSession(load_model(made).path, SessionSettings()).run(net.inputs)
+
+
+def _write_rows(net: Network, folder: Path) -> list[str]:
+    """Returns the options for eight random samples and the batch of an open axis."""
+    rng = np.random.default_rng(0)
+    kinds: dict[str, Any] = {
+        "f": rng.normal,
+        "i": lambda size: rng.integers(0, 5, size=size),
+        "b": lambda size: rng.random(size) > 0.5,
+    }
+    rows = {
+        name: kinds[value.dtype.kind](size=(8, *value.shape[value.shape[0] == 1 :])).astype(value.dtype)
+        for name, value in net.inputs.items()
+    }
+    np.savez(folder / "data.npz", allow_pickle=False, **rows)
+    axes = net.proto.graph.input[0].type.tensor_type.shape.dim
+    opened = [f"--dim={axes[0].dim_param}={net.inputs['x'].shape[0]}"] if axes[0].dim_param else []
+    return ["--data", str(folder / "data.npz"), *opened]
