@@ -23,6 +23,7 @@ from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageErro
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.quantize.accuracy.loss import spell_answer
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.agreement import count_edits
@@ -60,9 +61,7 @@ def decode_ctc(value: Array, limit: TaskLimit) -> str:
         raise DataError(f"ctc-greedy cannot read {value.dtype}{list(value.shape)}", hint="it reads [time, classes]")
     classes = dims[1]
     scores, blank = value.reshape(dims), limit.blank % classes
-    path = scores.argmax(axis=1)
-    first = np.concatenate([[True], path[1:] != path[:-1]])
-    return _spell([int(step) for step in path[first & (path != blank)]], limit, blank, classes)
+    return _spell(spell_answer(scores.argmax(axis=1), blank), limit, blank, classes)
 
 
 def decode_indices(value: Array, limit: TaskLimit) -> str:
