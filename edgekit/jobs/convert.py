@@ -392,7 +392,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
     """
     with work_folder() as work:
         source = freeze_model(load_model(model), work / "frozen", recipe.freeze)
-        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims, may_stay_open=True)
+        prepared = prepare_model(source, work / "prepared" / f"{source.name}.onnx", recipe.dims, may_stay_open=True)
         given = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
         all_samples = limit_samples(given, recipe.samples)
         # With enough samples, every second one judges, and the others calibrate.
