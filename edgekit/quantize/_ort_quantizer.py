@@ -184,6 +184,7 @@ def quantize_dynamically(
     # weights, whose stated shapes would then be wrong.
     stored = {tensor.name for tensor in proto.graph.initializer}
     refill(copy.graph.value_info, [v for v in infer_model(proto).graph.value_info if v.name not in stored])
+    # Attention of opset 23 has no packed weights, and the quantizer takes it for ONNX Runtime's own.
     with _asking_ort(subject):
         quantizer: Any = ONNXQuantizer(
             copy,
@@ -195,7 +196,7 @@ def quantize_dynamically(
             QuantType.QUInt8,
             None,
             [],
-            list(kept),
+            [*kept, *(node.name for node in proto.graph.node if node.op_type == "Attention" and not node.domain)],
             list(DYNAMIC_OPS),
             {"MatMulConstBOnly": True},
         )
