@@ -218,6 +218,7 @@ _TARGET_ADVICE: Mapping[Rewrite, str] = {
     layout.planar_resize: "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
     layout.pad_transposed: "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it,"
     " which is the same",
+    layout.write_number_of_parts: "write the number of parts of {count} of Split in place of equal sizes",
     layout.write_pads: "write the pads of {count} of ConvTranspose, which are zero",
     products.plain_gemm: "put alpha, beta, transA and a bias of several rows of {count} of Gemm into nodes of their"
     " own",

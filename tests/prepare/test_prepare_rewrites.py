@@ -61,6 +61,8 @@ WITH = {
     "zero-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[2] q = {1,1}, int64[1] a = {1}, float s = {0.1}, int8 o = {-128}>
         { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p) z = Pad(d, q, , a) }""",
+    "even-split": """g (float[2,4] x) => (float[2,2] y, float[2,2] z) <int64[2] s = {2,2}>
+        { y, z = Split<axis=-1>(x, s) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose(x, w) }""",
     "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u, float[1,2,3,2,2] p)
@@ -385,6 +387,9 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    "even-split": """g (float[2,4] x, int64[2] c) => (float[A,2] y, float[B,2] z, float[C,2] u, float[D,2] v,
+        float[2,1] p, float[2,3] q) <int64[2] s = {1,3}>
+        { y, z = Split<axis=-1, num_outputs=2>(x) u, v = Split<axis=1>(x, c) p, q = Split<axis=1>(x, s) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
         <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
         { y = ConvTranspose<pads=[0,0,0,0]>(x, w) z = ConvTranspose<auto_pad="SAME_UPPER", strides=[2,2]>(x, w) }""",
@@ -688,7 +693,14 @@ SITES = {
     "squeeze-to-scalar": 2, "sum-to-mean": 4,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
-OPSETS = {"pad-axes": 18, "split-mish": 18, "split-swish": 24, "affine-grid-to-matmul": 20, "zero-pad": 18}
+OPSETS = {
+    "pad-axes": 18,
+    "even-split": 18,
+    "split-mish": 18,
+    "split-swish": 24,
+    "affine-grid-to-matmul": 20,
+    "zero-pad": 18,
+}
 """The opset, if it is another than 17."""
 
 

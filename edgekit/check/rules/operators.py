@@ -4,6 +4,7 @@ The last two are about what ONNX Runtime's layout transformation to NHWC changes
 were the last.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -58,6 +59,22 @@ class AxisSize(BaseRule, frozen=True, kw_only=True, tag="axis_size"):
         axis, shape = subject.unit.node.integer("axis", -1), subject.shape(0) or ()
         if -len(shape) <= axis < len(shape) and (shape[axis] or self.min) < self.min:
             yield f"axis {axis} has {shape[axis]} element{'s' * (shape[axis] != 1)}"
+
+
+class RowBytes(BaseRule, frozen=True, kw_only=True, tag="row_bytes"):
+    """`least` indices or more must not pick computed data in rows of as many bytes as `refused` names."""
+
+    refused: tuple[int, ...]
+    least: int
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        data, shape, picks = subject.unit.inputs[0], subject.shape(0), subject.shape(1)
+        axis = subject.unit.node.integer("axis", 0)
+        if shape is None or picks is None or data.dtype is None or data.name in subject.graph.constants:
+            return
+        sizes = (*(shape[axis + 1 :] if axis != -1 else ()), np.dtype(data.dtype).itemsize)
+        if None not in {*sizes, *picks} and math.prod(picks) >= self.least and math.prod(sizes) in self.refused:
+            yield f"{math.prod(picks)} indices pick rows of {math.prod(sizes)} bytes"
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):

@@ -27,8 +27,8 @@ Rule = (
     | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
     | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel
     | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid | operators.Rescaled
-    | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
-    | operators.LastInNhwc | operators.LeftTransposed
+    | operators.ReshapeTarget | operators.ResizeScales | operators.RowBytes | operators.SlopeShape
+    | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

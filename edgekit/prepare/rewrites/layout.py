@@ -201,6 +201,17 @@ def cast_by_int32(writer: Writer) -> None:
         writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
 
 
+@node_rewrite("even-split", {"Split"}, since=18)
+def write_number_of_parts(writer: Writer) -> None:
+    """Writes the number of parts of a Split in place of their equal sizes, which NNAPI's provider does not read."""
+    node = writer.node
+    sizes = writer.graph.array(node.input[1]) if node.has_input(1) else None
+    if sizes is not None and sizes.shape == (len(node.output),) and len(set(sizes.tolist())) == 1:
+        made = writer.copy(node)
+        del made.input[1:]
+        made.attribute.append(onnx.helper.make_attribute("num_outputs", sizes.size))
+
+
 @node_rewrite("write-pads", {"ConvTranspose"})
 def write_pads(writer: Writer) -> None:
     """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
