@@ -72,9 +72,11 @@ class RowBytes(BaseRule, frozen=True, kw_only=True, tag="row_bytes"):
         axis = subject.unit.node.integer("axis", 0)
         if shape is None or picks is None or data.dtype is None or data.name in subject.graph.constants:
             return
-        sizes = (*(shape[axis + 1 :] if axis != -1 else ()), np.dtype(data.dtype).itemsize)
-        if None not in {*sizes, *picks} and math.prod(picks) >= self.least and math.prod(sizes) in self.refused:
-            yield f"{math.prod(picks)} indices pick rows of {math.prod(sizes)} bytes"
+        inner = shape[axis + 1 :] if axis != -1 else ()
+        count, size = (math.prod(each or 0 for each in sizes) for sizes in (picks, inner))
+        size *= np.dtype(data.dtype).itemsize
+        if count >= self.least and size in self.refused:
+            yield f"{count} indices pick rows of {size} bytes"
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
