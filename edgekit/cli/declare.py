@@ -125,7 +125,9 @@ Json = Annotated[bool, Option("Print one JSON object on stdout.", words="--json"
 # Both options write one parameter, so that the last one given counts: -1, 0 or 1.
 Volume = Annotated[
     int,
-    Option("Say each step.", words="-v --verbose", flag_value=1, type=int, default=0),
+    Option(
+        "Say each step; else a log gets a line each minute.", words="-v --verbose", flag_value=1, type=int, default=0
+    ),
     Option("No progress.", words="-q --quiet", flag_value=-1, type=int),
 ]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -9,8 +10,11 @@ import click
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from edgekit.progress import Progress
+from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import escape_controls, to_json
+
+QUIET_S = 60.0
+"""For so long a command says nothing in a log: a choice. Whoever ends a long build finds there how far it was."""
 
 
 class _Screen(Console):
@@ -47,14 +51,26 @@ def show_remarks(remarks: Iterable[object]) -> None:
 
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
-    """Yields a function that shows the current step in one line; with -v each step has a line, with -q none."""
-    console = _Screen(stderr=True)
+    """Yields a function that shows the current step in one line; with -v each step has a line, with -q none.
+
+    Where there is no terminal, such as in the log of a CI job, a line is written at most every QUIET_S seconds.
+    """
+    console, start, shown = _Screen(stderr=True), time.monotonic(), 0.0
+
+    def show_seldom(step: str) -> None:
+        nonlocal shown
+        if (passed := time.monotonic() - start) >= shown + QUIET_S:
+            shown = passed
+            console.print(f"after {passed:.0f} s: {step}", style="dim")
+
     # -v is for logs, so the lines stay.
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
-    # In the log of a CI job the spinner would write many lines.
-    elif volume < 0 or not sys.stderr.isatty():
-        yield lambda _step: None
+    elif volume < 0:
+        yield say_nothing
+    # In a log the spinner would write many lines.
+    elif not sys.stderr.isatty():
+        yield show_seldom
     else:
         with console.status("") as status:
             # A spinner interprets markup in a string, also on this console.

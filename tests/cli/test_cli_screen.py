@@ -59,6 +59,18 @@ def test_progress_does_not_read_names_as_markup(capsys: pytest.CaptureFixture[st
     assert f"{TAG} {LOST} {PICTURE} \\x1b[31m" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("volume", "quiet_s", "said"), [(0, 60.0, ""), (0, 0.0, "after 0 s: calibrate\n"), (-1, 0.0, "")]
+)
+def test_in_a_log_a_long_command_says_from_time_to_time_how_far_it_is(
+    volume: int, quiet_s: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgekit.cli.screen.QUIET_S", quiet_s)
+    with showing_progress(volume) as progress:
+        progress("calibrate")
+    assert capsys.readouterr().err == said
+
+
 def test_the_spinner_does_not_read_names_as_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
