@@ -393,7 +393,8 @@ def test_a_weight_with_a_stated_shape_is_quantized_dynamically(tmp_path: Path) -
 def test_attention_of_opset_23_is_left_by_dynamic_quantization(tmp_path: Path) -> None:
     rows = ",".join(map(str, range(64)))
     text = f"""<ir_version: 10, opset_import: ["" : 23]> g (float[1,4,8] x) => (float[1,4,8] y)
-        <float[8,8] w = {{{rows}}}> {{ [m] q = MatMul(x, w) [a] y = Attention<q_num_heads = 2, kv_num_heads = 2>(q, q, q) }}"""
+        <float[8,8] w = {{{rows}}}> {{
+        [m] q = MatMul(x, w) [a] y = Attention<q_num_heads = 2, kv_num_heads = 2>(q, q, q) }}"""
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     assert compress_weights(model, WeightOnlyOptions(form="dynamic-int8"), tmp_path / "q.onnx").changed == ("m",)
 
