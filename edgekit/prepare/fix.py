@@ -151,6 +151,7 @@ def fuse_transformer(
 _FIX_ADVICE: Mapping[Rewrite, str] = {
     idle.drop_nan_guard: "remove {count} of Where and IsNaN around a Softmax that is never NaN",
     idle.drop_idle_add: "remove {count} of Add that add zeros",
+    idle.drop_idle_expand: "let {count} read what an Expand repeats, as they broadcast it anyway",
     idle.drop_copies: "remove {count} of Identity, Dropout or Concat of one tensor, which only hand on their input",
     products.sum_to_add: "write {count} of Sum as Add, which is the same",
     products.einsum_to_matmul: "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
@@ -187,7 +188,7 @@ FUSIONS = frozenset(
 """Those of FIXES that one of TARGET_REWRITES undoes, for a target that lacks the operator or computes it wrongly."""
 
 _NEED_SHAPES = (
-    activations.plain_softmax, idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax,
+    activations.plain_softmax, idle.drop_idle_add, idle.drop_idle_expand, idle.drop_nan_guard, activations.join_softmax,
     layout.squeeze_to_scalar, layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm,
     norms.join_rms_norm,
     products.einsum_to_matmul,
@@ -232,6 +233,7 @@ _TARGET_ADVICE: Mapping[Rewrite, str] = {
     activations.split_mish: "write {count} of Mish as x * Tanh(Softplus(x)), 1e-6 apart",
     activations.flatten_softmax: "compute {count} of Softmax in fewer axes, between Reshapes, which is the same",
     layout.flatten_expand: "give {count} of Expand fewer axes, between Reshapes, which is the same",
+    layout.fewer_axes: "give {count} of Slice, Split and Transpose fewer axes, between Reshapes, which is the same",
     # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
     layout.expand_to_concat: "write {count} of Expand as a Concat of copies, which is the same",
     products.neg_to_mul: "write {count} of Neg as a product with -1, which is the same",

@@ -1,6 +1,7 @@
 """Nodes without effect, empty optional inputs and attributes that state a default: they are removed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import onnx
@@ -18,6 +19,36 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 # Inputs of Resize.
 _ROI, _SCALES = 1, 2
+
+
+_BROADCASTING = frozenset(
+    {
+        "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul",
+        "Or", "Pow", "Sub", "Where", "Xor",
+    }
+)  # fmt: skip
+
+
+@node_rewrite("idle-expand", _BROADCASTING, since=8)
+def drop_idle_expand(writer: Writer) -> None:
+    """Lets a node with broadcasting read what an Expand repeats, if its other inputs make the same shape."""
+    graph, given = writer.graph, list(writer.node.input)
+    after = graph.static_shape(writer.node.output[0])
+    for place, name in enumerate(given):
+        expand = made_by(graph, name, "Expand")
+        if expand is not None and after is not None:
+            tried = [*given[:place], expand.input[0], *given[place + 1 :]]
+            shapes = [graph.value(each).static_shape for each in tried]
+            if None not in shapes and _broadcast(shapes) == after:
+                given = tried
+    if given != list(writer.node.input):
+        writer.add(writer.node.op_type, given, **writer.node.attributes)
+
+
+def _broadcast(shapes: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
+    """Returns the shape to which shapes are broadcast: along each axis the first size that is not 1."""
+    axes = zip_longest(*(shape[::-1] for shape in shapes if shape is not None), fillvalue=1)
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in axes)[::-1]
 
 
 @node_rewrite("idle-add", {"Add"})

@@ -9,9 +9,12 @@ import numpy as np
 import onnx
 
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
 from edgekit.model.tensors import Array
+
+# The first opset whose Slice has its axes as an input.
+_SLICE_INPUTS_SINCE = 10
 
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _FLATTENED = {0: (1, -1), 1: (0, -1)}
@@ -88,6 +91,89 @@ def flatten_expand(writer: Writer) -> None:
     flat = writer.add("Reshape", [x, writer.constant("before", before, "int64")], "flat")
     grown = writer.add("Expand", [flat, writer.constant("after", after, "int64")], "grown")
     writer.add("Reshape", [grown, writer.constant("shape", shape, "int64")])
+
+
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
+
+
+@rewrite("fewer-axes")
+def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Rewrites Slice, Split and Transpose of five or more axes to ones of fewer, between Reshapes.
+
+    A Slice or Split of one axis needs three. In a Transpose, axes of size 1 are left out, and neighbours that stay
+    neighbours are one: one image is cut into windows with four or five axes in place of six. A Reshape of what was only
+    reshaped reads the first tensor, so that none of the many axes remains. Values are only copied.
+    """
+    sources = dict[str, str]()
+
+    def view_at_once(writer: Writer) -> None:
+        view, node = writer.graph, writer.node
+        source = sources[node.output[0]] = sources.get(node.input[0], node.input[0])
+        known, given = view.static_shape(node.output[0]), view.array(node.input[1]) if node.has_input(1) else None
+        # Of a Reshape that was just made, the shape is its constant.
+        shape = given if known is None and node.op_type == "Reshape" else known
+        many = view.static_shape(node.input[0])
+        if source != node.input[0] and shape is not None and (many is None or len(many) > _MOST_AXES):
+            writer.add("Reshape", [source, writer.constant("sizes", shape, "int64")])
+
+    if opset < _SLICE_INPUTS_SINCE:
+        return ()
+    cut = replace_nodes(graph, opset, {"Slice", "Split"}, _cut_three_axes, floats=True)
+    turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
+    if cut or turned:
+        replace_nodes(graph, opset, _VIEWS, view_at_once)
+    return (*cut, *turned)
+
+
+def _cut_three_axes(writer: Writer) -> None:
+    """Writes a Slice or Split of one of five or more axes as one of three."""
+    graph, node = writer.graph, writer.node
+    shape, *after = (graph.static_shape(name) for name in (node.input[0], *node.output))
+    axes = graph.array(node.input[3]) if node.op_type == "Slice" and node.has_input(3) else None
+    if shape is None or None in after or len(shape) <= _MOST_AXES or 0 in shape:
+        return
+    if node.op_type == "Slice" and (axes is None or axes.size != 1):
+        return
+    axis = (node.integer("axis", 0) if axes is None else int(axes.item())) % len(shape)
+    flat = [math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])]
+    given, kept = [_flat(writer, flat), *node.input[1:]], dict(node.attributes)
+    if axes is None:
+        kept["axis"] = 1
+    else:
+        given[3] = writer.constant("axis", [1], "int64")
+    made = writer.add(node.op_type, given, "cut", **kept)
+    cuts = [made, *(f"{made}_{place}" for place in range(1, len(after)))]
+    writer.nodes[-1].output[:] = cuts
+    for place, (part, name, sizes) in enumerate(zip(cuts, node.output, after, strict=True)):
+        writer.add("Reshape", [part, writer.constant(f"sizes_{place}", sizes, "int64")], f"part_{place}")
+        writer.nodes[-1].output[0] = name
+
+
+def _turn_fewer_axes(writer: Writer) -> None:
+    """Writes a Transpose of five or more axes as one of the runs of axes that stay side by side."""
+    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
+    perm = node.entries("perm")
+    if shape is None or perm is None or len(shape) <= _MOST_AXES or 0 in shape:
+        return
+    wide = [axis for axis in perm if shape[axis] > 1]
+    places, runs = {axis: place for place, axis in enumerate(sorted(wide))}, list[list[int]]()
+    for axis in wide:
+        if runs and places[axis] == places[runs[-1][-1]] + 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    if len(runs) >= len(shape):
+        return
+    before = sorted(runs)
+    value = _flat(writer, [math.prod(shape[axis] for axis in run) for run in before])
+    if runs != before:
+        value = writer.add("Transpose", [value], "turned", perm=[before.index(run) for run in runs])
+    writer.add("Reshape", [value, writer.constant("sizes", [shape[axis] for axis in perm], "int64")])
+
+
+def _flat(writer: Writer, shape: Sequence[int]) -> str:
+    """Adds a Reshape of the node's first input, and returns its result."""
+    return writer.add("Reshape", [writer.node.input[0], writer.constant("flat_sizes", shape, "int64")], "flat")
 
 
 def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
