@@ -6,6 +6,7 @@ were the last.
 
 import math
 from collections.abc import Iterator
+from string import ascii_lowercase
 from typing import Literal
 
 import numpy as np
@@ -77,6 +78,18 @@ class RowBytes(BaseRule, frozen=True, kw_only=True, tag="row_bytes"):
         size *= np.dtype(data.dtype).itemsize
         if count >= self.least and size in self.refused:
             yield f"{count} indices pick rows of {size} bytes"
+
+
+class Equation(BaseRule, frozen=True, kw_only=True, tag="equation"):
+    """The equation of an Einsum must be an `allowed` one, but for the names of its letters."""
+
+    allowed: tuple[str, ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        given = str(subject.unit.node.attributes.get("equation", "")).replace(" ", "")
+        letters = "".join(dict.fromkeys(filter(str.isalpha, given)))[: len(ascii_lowercase)]
+        if given.translate(str.maketrans(letters, ascii_lowercase[: len(letters)])) not in self.allowed:
+            yield f"the equation {given} is none of {', '.join(self.allowed)}"
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):

@@ -25,9 +25,9 @@ Rule = (
     | rules.Setting | rules.Quantized | rules.SameQuantization | rules.QuantizedOutput | rules.FiniteScale
     | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
     | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
-    | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.NearestKernel
-    | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid | operators.Rescaled
-    | operators.ReshapeTarget | operators.ResizeScales | operators.RowBytes | operators.SlopeShape
+    | operators.Equation | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks
+    | operators.NearestKernel | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid
+    | operators.Rescaled | operators.ReshapeTarget | operators.ResizeScales | operators.RowBytes | operators.SlopeShape
     | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
