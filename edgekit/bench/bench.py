@@ -10,7 +10,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import PRECISION, Block, Comparison, Effort, compare_on, run_enough, run_queue
 from edgekit.bench.latency import describe_change, describe_drift, find_drift, find_energy, median_interval
-from edgekit.bench.subject import Opening, Subject, open_subject
+from edgekit.bench.subject import Opening, Subject, open_pair, open_subject
 from edgekit.devices.device import Device, Job, SkippedDevice, find_present
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each
@@ -116,8 +116,11 @@ def bench_on(
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
     """
     with work_folder() as work:
-        subjects = [open_subject(path, work / f"a{index}", opening) for index, opening in enumerate(openings)]
-        other = None if against is None else open_subject(against, work / "b", openings[0])
+        subjects, other = list[Subject](), None
+        if against is None:
+            subjects = [open_subject(path, work / f"a{index}", opening) for index, opening in enumerate(openings)]
+        else:
+            *subjects, other = open_pair(path, against, work, openings[0])
         devices = choose_devices(choice, subjects[0].target_for, default=(subjects[0].default_device,))
         return bench_subjects(subjects, devices, efforts, against=other, progress=progress)
 

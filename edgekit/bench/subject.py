@@ -1,7 +1,7 @@
 """The subject of a benchmark: a bundle, as an app would load it, or a bare model."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -121,6 +121,33 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
             raise UsageError("--freeze means nothing for a bundle", hint="build it with --freeze")
         return _open_bundle(path, work, opening)
     return _open_model(path, work, opening)
+
+
+def open_pair(path: Path, against: Path, work: Path, opening: Opening) -> tuple[Subject, Subject]:
+    """Opens two subjects to compare. Each takes those of the opening's dims that it has; see `open_subject`.
+
+    A bundle beside a model takes no target and no constants. The first refuses a dimension that neither has.
+    """
+    first, second = _name_dims(path), _name_dims(against)
+
+    def open_one(own: Path, other: Path, name: str, kept: Collection[str]) -> Subject:
+        fitting = msgspec.structs.replace(opening, dims={key: opening.dims[key] for key in opening.dims if key in kept})
+        if own.is_dir() and not other.is_dir():
+            fitting = msgspec.structs.replace(fitting, target=None, freeze={})
+        return open_subject(own, work / name, fitting)
+
+    unknown = opening.dims.keys() - first - second
+    return open_one(path, against, "a", first | unknown), open_one(against, path, "b", second)
+
+
+def _name_dims(path: Path) -> set[str]:
+    """Returns what `--dim` may call the dimensions of a model's inputs; none of a bundle, whose sizes are fixed."""
+    if path.is_dir():
+        return set()
+    inputs = read_interface(path)[0] if path.suffix == ".ort" else load_model(path).inputs
+    names = {name for spec in inputs for name in spec.name_axes().values()}
+    keys = {f"{spec.name}:{axis}" for spec in inputs for axis in range(len(spec.shape or ()))}
+    return names | keys | {part for name in names for part in formula_names(name)}
 
 
 def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:

@@ -9,7 +9,7 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.bench.blocks import Effort, compare_on
 from edgekit.bench.latency import Ratio
-from edgekit.bench.subject import Opening, open_subject
+from edgekit.bench.subject import Opening, open_pair, open_subject
 from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -41,8 +41,10 @@ def profile_on(
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
     """
     with work_folder() as work:
-        subject = open_subject(path, work / "a", opening)
-        other = None if against is None else open_subject(against, work / "b", opening)
+        if against is None:
+            subject, other = open_subject(path, work / "a", opening), None
+        else:
+            subject, other = open_pair(path, against, work, opening)
         devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
         present, skipped = find_present(devices)
         found = run_each(present, lambda device: profile_subject(subject, device, how, progress), timed=True)

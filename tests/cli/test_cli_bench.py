@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from demo_paths import MODEL
-from fixture_types import Answer
+from fixture_types import Answer, Refused
+from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 
@@ -37,6 +38,21 @@ def test_bench_compares_two_models_in_alternation(
     assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")
     assert "B (" in file.read_text().replace("\\", "")
     assert last == ""
+
+
+def test_each_of_two_subjects_takes_the_sizes_that_it_has(
+    tmp_path: Path, demo_bundles: Path, answer: Answer, refused: Refused
+) -> None:
+    paths = [
+        parse_model(f"agraph (float[{size}] x) => (float[{size}] y) {{ y = Abs(x) }}", tmp_path / f"{name}.onnx")
+        for name, size in (("open", "n,4"), ("fixed", "2,4"))
+    ]
+    bench = ["bench", "--on", "host", "--runs", "3", "-q", "--dim", "n=2"]
+    for first, second in (paths, paths[::-1], (demo_bundles / "digits_mobilenet-cpu", paths[0])):
+        report = answer([*bench, str(first), "--against", str(second), "--target", "cpu"])
+        assert report["comparisons"][0]["failure"] is None
+    told = refused(*bench, "--dim", "m=2", *map(str, (paths[0], "--against", paths[1])))
+    assert "no dynamic dimension 'm'" in told
 
 
 def test_a_missing_device_gives_exit_code_1(answer: Answer) -> None:
