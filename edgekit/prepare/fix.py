@@ -246,6 +246,7 @@ _TARGET_ADVICE: Mapping[Rewrite, str] = {
     norms.split_skip_norm: "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
     norms.split_layer_norm: "write {count} of LayerNormalization as means, differences and a root",
     norms.split_rms_norm: "write {count} of RMS normalisation as a mean of squares and a root",
+    norms.split_l2_norm: "write {count} of ReduceL2 as the root of a mean of squares, 1e-6 apart",
     norms.planar_instance_norm: "give {count} of InstanceNormalization of more axes four, between Reshapes, which is"
     " the same",
     # Before split_gelu: a provider that takes the exact Gelu needs no formula.

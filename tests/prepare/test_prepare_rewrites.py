@@ -263,6 +263,9 @@ WITH = {
         "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
     ),
     "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
+    "split-l2-norm": """g (float[2,3,4] x) => (float[2,3,1] y, float[3] z, float[2,3,1] w) <float o = {0}>
+        { y = ReduceL2<axes=[-1]>(x) z = ReduceL2<axes=[0,2], keepdims=0>(x) n = Mul(x, o)
+        w = ReduceL2<axes=[2]>(n) }""",
     "idle-expand": """g (float[2,9] x, float[9] u, float[2,1] v) => (float[2,9] y, float[3,2,9] z, float[2,9] w)
         <int64[2] s = {2,9}, int64[3] t = {3,2,9}, float[3,1,1] k = {1,2,3}, float o = {1}>
         { a = Expand(v, s) y = Div(x, a) b = Expand(u, s) d = Expand(k, t) z = Mul(b, d) c = Greater(a, b)
@@ -568,6 +571,9 @@ WITHOUT = {
         <int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}>
         { y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }""",
     "neg-to-mul": "g (int32[2,9] x) => (int32[2,9] y) { y = Neg(x) }",
+    "split-l2-norm": """g (float[2,3] x, int32[2,3] i, float[N,3] u, float[9,9999] h) => (float[1,1] y, int32[2,1] z,
+        float[N,1] w, float[A,B] t) { y = ReduceL2(x) z = ReduceL2<axes=[1]>(i) w = ReduceL2<axes=[1]>(u)
+        t = ReduceL2<axes=[0,1]>(h) }""",
     "idle-expand": """g (float[1,9] x, float[N,9] u) => (float[2,9] y, float[2,1,9] z, float[N,9] w)
         <int64[2] s = {2,9},
         int64[3] t = {2,1,9}> { a = Expand(x, s) y = Mul(x, a) b = Expand(x, t) z = Sub(b, x) c = Expand(x, s)
@@ -691,6 +697,7 @@ TOLERANCE = {
     "split-swish": 1e-6,
     "leaky-to-max": 1e-6,
     "sum-to-mean": 1e-6,
+    "split-l2-norm": 1e-6,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""
 GONE = {
@@ -715,7 +722,7 @@ SITES = {
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
-    "squeeze-to-scalar": 2, "sum-to-mean": 4, "fewer-axes": 6, "idle-expand": 4,
+    "squeeze-to-scalar": 2, "sum-to-mean": 4, "fewer-axes": 6, "idle-expand": 4, "split-l2-norm": 3,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {

@@ -168,8 +168,9 @@ def _split_norm(writer: Writer) -> None:
     axes = list(range(node.attributes.get("axis", -1) % len(shape), len(shape)))
     centred = node.input[0]
     if node.op_type == "LayerNormalization":
-        centred = writer.add("Sub", [centred, _mean(writer, centred, "mean", axes)], "centred")
-    variance = _mean(writer, writer.add("Mul", [centred, centred], "squares"), "variance", axes)
+        centred = writer.add("Sub", [centred, _reduce(writer, "ReduceMean", centred, "mean", axes)], "centred")
+    squares = writer.add("Mul", [centred, centred], "squares")
+    variance = _reduce(writer, "ReduceMean", squares, "variance", axes)
     epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5))
     root = writer.add("Sqrt", [writer.add("Add", [variance, epsilon], "moved")], "root")
     normal = writer.add("Div", [centred, root], "normal")
@@ -182,10 +183,42 @@ split_layer_norm = node_rewrite("split-layer-norm", {"LayerNormalization"})(_spl
 split_rms_norm = node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})(_split_norm)
 
 
-def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:
+def _reduce(writer: Writer, op: str, value: str, part: str, axes: list[int]) -> str:
+    """Adds a ReduceMean or ReduceMax that keeps its axes."""
     if writer.opset < AXES_INPUT_SINCE:
-        return writer.add("ReduceMean", [value], part, axes=axes, keepdims=1)
-    return writer.add("ReduceMean", [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
+        return writer.add(op, [value], part, axes=axes, keepdims=1)
+    return writer.add(op, [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
+
+
+# The smallest normal number and the largest number of float16.
+_SMALL, _LARGE = 2.0**-14, 65504.0
+
+
+@node_rewrite("split-l2-norm", {"ReduceL2"}, floats=True)
+def split_l2_norm(writer: Writer) -> None:
+    """Writes a ReduceL2 as the root of a mean of squares, of numbers that the largest of them divides.
+
+    In half precision the squares of numbers above 255 would be infinite, and those of numbers below 2e-4 zero.
+    """
+    graph, node = writer.graph, writer.node
+    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
+    axes = graph.array(node.input[1]) if node.has_input(1) else node.entries("axes")
+    if before is None or after is None or 0 in before or axes is None or not len(axes):
+        return
+    listed, x = [int(axis) % len(before) for axis in axes], node.input[0]
+    count = math.prod(before[axis] for axis in set(listed))
+    if count > _LARGE:
+        return
+    size = writer.add("Max", [x, writer.add("Mul", [x, writer.constant("minus_one", -1)], "negative")], "size")
+    largest = _reduce(writer, "ReduceMax", size, "largest", listed)
+    divisor = writer.add("Max", [largest, writer.constant("small", _SMALL)], "divisor")
+    scaled = writer.add("Div", [x, divisor], "scaled")
+    mean = _reduce(writer, "ReduceMean", writer.add("Mul", [scaled, scaled], "squares"), "mean", listed)
+    root = writer.add("Sqrt", [writer.add("Mul", [mean, writer.constant("count", count)], "sum")], "root")
+    is_kept = len(after) == len(before)
+    norm = writer.add("Mul", [root, divisor], "" if is_kept else "norm")
+    if not is_kept:
+        writer.add("Reshape", [norm, writer.constant("shape", after, "int64")])
 
 
 _SUM = 3
