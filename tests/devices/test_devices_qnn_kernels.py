@@ -22,6 +22,9 @@ HEAD = '<ir_version: 11, opset_import: ["" : 24]> '
 Range = tuple[float, float]
 
 
+EXPAND = "g (float[1,2,1,3,4] x) => (float[1,2,2,3,4] y) <int64[5] s = {1,2,2,3,4}, float k = {0.5}> { MAKE }"
+
+
 class Pair(NamedTuple):
     """A graph that check refuses and one that it takes, the reason, and the range of the numbers for both."""
 
@@ -130,6 +133,11 @@ NONE = {
         "rank 5 of input 0 is above 4",
     ),
     "slopes": Pair(slope("2,2,3"), slope("2,6"), "rank 5 of input 0 is above 4"),
+    "bools of five axes": Pair(
+        EXPAND.replace("MAKE", "r = Greater(x, k) e = Expand(r, s) y = Cast<to=1>(e)"),
+        EXPAND.replace("MAKE", "r = Mul(x, k) y = Expand(r, s)"),
+        "rank 5 of output 0 is above 4",
+    ),
     "groups": Pair(GROUPS.replace("SHAPE", "2,3,4"), GROUPS.replace("SHAPE", "6,4"), "rank 5 of input 0 is above 4"),
     "norm of one number": Pair(
         between("r = RMSNormalization<axis=-1>(d, g)", "4,1", (-4, 4), (-4, 4)),
