@@ -110,14 +110,16 @@ def give_advice(case: Case) -> tuple[Advice, ...]:
     """Returns what to change, the largest gain first; nothing if the provider takes every node."""
     if all(node.taken for node in case.nodes):
         return ()
-    found = [
-        advice
-        for adviser in ADVISERS
-        for finding in adviser.find(case)
-        if (advice := _judge(case, adviser, finding)) is not None
-    ]
-    # For a node that a rewrite replaces, advice about its missing operator would be useless.
-    mended = {name for advice in found if advice.id in REWRITES for name in advice.nodes}
+    found, mended = list[Advice](), set[str]()
+    for adviser in ADVISERS:
+        for finding in adviser.find(case):
+            if (advice := _judge(case, adviser, finding)) is None:
+                continue
+            found.append(advice)
+            # Advice about the operator of a node that a rewrite replaces, or that nothing reads then, would be useless.
+            if advice.id in REWRITES and finding.changed is not None:
+                left = {node.name for node in finding.changed.nodes}
+                mended.update(finding.nodes, (node.name for node in case.graph.nodes if node.name not in left))
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
     return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
 
