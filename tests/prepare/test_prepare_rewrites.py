@@ -63,8 +63,9 @@ WITH = {
         { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p) z = Pad(d, q, , a) }""",
     "even-split": """g (float[2,4] x) => (float[2,2] y, float[2,2] z) <int64[2] s = {2,2}>
         { y, z = Split<axis=-1>(x, s) }""",
-    "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y) <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
-        { y = ConvTranspose(x, w) }""",
+    "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
+        <float[2,1,2,2] w = {1,2,3,4,5,6,7,8}>
+        { y = ConvTranspose(x, w) z = ConvTranspose<auto_pad="NOTSET", strides=[2,2]>(x, w) }""",
     "plain-average": """g (float[1,2,5,4] x, float[1,2,5] u, float[1,2,3,2,2] p)
         => (float[1,2,5,4] y, float[1,2,3,2] z, float[1,2,5,4] w, float[1,2,3] v, float[1,2,5] t, float[1,2,3] s,
         float[A,B,C,D] r, float[1,2,3,2,2] q)
@@ -711,7 +712,7 @@ GONE = {
 }  # fmt: skip
 """The operators of the pattern of which none is left."""
 SITES = {
-    "flat-bias": 2, "double-to-float": 6, "split-skip-norm": 2,
+    "flat-bias": 2, "write-pads": 2, "double-to-float": 6, "split-skip-norm": 2,
     "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,

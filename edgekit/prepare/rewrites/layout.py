@@ -301,8 +301,13 @@ def write_number_of_parts(writer: Writer) -> None:
 @node_rewrite("write-pads", {"ConvTranspose"})
 def write_pads(writer: Writer) -> None:
     """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
-    shape = writer.graph.value(writer.node.input[1]).shape
-    if shape is not None and not {"pads", "auto_pad", "output_shape"} & writer.node.attributes.keys():
+    shape, given = writer.graph.value(writer.node.input[1]).shape, writer.node.attributes
+    # ONNX Runtime's optimizer writes the default of auto_pad, too.
+    if (
+        shape is not None
+        and given.get("auto_pad", "NOTSET") == "NOTSET"
+        and not {"pads", "output_shape"} & given.keys()
+    ):
         writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
 
 
