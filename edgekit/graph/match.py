@@ -106,8 +106,11 @@ _DEEPEST = 4
 
 
 def is_near(number: float | None, wanted: float) -> bool:
-    """Returns True if two numbers differ by at most 1e-4 of the larger one: exporters round roots and fractions."""
-    return number is not None and math.isclose(number, wanted, rel_tol=1e-4)
+    """Returns True if two numbers differ by at most 1e-4 of the larger one: exporters round roots and fractions.
+
+    So does a number that is rounded to float16.
+    """
+    return number is not None and (math.isclose(number, wanted, rel_tol=1e-4) or number == float(np.float16(wanted)))
 
 
 def made_by(graph: Graph, name: str, *ops: str) -> Node | None:

@@ -196,7 +196,6 @@ _NEED_SHAPES = (
 _WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}
 
 _TARGET_ADVICE: Mapping[Rewrite, str] = {
-    # First, so that the other rewrites see float32.
     float16.compute_in_float: "compute {count} in float32 in place of float16",
     float16.compute_double_in_float: "compute {count} in float32 in place of float64",
     # Before float-weights, whose layers compute in float.
@@ -288,7 +287,9 @@ REQUIRED_REWRITES = {rewrite.id: rewrite for rewrite in _REQUIRED}
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model
 (`list_required`), or in a quantized one (`fix_quantized`)."""
 
-REWRITES: Mapping[str, Rewrite] = {**FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES}
+# First those to float32, so that the others see it: ONNX Runtime writes a Gelu of float16 as its parts.
+_TO_FLOAT = {id_: TARGET_REWRITES[id_] for id_ in float16.TO_FLOAT}
+REWRITES: Mapping[str, Rewrite] = {**_TO_FLOAT, **FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 ADVICE = {rewrite.id: text for rewrite, text in {**_FIX_ADVICE, **_TARGET_ADVICE, **_JOIN_ADVICE}.items()}

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from prepare_models import assert_near, make_inputs, make_model, op_names, run_model
+from tiny_models import save_net
 
 from edgekit.check.advice import ADVISERS
 from edgekit.model.model import load_model
@@ -48,6 +49,16 @@ def test_a_rewrite_changes_its_nodes_and_no_result(tmp_path: Path, text: str, fi
     assert [applied.id for applied in fixed.fixes] == [fix]
     assert op_names(fixed.model.path) == ops
     assert_near(model, fixed.model)
+
+
+def test_a_gelu_in_parts_of_float16_is_joined_once_it_is_float32(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> g (float16[2,9] x) => (float16[2,9] y)
+        { c = Mul(r, x)  e = Erf(c)  p = Add(e, o)  q = Mul(p, h)  y = Mul(x, q) }"""
+    numbers = {"r": np.float16(0.5**0.5), "o": np.float16(1), "h": np.float16(0.5)}
+    model = save_net(text, tmp_path / "m.onnx", **{name: np.asarray(number) for name, number in numbers.items()})
+    assert fix_model(model, tmp_path / "half.onnx").fixes == ()
+    fixed = fix_model(model, tmp_path / "out.onnx", ["half-to-float", "join-gelu"])
+    assert op_names(fixed.model.path) == ["Cast", "Gelu", "Cast"]
 
 
 def test_a_fix_names_the_nodes_that_it_rewrote(tmp_path: Path) -> None:
