@@ -51,7 +51,7 @@ def test_what_can_be_mended_is_named_with_its_gain(tmp_path: Path, target: str, 
 
 
 def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
-    body = """(float[4] x, float[1] u) => (float[4] y) <int64[1] s = {4}>
+    body = """(float[20] x, float[1] u) => (float[20] y) <int64[1] s = {20}>
         { a = Acos(x) e = Expand(u, s) b = Mul(a, e) y = Sum(b, x, x) }"""
     advice = _advice(tmp_path, body, "nnapi")
     assert (advice["sum-to-add"].nodes, advice["idle-expand"].nodes) == (("Sum_y",), ("Mul_b",))
