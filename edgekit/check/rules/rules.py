@@ -540,20 +540,25 @@ class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
 class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
     """Quantized inputs must come from a Q or a graph input: an integer node in between loses the quantization.
 
-    Operators in `through`, and operators that do not change the shape, do not lose it. In QNN an integer Reshape
-    between Q and DQ loses it, as was seen on three TFLite conversions (targets/qnn/NOTES.md).
+    The operators in `sources` make it, those in `through` (one of them) keep it, and so do operators that do not change
+    the shape, unless `any_shape`. In QNN an integer Reshape between Q and DQ loses it, as was seen on three TFLite
+    conversions (targets/qnn/NOTES.md).
     """
 
     at: tuple[int, ...] = (0,)
     through: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    any_shape: bool = False
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         graph = subject.graph
         for what, operand in subject.operands(self.at):
             maker = graph.producers.get(operand.name) if operand.is_quantized else None
-            if maker is None or maker.op_type in {"QuantizeLinear", *self.through}:
+            if maker is not None and maker.op_type in self.through:
+                maker = graph.producers.get(maker.input[0])
+            if maker is None or maker.op_type in {"QuantizeLinear", *self.sources}:
                 continue
-            if graph.value(maker.input[0]).shape != operand.shape:
+            if self.any_shape or graph.value(maker.input[0]).shape != graph.value(maker.output[0]).shape:
                 yield f"{what} comes from {maker.op_type} on plain integers, which loses its quantization"
 
 
