@@ -26,6 +26,8 @@ from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, channel_overrides, reading_from
 from edgekit.quantize.gains import NORM
 from edgekit.quantize.gptq import scale_zeros
+from edgekit.quantize.graph.float_graph import WITH_BIAS
+from edgekit.quantize.graph.layers import read_layer
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
 
@@ -93,7 +95,9 @@ def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Co
     plan = _share_scales(graph, plan)
     proto, (options, op_types) = graph.model, _options(graph, plan, subject)
     options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
-    options["QDQDisableWeightAdjustForInt32Bias"] = True  # `round_qdq_weights` makes room for biases
+    # `round_qdq_weights` makes room for the biases of the layers that it knows, without ORT's loop over channels.
+    biased = (node for node in graph.nodes if node.op_type in WITH_BIAS and node.has_input(2))
+    options["QDQDisableWeightAdjustForInt32Bias"] = all(read_layer(graph, node) for node in biased)
     ranges = {
         name: TensorData(lowest=np.float32(span.low), highest=np.float32(span.high))
         for name, span in plan.ranges.items()

@@ -137,6 +137,16 @@ def test_an_input_that_is_an_output_too_stays_float_and_all_else_is_quantized(tm
         read_float_graph(make_model("g (float[4] x) => (float[4] x, float[4] y) { y = Neg(x) }", tmp_path / "n.onnx"))
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_large_bias_of_a_layer_that_is_rounded_to_nearest_fits_its_32_bits(target: str, tmp_path: Path) -> None:
+    text = "g (float[1,4,5,5] x) => (float[1,4,11,11] y) { y = ConvTranspose<group=4, strides=[2,2]>(x, w, b) }"
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(4, 1, 3, 3)) * 1e-7, "b": rng.normal(size=4)}
+    constants = {name: value.astype(np.float32) for name, value in weights.items()}
+    model = make_model(text, tmp_path / "m.onnx", constants=constants)
+    assert sqnr_db(model, quantize_net(model, tmp_path, target).model) > 30
+
+
 def test_products_that_wait_for_lora_weights_stay_float(tmp_path: Path) -> None:
     text = """g (float[1,4] x) => (float[1,4] y) <float[4,0] a = {}, float[0,4] b = {}> {
       p = MatMul(x, w) q = MatMul(x, a) r = MatMul(q, b) y = Add(p, r) }"""

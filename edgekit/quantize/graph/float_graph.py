@@ -219,7 +219,7 @@ MINIMUM_OPSET = 13
 
 # The file name of a graph whose large weights lie in another file beside it.
 _STORED_NAME = "float.onnx"
-_WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = _RESHAPING | {"Gather", "MaxPool", "Slice", "Split"}
@@ -357,7 +357,7 @@ def _separate_biases(graph: onnx.GraphProto) -> None:
     readers = Counter(name for node in graph.node for name in node.input)
     stored, names = {tensor.name: tensor for tensor in graph.initializer}, models.list_names(graph)
     for node in graph.node:
-        bias = node.input[2] if node.op_type in _WITH_BIAS and len(node.input) > 2 else ""
+        bias = node.input[2] if node.op_type in WITH_BIAS and len(node.input) > 2 else ""
         if bias not in stored or readers[bias] == 1:
             continue
         readers[bias] -= 1
