@@ -152,7 +152,8 @@ _FIX_ADVICE: Mapping[Rewrite, str] = {
     idle.drop_nan_guard: "remove {count} of Where and IsNaN around a Softmax that is never NaN",
     idle.drop_idle_add: "remove {count} of Add that add zeros",
     idle.drop_idle_expand: "let {count} read what an Expand repeats, as they broadcast it anyway",
-    idle.drop_copies: "remove {count} of Identity, Dropout or Concat of one tensor, which only hand on their input",
+    idle.drop_copies: "remove {count} of Identity, Dropout, Concat of one tensor or Transpose that moves nothing: they"
+    " only hand on their input",
     products.sum_to_add: "write {count} of Sum as Add, which is the same",
     products.einsum_to_matmul: "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
     products.scale_to_conv: "take x * a + b before {count} of Conv into its weights and bias",

@@ -53,7 +53,7 @@ WITH = {
         <float[3,2] w = {1,2,3,4,5,6}, float[1,2] b = {0.5, -1}, float[4,2] v = {1,2,3,4,5,6,7,8}, float[1] c = {7}>
         { y = Gemm(x, w, b) z = Gemm<transB=1>(y, v, c) }""",
     "drop-copies": """g (float[2,3] x) => (float[2,3] y, float[2,3] z) { a = Relu(x) b = Identity(a) c, m = Dropout(b)
-        d = Concat<axis=0>(c) y = Neg(d) z = Concat<axis=1>(y) }""",
+        d = Concat<axis=0>(c) e = Transpose<perm=[0,1]>(d) y = Neg(e) z = Concat<axis=1>(y) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
     "plain-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[4] q = {0,1,0,1}, float v = {0}>
@@ -384,8 +384,9 @@ WITHOUT = {
     # The layer computes in float32 already.
     "double-to-float": """g (double[2] x, float[2,3] u) => (double[2] y, float[2,3] z)
         <float[3,3] w = {1,2,3,4,5,6,7,8,9}> { y = Sin(x) z = MatMul(u, w) }""",
-    "drop-copies": """g (float[2,3] x) => (float[2,3] y, bool[2,3] m, float[4,3] z)
-        { a, m = Dropout(x) b = Neg(a) y = Identity(b) z = Concat<axis=0>(a, b) }""",
+    "drop-copies": """g (float[2,3] x) => (float[2,3] y, bool[2,3] m, float[4,3] z, float[3,2] t, float[3,2] u)
+        { a, m = Dropout(x) b = Neg(a) y = Identity(b) z = Concat<axis=0>(a, b) c = Transpose<perm=[1,0]>(b)
+        t = Abs(c) d = Transpose(b) u = Abs(d) }""",
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "plain-pad": """g (float[2,3] x, float u) => (float[4,3] y, float[4,3] z, float[4,3] t)
         <int64[4] p = {1,0,1,0}, float v = {0.5}> { y = Pad(x, p, v) z = Pad(x, p, u) t = Pad(x, p) }""",
@@ -713,7 +714,7 @@ GONE = {
 """The operators of the pattern of which none is left."""
 SITES = {
     "flat-bias": 2, "write-pads": 2, "double-to-float": 6, "split-skip-norm": 2,
-    "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 4, "part-silu": 2,
+    "conv-to-planes": 11, "default-activations": 2, "half-to-float": 9, "drop-copies": 5, "part-silu": 2,
     "flat-softplus": 2, "unsqueeze-arg": 2, "batch-norm-to-conv": 2, "gather-to-reshape": 2, "gather-from-start": 2,
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "exact-resize": 4,

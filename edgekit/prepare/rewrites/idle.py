@@ -155,7 +155,10 @@ def has_default_activations(node: Node) -> bool:
 
 @rewrite("drop-copies")
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Removes each Identity, Concat of one tensor, and Dropout whose mask nothing reads, in place; returns their names.
+    """Removes each Identity, Concat of one tensor, Transpose that moves nothing, and Dropout whose mask nothing reads.
+
+    It does so in place, and returns their names. ONNX Runtime's GemmTransposeFusion takes a Transpose for one that
+    swaps two axes, and 1.29.0 on phones makes no session.
 
     A node stays if it makes an output of the graph, if a subgraph reads its result, or if it is a Dropout in training
     mode; a Concat that stays becomes an Identity.
@@ -178,8 +181,14 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return tuple(sorted({node.name for node in single} | {node.proto.name for node in dropped}))
 
 
+def _moves_nothing(node: Node) -> bool:
+    perm = node.entries("perm")
+    return perm is not None and list(perm) == list(range(len(perm)))
+
+
 def _only_copies(graph: Graph, node: Node) -> bool:
-    if node.domain or node.op_type not in {"Identity", "Dropout"} or not node.input[0] or not node.output[0]:
+    copies = {"Identity", "Dropout", *(("Transpose",) if _moves_nothing(node) else ())}
+    if node.domain or node.op_type not in copies or not node.input[0] or not node.output[0]:
         return False
     hidden = graph.outputs | graph.captured
     if node.output[0] in hidden or any(name in graph.consumers or name in hidden for name in node.output[1:] if name):
