@@ -157,8 +157,9 @@ def test_auc_is_the_area_under_the_curve_and_needs_both_kinds() -> None:
     # A sample that the bootstrap draws twice counts twice, and one that it leaves out not at all.
     judge = prepare_auc([(0.1, 0.0), (0.4, 0.0), (0.35, 1.0), (0.8, 1.0)])
     assert [judge(np.array(drawn)) for drawn in ((1, 2, 1, 0), (2, 2, 0, 0))] == [pytest.approx(1 / 3), 0.5]
-    with pytest.raises(DataError, match="both kinds"):
-        score("auc", outputs, [1, 1, 1, 1])
+    for label in (0, 1):
+        with pytest.raises(DataError, match="both kinds"):
+            score("auc", outputs, [label] * 4)
 
 
 def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
