@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Shape
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import measure_powers
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, RAW, read_output_kinds
@@ -56,7 +56,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     for each in compared:
         reading, node = readings.get(each.tensor), readers.get(each.reader)
         family, axis = "", 0
-        if node is not None and len(graph.dims(each.tensor)) > 2:
+        if node is not None and _has_positions(graph.dims(each.tensor)):
             if node.op_type in _DECIDING:
                 family, axis = "classes", node.integer("axis", _DECIDING[node.op_type])
             elif node.op_type == "Sigmoid" and stated_values.isdisjoint(_list_following(graph, node.output[0])):
@@ -71,6 +71,11 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
         decides = family and is_apart and not is_one
         found.append(msgspec.structs.replace(each, family=family, axis=axis, centred=False) if decides else each)
     return tuple(found)
+
+
+def _has_positions(dims: Shape) -> bool:
+    """Returns True if an output decides at several positions: [1, classes] does not, [steps, classes] without rows."""
+    return len(dims) > 2 or (len(dims) == 2 and isinstance(dims[0], int) and dims[0] > 1)
 
 
 def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:

@@ -402,9 +402,13 @@ def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
     [
         ("1,1,1,1", "Sigmoid(l)", ""), ("1,5,1,1", "Softmax<axis=1>(l)", ""),
         ("1,1,1,2", "Sigmoid(l)", "scores"), ("1,5,1,2", "Softmax<axis=1>(l)", "classes"),
+        ("1,5", "Sigmoid(l)", ""), ("1,5", "Softmax<axis=1>(l)", ""),
+        ("7,5", "Sigmoid(l)", "scores"), ("7,5", "Softmax<axis=1>(l)", "classes"),
     ],
 )  # fmt: skip
-def test_one_decision_with_four_axes_is_no_map_of_decisions(shape: str, tail: str, family: str, tmp_path: Path) -> None:
+def test_an_output_is_a_map_of_decisions_if_a_sample_makes_several(
+    shape: str, tail: str, family: str, tmp_path: Path
+) -> None:
     """Around their mean the decisions of a sample have no power if it makes only one: every plan seemed to collapse."""
     text = f"g (float[{shape}] x) => (float[{shape}] y) {{ l = Neg(x) y = {tail} }}"
     model, rng = make_model(text, tmp_path / "m.onnx"), np.random.default_rng(0)

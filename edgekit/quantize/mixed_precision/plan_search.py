@@ -400,9 +400,11 @@ class _Attempts:
         """
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         done, left = len(self._seconds), ", known" if step in self._known else ""
+        # `_try_fewer` may add some.
+        most = max(self._most, done + 1)
         if done and not left:
-            left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left"
-        self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
+            left = f", at most {sum(self._seconds) / done * (most - done):.0f} s left"
+        self._search.progress(f"{self._search.target.name}: try {done + 1} of {most} ({step}){left}")
         # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
         is_needed, plan = not count and self._goal.is_given, partial(self._try, step, count, may_meet=may_meet)
         trial = self._known.get(step)
