@@ -18,8 +18,6 @@ NCHWC_DOMAIN = "com.microsoft.nchwc"
 """The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
 ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime defines in ONNX's own domain, and for which onnx has no schema."""
-# onnx infers no shape through the body of this function if its axes are the default.
-_SUBSTITUTED = ORT_OWN | {"MeanVarianceNormalization"}
 
 _ADDED = "edgekit: for inference only"
 
@@ -112,7 +110,7 @@ def restore_contrib(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == ORT_DOMAIN or (node.op_type in _SUBSTITUTED and not node.domain)
+    return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
 
 
 def _same(op: str, *positions: int) -> Callable[[_Substitution], None]:
@@ -190,7 +188,7 @@ _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     **dict.fromkeys(
         (
             "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax",
-            "RotaryEmbedding", *_SUBSTITUTED,
+            "RotaryEmbedding", "SimplifiedLayerNormalization",
         ),
         _same("Identity", 0),
     ),

@@ -172,7 +172,6 @@ def test_what_dynamic_quantization_writes_has_types_and_shapes() -> None:
         ("com.microsoft.FusedMatMul<transB=1>(x, z)", (2, 3, 7)),
         ("com.microsoft.FusedMatMul<transB=1>(x, w)", (2, 3, 6)),
         ("com.microsoft.FusedMatMul<transBatchB=1>(x, v)", None),
-        ("MeanVarianceNormalization(x)", (2, 3, 4)),
     ],
 )
 def test_what_onnx_does_not_infer_has_a_shape(node: str, shape: tuple[int, ...] | None) -> None:
