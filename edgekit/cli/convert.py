@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import click
 
 from edgekit._ort import Level
+from edgekit.check.report import count_of
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.options import split_names
@@ -210,7 +211,7 @@ def _show_conversion(report: ConvertReport) -> None:
         show_line(f"fused: {fused}; {nodes}; {_describe_equality(report.fusion.equality)}")
     if report.weights is not None:
         sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
-        show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
+        show_line(f"{report.weights.form}: the weights of {count_of(len(report.weights.changed), 'node')}, {sizes}")
         show_remarks(report.weights.notes)
     if report.levels:
         _show_levels(report)

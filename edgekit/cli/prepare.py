@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+from edgekit.check.report import count_of
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.screen import show_line, show_remarks
@@ -125,7 +126,7 @@ def _show_prepared(report: PrepareReport, out: Path) -> None:
     show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
     show_remarks((*report.model.inputs, *report.model.outputs) if report.is_refaced else ())
     for fix in report.fixes:
-        show_line(f"- {fix.id}: {len(fix.nodes)} nodes")
+        show_line(f"- {fix.id}: {count_of(len(fix.nodes), 'node')}")
     if report.gain is not None:
         for when, share in (("before", report.gain.before), ("after", report.gain.after)):
             taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"

@@ -18,6 +18,7 @@ from edgekit.bench.bench import BenchRun
 from edgekit.bench.history import list_benches
 from edgekit.bundle.folder import open_bundle
 from edgekit.check.check import check_graph, count_crossings
+from edgekit.check.report import count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.convert.context import require_compiler
 from edgekit.errors import DeviceError, RuntimeRefusal, UsageError
@@ -311,7 +312,7 @@ def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
     joined.CopyFrom(proto)
     counted = measure_work(join_graph(joined))
     if counted.unsized:
-        unsized = f"{counted.unsized} nodes multiply values of unknown size"
+        unsized = f"{count_of(counted.unsized, 'node')} with values of unknown size"
         hint = "give every size with --dim or --shape, or make shapes static with edgekit prepare"
         raise UsageError(f"the work of '{source.name}' cannot be counted: {unsized}", hint=hint)
     return view_model(proto), counted

@@ -16,7 +16,7 @@ from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckReport, count_of
 from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
@@ -103,7 +103,8 @@ class _NoSessionError(ModelError):
         first = next((node for node in nodes if node.reasons), nodes[0])
         why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
         stopped = f"no session of the {strategy.precision} model starts on {target.name}"
-        super().__init__(f"{stopped}, {len(nodes)} nodes stop it: {first.op} '{first.name}': {why}", hint=hint)
+        cause = f"because of {count_of(len(nodes), 'node')}: {first.op} '{first.name}': {why}"
+        super().__init__(f"{stopped} {cause}", hint=hint)
         self.stopping = {node.name for node in nodes}
         self.left = {node.name for node in check.node_list if not node.taken}
 
@@ -291,7 +292,7 @@ class _Strategies:
             if fixed.fixes:
                 model = fixed.model
                 texts = {fix.id: f"{fix.id} avoids a kernel of QNN that is wrong" for fix in fixed.fixes} | _FIX_NOTES
-                notes += [f"{texts[fix.id]}: {len(fix.nodes)} nodes" for fix in fixed.fixes]
+                notes += [f"{texts[fix.id]}: {count_of(len(fix.nodes), 'node')}" for fix in fixed.fixes]
         elif target.name in inputs.floats:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif strategy.precision in INTEGERS:

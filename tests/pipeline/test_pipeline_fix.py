@@ -207,7 +207,7 @@ def test_a_precision_that_was_asked_for_and_does_not_start_is_not_shipped_nor_ex
     report = build(*_make(LONELY, tmp_path), tmp_path / "out", recipe, verify=False)
     refused, whole = _find(report, "coreml"), _find(report, "cpu")
     assert (refused.path, refused.verdict) == (None, "fail")
-    assert "no session of the fp32 model starts on coreml, 1 nodes stop it: Max 'Max_q'" in str(refused.failure)
+    assert "no session of the fp32 model starts on coreml because of 1 node: Max 'Max_q'" in str(refused.failure)
     assert "leave --precision out" in str(refused.failure)
     assert whole.path is not None
     assert not (tmp_path / "out" / "swishing-coreml").exists()

@@ -245,6 +245,6 @@ def test_a_quantized_model_of_which_no_session_starts_is_not_shipped(tmp_path: P
     (bundle,) = build(model, data, tmp_path / "out", Recipe(targets=("xnnpack",)), verify=False).bundles
     assert bundle.path is None
     told = str(bundle.failure)
-    assert told.startswith("no session of the int8 model starts on xnnpack, 1 nodes stop it: ConvTr")
+    assert told.startswith("no session of the int8 model starts on xnnpack because of 1 node: ConvTr")
     assert "must be a scalar" in told
     assert "give the float model" in told
