@@ -49,7 +49,7 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int, values: Mapping[
         return False
     if any(formal.option != defs.OpSchema.FormalParameterOption.Optional for formal, name in pairs if not name):
         return False
-    if len(node.input) > old.max_input or len(node.output) > old.max_output:
+    if len(node.output) > old.max_output:
         return False
     names = [formal.name for formal in old.inputs][: len(node.input)]
     if names != [formal.name for formal in new.inputs][: len(node.input)]:
@@ -64,8 +64,8 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int, values: Mapping[
 def _is_along_last(node: onnx.NodeProto, values: Mapping[str, _Value]) -> bool:
     """Returns True if a softmax states the last axis: before opset 13, its axis and all axes behind it were one row."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
-    rank = values[node.input[0]].rank if node.input and node.input[0] in values else None
-    return axis == -1 or (axis is not None and rank is not None and axis == rank - 1)
+    ranks = {values[name].rank for name in node.input if name in values}
+    return axis == -1 or (axis is not None and axis + 1 in ranks)
 
 
 def _read_values(proto: onnx.ModelProto) -> dict[str, _Value]:

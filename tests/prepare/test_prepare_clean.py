@@ -413,6 +413,9 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {}, opset=99)
     with pytest.raises(ModelError, match="cannot convert opset 17 to 13: it uses HardSwish"):
         prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
+    text = "g (float[1,3,4,4] x) => (float[1,3,2,2] y, int64[1,3,2,2] i) { y, i = MaxPool<kernel_shape = [3, 3]>(x) }"
+    with pytest.raises(ModelError, match="cannot convert opset 8 to 7: it uses MaxPool"):
+        prepare_model(make_model(text, tmp_path / "m.onnx", opset=8, ir_version=3), tmp_path / "out.onnx", {}, opset=7)
     text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ScaledTanh(x) }"
     model = make_model(text, tmp_path / "old.onnx", opset=7, ir_version=3)
     with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ScaledTanh") as refusal:
@@ -501,6 +504,8 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
         (13, 12, "Softmax<axis = 3>(open)"),
         (13, 11, "Pow(x, i)"),
         (13, 11, "Resize(x, , s)"),
+        (11, 10, "Resize(x, r, s)"),
+        (15, 14, "Shape<start = 1>(x)"),
         (21, 20, "QuantizeLinear(x, t, z)"),
     ],
 )

@@ -71,6 +71,7 @@ TESTS = {
     "prepare/rewrites/activations.py": "rewrites exported",
     "devices/local/emulated.py": "emulated",
     "prepare/clean.py": "clean outside dims",
+    "prepare/opset.py": "clean rewrites",
 }
 """Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
 `verify/` is tests/verify/test_verify_gate.py."""
