@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from edgekit.check.rules.rules import BaseRule, Subject
+from edgekit.check.rules.rules import BaseRule, Subject, only_reader
 from edgekit.check.rules.units import LIMITED, clip_bounds, read_parameters
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.nhwc import find_orders
@@ -172,9 +172,8 @@ def _find_misfit(graph: Graph, product: Node) -> str:
 
 
 def _find_only_reader(graph: Graph, name: str, op_type: str) -> Node | None:
-    readers = graph.readers(name)
-    is_only = len(readers) == 1 and readers[0].op_type == op_type and name not in graph.outputs
-    return readers[0] if is_only else None
+    reader = only_reader(graph, name)
+    return reader if reader is not None and reader.op_type == op_type and name not in graph.outputs else None
 
 
 class ReshapeTarget(BaseRule, frozen=True, kw_only=True, tag="reshape_target"):

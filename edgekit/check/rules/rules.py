@@ -649,7 +649,7 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side, ends
         if op != node.op_type or place == edge:
             continue
         before = _walk(graph, node, lambda graph, node: graph.producers.get(node.input[0]), place)
-        after = _walk(graph, node, _only_reader, len(ops) - place - 1)
+        after = _walk(graph, node, lambda graph, node: only_reader(graph, node.output[0]), len(ops) - place - 1)
         chain = (*reversed(before), node, *after)
         outer = (graph.value(chain[0].input[0]).shape, graph.value(chain[-1].output[0]).shape)
         if tuple(each.op_type for each in chain) == ops and all(len(shape or ()) in ends for shape in outer):
@@ -667,8 +667,9 @@ def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], 
     return found
 
 
-def _only_reader(graph: Graph, node: Node) -> Node | None:
-    readers = graph.consumers.get(node.output[0], ())
+def only_reader(graph: Graph, name: str) -> Node | None:
+    """Returns the node that alone reads a value, by one of its inputs."""
+    readers = graph.consumers.get(name, ())
     return readers[0] if len(readers) == 1 else None
 
 
