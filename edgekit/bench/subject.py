@@ -24,7 +24,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
-from edgekit.prepare.shapes import find_unset, formula_names, size_inputs
+from edgekit.prepare.shapes import find_unset, formula_names, name_dims, size_inputs
 from edgekit.target import Form, Target
 
 
@@ -128,7 +128,7 @@ def open_pair(path: Path, against: Path, work: Path, opening: Opening) -> tuple[
 
     A bundle beside a model takes no target and no constants. The first refuses a dimension that neither has.
     """
-    first, second = _name_dims(path), _name_dims(against)
+    first, second = (_list_keys(each) if opening.dims else set[str]() for each in (path, against))
 
     def open_one(own: Path, other: Path, name: str, kept: Collection[str]) -> Subject:
         fitting = msgspec.structs.replace(opening, dims={key: opening.dims[key] for key in opening.dims if key in kept})
@@ -140,14 +140,12 @@ def open_pair(path: Path, against: Path, work: Path, opening: Opening) -> tuple[
     return open_one(path, against, "a", first | unknown), open_one(against, path, "b", second)
 
 
-def _name_dims(path: Path) -> set[str]:
+def _list_keys(path: Path) -> set[str]:
     """Returns what `--dim` may call the dimensions of a model's inputs; none of a bundle, whose sizes are fixed."""
     if path.is_dir():
         return set()
     inputs = read_interface(path)[0] if path.suffix == ".ort" else load_model(path).inputs
-    names = {name for spec in inputs for name in spec.name_axes().values()}
-    keys = {f"{spec.name}:{axis}" for spec in inputs for axis in range(len(spec.shape or ()))}
-    return names | keys | {part for name in names for part in formula_names(name)}
+    return name_dims(inputs) | {f"{spec.name}:{axis}" for spec in inputs for axis in range(len(spec.shape or ()))}
 
 
 def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:

@@ -200,12 +200,15 @@ def keeps_axis(graph: Graph, name: str, data: str, axis: int) -> bool:
     return shape is not None and graph.value(name).shape == (*shape[:axis], 1, *shape[axis + 1 :])
 
 
+def reduced_axes(graph: Graph, node: Node) -> tuple[int, ...] | None:
+    """Returns the axes that an operator names, perhaps negative; None if they are computed or absent."""
+    given = graph.array(node.input[1]) if node.has_input(1) else None
+    return node.entries("axes") if given is None else tuple(int(axis) for axis in given.reshape(-1))
+
+
 def reduced_axis(graph: Graph, node: Node) -> int | None:
     """Returns the one axis of a Reduce operator, perhaps negative; None for several axes or computed ones."""
-    axes = node.entries("axes")
-    if axes is None and node.has_input(1):
-        array = graph.array(node.input[1])
-        axes = None if array is None else tuple(int(axis) for axis in array.reshape(-1))
+    axes = reduced_axes(graph, node)
     return axes[0] if axes is not None and len(axes) == 1 else None
 
 

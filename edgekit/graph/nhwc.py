@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from edgekit.graph.constants import MAIN_DOMAINS
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import reduced_axes
 
 Order = tuple[int, ...]
 
@@ -93,8 +94,7 @@ def _axes_of(graph: Graph, node: Node, rank: int) -> tuple[int, ...] | None:
     """Returns the axes that a node removes or adds, None if they are computed or absent."""
     if node.op_type in {"ArgMax", "ArgMin"}:
         return (node.integer("axis", 0) % rank,)
-    given = graph.array(node.input[1]) if node.has_input(1) else None
-    axes = node.entries("axes") if given is None else tuple(int(axis) for axis in given.reshape(-1))
+    axes = reduced_axes(graph, node)
     return None if axes is None else tuple(axis % rank for axis in axes)
 
 

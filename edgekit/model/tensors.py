@@ -12,6 +12,9 @@ Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
 """One sample: an array for each tensor name."""
 
+MAX_HALF = 65504.0
+"""The largest finite float16 (IEEE 754-2008, binary16)."""
+
 PARSER_LOCK = threading.Lock()
 """A lock to hold while reading .npy or .npz files, or parsing Python into a syntax tree.
 

@@ -282,12 +282,16 @@ def _resolve_dims(
     return sizes
 
 
+def name_dims(inputs: Sequence[TensorSpec]) -> set[str]:
+    """Returns the names of dynamic dimensions as `--dim` calls them, and those in the formulas of such dimensions."""
+    names = {name for spec in inputs for name in spec.name_axes().values()}
+    return names | {part for name in names for part in formula_names(name)}
+
+
 def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict[str, int]:
     """Returns the sizes of `dims` by the names of dimensions: a key `INPUT:AXIS` is replaced by the axis's name."""
     known = {f"{spec.name}:{axis}": dim for spec in inputs for axis, dim in enumerate(spec.shape or ())}
-    names = {name for spec in inputs for name in spec.name_axes().values()}
-    names |= {part for name in names for part in formula_names(name)}
-    sizes: dict[str, int] = {}
+    names, sizes = name_dims(inputs), dict[str, int]()
     for key, size in dims.items():
         dim = known.get(key)
         if key not in names and key not in known:

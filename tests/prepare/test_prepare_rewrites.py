@@ -586,10 +586,11 @@ WITHOUT = {
         { y = Transpose<perm=[4,3,2,1,0]>(x) s = Slice(x, o, e, a) t = Transpose<perm=[1,0,2,3,4]>(u)
         w = Transpose<perm=[3,0,1,2]>(v) j = Transpose<perm=[0,2,1,3,4]>(i) q = Slice(u, p, p, p) }""",
     "sum-to-mean": """g (float[2,3] x, int32[2,3] i, float[N,3] u, int64[1] a, float16[9,9999] h, float[0,3] e,
-        float[2,1] l) => (float[2,3] y, int32 z, float[3] v, float[A,B] w, float16 t, float[3] f, float[2,1] k)
-        <int64[1] c = {0}>
+        float[2,1] l, float[9,9999] g) => (float[2,3] y, int32 z, float[3] v, float[A,B] w, float16 t, float[3] f,
+        float[2,1] k, float r) <int64[1] c = {0}>
         { y = ReduceSum<noop_with_empty_axes=1>(x) z = ReduceSum<keepdims=0>(i) v = ReduceSum<keepdims=0>(u, c)
-        w = ReduceSum(x, a) t = ReduceSum<keepdims=0>(h) f = ReduceSum<keepdims=0>(e, c) k = Relu(l) }""",
+        w = ReduceSum(x, a) t = ReduceSum<keepdims=0>(h) f = ReduceSum<keepdims=0>(e, c) k = Relu(l)
+        r = ReduceSum<keepdims=0>(g) }""",
     "einsum-to-matmul": """g (float[2,3,3] x, float[3,4] w, float[1,4] u, float[3,N] d, float[1,3,4] c, float[0,4] e)
         => (float[2,3,4] y, float[2,4] z, float[2,4] s, float[3,2,3] t, float[3,4] k, float[2,3,3] m, float[N,4] n,
         float[2,3,4] o, float[4,4] p)

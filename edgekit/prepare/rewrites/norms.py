@@ -1,17 +1,29 @@
 """Layer and RMS normalisation, fused into one node or split into ReduceMean, Sub, Sqrt and Div."""
 
 import math
+from collections.abc import Sequence
 from itertools import permutations
 
 import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import fraction_of, keeps_axis, made_by, mean_of, other_operand, root_of, square_of, unshape
+from edgekit.graph.match import (
+    fraction_of,
+    keeps_axis,
+    made_by,
+    mean_of,
+    other_operand,
+    reduced_axes,
+    root_of,
+    square_of,
+    unshape,
+)
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
+from edgekit.model.tensors import MAX_HALF
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
-_LAYER_NORM_SINCE, _RMS_NORM_SINCE, AXES_INPUT_SINCE = 17, 23, 18
+_LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
 
 
 class _Norm(msgspec.Struct, frozen=True):
@@ -168,9 +180,9 @@ def _split_norm(writer: Writer) -> None:
     axes = list(range(node.attributes.get("axis", -1) % len(shape), len(shape)))
     centred = node.input[0]
     if node.op_type == "LayerNormalization":
-        centred = writer.add("Sub", [centred, _reduce(writer, "ReduceMean", centred, "mean", axes)], "centred")
+        centred = writer.add("Sub", [centred, reduce_axes(writer, "ReduceMean", centred, "mean", axes)], "centred")
     squares = writer.add("Mul", [centred, centred], "squares")
-    variance = _reduce(writer, "ReduceMean", squares, "variance", axes)
+    variance = reduce_axes(writer, "ReduceMean", squares, "variance", axes)
     epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5))
     root = writer.add("Sqrt", [writer.add("Add", [variance, epsilon], "moved")], "root")
     normal = writer.add("Div", [centred, root], "normal")
@@ -183,15 +195,15 @@ split_layer_norm = node_rewrite("split-layer-norm", {"LayerNormalization"})(_spl
 split_rms_norm = node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})(_split_norm)
 
 
-def _reduce(writer: Writer, op: str, value: str, part: str, axes: list[int]) -> str:
-    """Adds a ReduceMean or ReduceMax that keeps its axes."""
-    if writer.opset < AXES_INPUT_SINCE:
-        return writer.add(op, [value], part, axes=axes, keepdims=1)
-    return writer.add(op, [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
+def reduce_axes(writer: Writer, op: str, value: str, part: str, axes: Sequence[int], *, keepdims: int = 1) -> str:
+    """Adds a ReduceMean or ReduceMax along axes, and returns its result."""
+    if writer.opset < _AXES_INPUT_SINCE:
+        return writer.add(op, [value], part, axes=axes, keepdims=keepdims)
+    return writer.add(op, [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=keepdims)
 
 
-# The smallest normal number and the largest number of float16.
-_SMALL, _LARGE = 2.0**-14, 65504.0
+# The smallest normal number of float16.
+_SMALL = 2.0**-14
 
 
 @node_rewrite("split-l2-norm", {"ReduceL2"}, floats=True)
@@ -202,18 +214,18 @@ def split_l2_norm(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    axes = graph.array(node.input[1]) if node.has_input(1) else node.entries("axes")
-    if before is None or after is None or 0 in before or axes is None or not len(axes):
+    axes = reduced_axes(graph, node)
+    if before is None or after is None or 0 in before or not axes:
         return
-    listed, x = [int(axis) % len(before) for axis in axes], node.input[0]
+    listed, x = [axis % len(before) for axis in axes], node.input[0]
     count = math.prod(before[axis] for axis in set(listed))
-    if count > _LARGE:
+    if count > MAX_HALF:
         return
     size = writer.add("Max", [x, writer.add("Mul", [x, writer.constant("minus_one", -1)], "negative")], "size")
-    largest = _reduce(writer, "ReduceMax", size, "largest", listed)
+    largest = reduce_axes(writer, "ReduceMax", size, "largest", listed)
     divisor = writer.add("Max", [largest, writer.constant("small", _SMALL)], "divisor")
     scaled = writer.add("Div", [x, divisor], "scaled")
-    mean = _reduce(writer, "ReduceMean", writer.add("Mul", [scaled, scaled], "squares"), "mean", listed)
+    mean = reduce_axes(writer, "ReduceMean", writer.add("Mul", [scaled, scaled], "squares"), "mean", listed)
     root = writer.add("Sqrt", [writer.add("Mul", [mean, writer.constant("count", count)], "sum")], "root")
     is_kept = len(after) == len(before)
     norm = writer.add("Mul", [root, divisor], "" if is_kept else "norm")

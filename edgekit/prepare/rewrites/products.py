@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import made_by
+from edgekit.graph.match import made_by, reduced_axes
 from edgekit.graph.rewrite import Writer, node_rewrite
-from edgekit.prepare.rewrites.norms import AXES_INPUT_SINCE
+from edgekit.model.tensors import MAX_HALF
+from edgekit.prepare.rewrites.norms import reduce_axes
 
 _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
@@ -247,20 +248,16 @@ def sum_to_mean(writer: Writer) -> None:
     """Rewrites a ReduceSum to the mean, times the number of elements that each result sums up."""
     graph, node = writer.graph, writer.node
     before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    axes = graph.array(node.input[1]) if node.has_input(1) else None
+    axes = reduced_axes(graph, node)
     if before is None or after is None or 0 in before or (axes is None and node.has_input(1)):
         return
-    count, listed = math.prod(before) // math.prod(after), () if axes is None else axes.ravel().tolist()
+    count = math.prod(before) // math.prod(after)
     # A factor that is no finite float16, or a node that sums nothing up.
-    if count > float(np.finfo(writer.dtype).max) or count == 1:
+    if count > MAX_HALF or count == 1:
         return
-    kept = {name: value for name, value in node.attributes.items() if name != "noop_with_empty_axes"}
-    given = node.input[:1]
-    if listed and writer.opset < AXES_INPUT_SINCE:
-        kept["axes"] = listed
-    elif listed:
-        given = node.input[:2]
-    writer.add("Mul", [writer.add("ReduceMean", given, "mean", **kept), writer.constant("count", count)])
+    listed, keepdims = axes or range(len(before)), node.integer("keepdims", 1)
+    mean = reduce_axes(writer, "ReduceMean", node.input[0], "mean", listed, keepdims=keepdims)
+    writer.add("Mul", [mean, writer.constant("count", count)])
 
 
 @node_rewrite("sum-to-add", {"Sum"}, since=7)

@@ -51,7 +51,8 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         raise ModelError(words, hint="build it with --precision fp32") from error
     finally:
         _LOGGER.disabled = False
-    _widen_captured(converted.graph, _list_halves(converted.graph) - halves, kept)
+    made = _list_halves(converted.graph) - halves
+    _widen_captured(converted.graph, made, kept)
     # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
     # two nodes have the same output name, and ONNX Runtime does not load the graph. One of them is kept.
     nodes: dict[tuple[str, ...], onnx.NodeProto] = {}
@@ -60,7 +61,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     refill(converted.graph.node, nodes.values())
     refill(converted.graph.node, order_nodes(converted.graph))
     _join_kept(converted.graph)
-    rounded = (_list_halves(converted.graph) - halves) & {value.name for value in proto.graph.output} & stored.keys()
+    rounded = made & {value.name for value in proto.graph.output} & stored.keys()
     rename_tensors(converted.graph, {name: f"{name}_half" for name in rounded})
     converted.graph.initializer.extend(stored[name] for name in sorted(rounded))
     refill(converted.graph.output, proto.graph.output)

@@ -17,6 +17,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, list_element_types, read_proto, save_proto
+from edgekit.model.tensors import MAX_HALF
 from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
@@ -52,10 +53,6 @@ def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
                 line, block = np.argwhere(found)[0]
                 first = f"the first is block {block} of {'column' if place else 'row'} {line}"
                 yield f"node '{node.name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
-
-
-MAX_HALF = 65504.0
-"""The largest finite float16 (IEEE 754-2008, binary16)."""
 
 
 class Fp16Model(msgspec.Struct, frozen=True, kw_only=True):
