@@ -45,6 +45,12 @@ def list_moved(graph: Graph) -> set[str]:
     return moved & graph.outputs
 
 
+def list_lent_constants(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Returns the constants of the graph that only bodies read, those of this node among them."""
+    read = [(name, graph.consumers.get(name, ())) for name in dict.fromkeys(node.captured) if name in graph.constants]
+    return tuple(name for name, readers in read if all(name not in reader.input for reader in readers))
+
+
 def count_huge_terms(graph: Graph, name: str) -> int | None:
     """Returns how many huge numbers add up in an element of a value, at most; None where it may be infinite or NaN.
 

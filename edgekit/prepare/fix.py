@@ -209,6 +209,7 @@ _TARGET_ADVICE: Mapping[Rewrite, str] = {
     layout.narrow_indices: "give {count} of Gather 32-bit indices, which is the same",
     layout.plain_gather: "gather 32-bit integers in place of bools, and rows in place of elements: {count}, which is"
     " the same",
+    idle.own_constants: "give the bodies of {count} of If their constants, which lie outside them",
     layout.unsqueeze_arg: "let {count} of ArgMax or ArgMin drop their axis, with an Unsqueeze behind them, which is"
     " the same",
     layout.pad_reflect: "write {count} of Pad with mode reflect as slices and Concat, which is the same",

@@ -107,6 +107,16 @@ def test_a_body_is_refused_with_what_is_in_it_where_bodies_are_taken_whole() -> 
     assert "in its body" not in why_not(check_text(body, "nnapi", opset=18)[:1])
 
 
+@pytest.mark.parametrize("outside", ["Neg(x)", "Mul(x, w)"])
+def test_qnn_takes_an_if_whose_bodies_read_no_constant_that_only_they_read(outside: str) -> None:
+    body = f"""g (bool c, float[2] x) => (float[2] y) <float[2] w = {{1,2}}> {{ n = {outside}
+        y = If (c) <then_branch = t () => (float[2] a) {{ a = Mul(n, w) }},
+        else_branch = e () => (float[2] b) {{ b = Neg(n) }}> }}"""
+    nodes = check_text(body, "qnn")
+    assert [node.taken for node in nodes] == [True, *[outside != "Neg(x)"] * 3]
+    assert ("only its bodies read the constant 'w'" in why_not(nodes[1:2])) == (outside == "Neg(x)")
+
+
 def test_bodies_of_control_flow_follow_the_provider() -> None:
     body = """g (bool c, float[2] x) => (float[2] y)
         { y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) },

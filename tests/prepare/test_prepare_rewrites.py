@@ -142,6 +142,10 @@ WITH = {
         z = com.microsoft.DequantizeLinear(r, s, o) }""",
     "unsqueeze-arg": """g (float[2,3,4] x) => (int64[2,1,4] y, int64[2,3,1] z)
         { y = ArgMax<axis=1>(x) z = ArgMin<axis=-1, select_last_index=1>(x) }""",
+    "own-constants": """g (bool c, float[2] x) => (float[2] y) <float[2] s = {1,2}, float[2] t = {3,4}>
+        { n = Mul(x, t) y = If(c) <then_branch = t () => (float[2] a) { k = Mul(n, s) a = Mul(k, t) },
+        else_branch = e () => (float[2] b) { b = If(c) <then_branch = i () => (float[2] p) { p = Neg(x) },
+        else_branch = j () => (float[2] q) { q = Add(x, s) }> }> }""",
     "cast-by-int32": "g (uint8[2,3] x) => (float[2,3] y) { a = Cast<to=1>(x) y = Neg(a) }",
     "gate-first": """g (float[2,3] x) => (float[2,3] y)
         { a = Neg(x) h = HardSigmoid<alpha=0.16666667, beta=0.5>(a) y = Mul(a, h) }""",
@@ -367,6 +371,9 @@ WITHOUT = {
         <float[2,2,1,1] w = {1,2,3,4}, int64[3] f = {1,2,12}>
         { y = Softmax<axis=3>(x) a = Conv(x, w) z = Softmax<axis=1>(a) r = Reshape(a, f) t = Softmax<axis=2>(r) }""",
     "unsqueeze-arg": "g (float[2,3,4] x) => (int64[2,4] y) { y = ArgMax<axis=1, keepdims=0>(x) }",
+    "own-constants": """g (bool c, float[2] x) => (float[2] y) <float[2] s = {1,2}>
+        { n = Mul(x, s) y = If(c) <then_branch = t () => (float[2] a) { a = Mul(n, s) },
+        else_branch = e () => (float[2] b) <float[2] t = {3,4}> { b = Mul(n, t) }> }""",
     # QNN fuses a Cast with a QuantizeLinear; its other kernels are right.
     "cast-by-int32": """g (uint8[2,3] x, int32[2] w) => (uint8[2,3] y, float16[2,3] z, float[2] v) <float s = {0.5}>
         { a = Cast<to=1>(x) y = QuantizeLinear(a, s) z = Cast<to=10>(x) v = Cast<to=1>(w) }""",
@@ -725,7 +732,7 @@ SITES = {
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
-    "squeeze-to-scalar": 2, "sum-to-mean": 4, "fewer-axes": 6, "idle-expand": 4, "split-l2-norm": 3,
+    "squeeze-to-scalar": 2, "own-constants": 2, "sum-to-mean": 4, "fewer-axes": 6, "idle-expand": 4, "split-l2-norm": 3,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {

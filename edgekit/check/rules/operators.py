@@ -14,6 +14,7 @@ import numpy as np
 from edgekit.check.rules.rules import BaseRule, Subject, only_reader
 from edgekit.check.rules.units import LIMITED, clip_bounds, read_parameters
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import list_lent_constants
 from edgekit.graph.nhwc import find_orders
 from edgekit.graph.spatial import Modes, find_picks, find_uncovered, has_windows, place_windows, read_modes
 
@@ -174,6 +175,14 @@ def _find_misfit(graph: Graph, product: Node) -> str:
 def _find_only_reader(graph: Graph, name: str, op_type: str) -> Node | None:
     reader = only_reader(graph, name)
     return reader if reader is not None and reader.op_type == op_type and name not in graph.outputs else None
+
+
+class OwnConstants(BaseRule, frozen=True, kw_only=True, tag="own_constants"):
+    """A constant of the graph that bodies of the node read must be read by a node of that graph too."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for name in list_lent_constants(subject.graph, subject.unit.node)[:1]:
+            yield f"only its bodies read the constant '{name}', which lies outside them"
 
 
 class ReshapeTarget(BaseRule, frozen=True, kw_only=True, tag="reshape_target"):

@@ -26,7 +26,8 @@ Rule = (
     | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
     | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
     | operators.Equation | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks
-    | operators.NearestKernel | operators.PadReach | operators.PaddedDepthwise | operators.PadOnGrid
+    | operators.NearestKernel | operators.OwnConstants | operators.PadReach | operators.PaddedDepthwise
+    | operators.PadOnGrid
     | operators.Rescaled | operators.ReshapeTarget | operators.ResizeScales | operators.RowBytes | operators.SlopeShape
     | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
 )  # fmt: skip

@@ -7,9 +7,10 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.match import count_huge_terms, made_by
+from edgekit.graph.match import count_huge_terms, list_lent_constants, made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
+from edgekit.model.soundness import find_captured, list_bodies
 
 # The activation functions of each direction where a node names none (ONNX operators LSTM, GRU, RNN).
 _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
@@ -253,3 +254,16 @@ def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...
                 node.input[at] = ""
             changed.append(node.name)
     return tuple(changed)
+
+
+@rewrite("own-constants")
+def own_constants(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Copies the constants that only bodies read into the bodies of an If."""
+    if not any(node.op_type == "If" for node in graph.node):
+        return ()
+    view = view_part(graph, opset)
+    lent = {node: list_lent_constants(view, node) for node in view.nodes if node.op_type == "If"}
+    for node, names in lent.items():
+        for body in list_bodies(node.proto):
+            body.initializer.extend(view.constants[name] for name in find_captured(body) if name in names)
+    return tuple(node.proto.name for node, names in lent.items() if names)
