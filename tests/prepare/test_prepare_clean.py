@@ -13,7 +13,7 @@ from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_scalars, strip_casts, write_scalers
-from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, convert_opset
+from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, choose_opset, convert_opset, lower_ir_version
 from edgekit.prepare.rewrites.fused import split_fused
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
@@ -409,8 +409,10 @@ def test_a_preview_that_no_session_runs_or_of_other_floats_is_refused(tmp_path: 
 
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
-    with pytest.raises(UsageError, match="no opset '99'"):
-        prepare_model(model, tmp_path / "out.onnx", {}, opset=99)
+    assert [choose_opset(onnx.load(str(model.path)), opset) for opset in (1, MAX_OPSET)] == [1, MAX_OPSET]
+    for opset in (0, MAX_OPSET + 1):
+        with pytest.raises(UsageError, match=f"no opset '{opset}'"):
+            prepare_model(model, tmp_path / "out.onnx", {}, opset=opset)
     with pytest.raises(ModelError, match="cannot convert opset 17 to 13: it uses HardSwish"):
         prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
     text = "g (float[1,3,4,4] x) => (float[1,3,2,2] y, int64[1,3,2,2] i) { y, i = MaxPool<kernel_shape = [3, 3]>(x) }"
@@ -507,24 +509,45 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
         (11, 10, "Resize(x, r, s)"),
         (15, 14, "Shape<start = 1>(x)"),
         (21, 20, "QuantizeLinear(x, t, z)"),
+        (13, 12, "Softmax(x)"),
+        (13, 12, "Abs(h)"),
+        (11, 10, "Clip(x)"),
+        (11, 10, "Gemm(x, x)"),
+        (19, 18, "AveragePool<kernel_shape = [2, 2], dilations = [2, 2]>(x)"),
+        (24, 23, 'Cast<to = 1, round_mode = "down">(x)'),
     ],
 )
 def test_what_an_older_opset_has_not_or_means_otherwise_is_refused(own: int, opset: int, node: str) -> None:
-    inputs = "float[2,6,4,4] x, float[6] s, float[2,4,4,2] g, float[1,4] r, int64[1] i, float t, uint16 z, float open"
-    text = f"""<ir_version: 8, opset_import: ["" : {own}]> g ({inputs}) => (y) {{ y = {node} }}"""
+    text = f"""<ir_version: 8, opset_import: ["" : {own}]> g (float[2,6,4,4] x, float[6] s, float[2,4,4,2] g,
+        float[1,4] r, int64[1] i, float t, uint16 z, bfloat16 h, float open) => (y) {{ y = {node} }}"""
     proto = onnx.parser.parse_model(text)
     proto.graph.input[-1].type.tensor_type.ClearField("shape")
     with pytest.raises(ModelError, match=f"opset {own} to {opset}: it uses {node[:3]}"):
         convert_opset(proto, opset)
 
 
-@pytest.mark.parametrize("axis", [-1, 3])
-def test_a_softmax_along_the_last_axis_is_the_same_in_older_opsets(axis: int, tmp_path: Path) -> None:
-    text = f"g (float[2,6,4,4] x) => (float[2,6,4,4] y) {{ y = Softmax<axis = {axis}>(x) }}"
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared, inputs = prepare_model(model, tmp_path / "o.onnx", opset=11), make_inputs(model)
-    assert prepared.opsets["ai.onnx"] == 11
-    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+@pytest.mark.parametrize(
+    ("own", "opset", "node", "left"),
+    [
+        *((17, 11, f"Softmax<axis = {axis}>(x)", ["axis"]) for axis in (-1, 3)),
+        (15, 14, "Shape<start = 0>(x)", []),
+        (11, 10, 'DepthToSpace<blocksize = 2, mode = "DCR">(x)', ["blocksize"]),
+        (18, 17, "ReduceMax<keepdims = 0, noop_with_empty_axes = 0>(x)", ["keepdims"]),
+        (19, 13, "Cast<to = 6, saturate = 1>(x)", ["to"]),
+        (13, 11, "Clip(x, , t)", []),
+        (13, 12, "Dropout(x)", []),
+    ],
+)
+def test_what_an_older_opset_has_stays_without_the_defaults_that_it_lacks(
+    own: int, opset: int, node: str, left: list[str], tmp_path: Path
+) -> None:
+    text = f"g (float[2,4,4,4] x, float t) => (y) {{ y = {node} }}"
+    model = make_model(text, tmp_path / "m.onnx", opset=own)
+    lowered, inputs = convert_opset(onnx.load(str(model.path)), opset), make_inputs(model)
+    assert [each.name for each in lowered.graph.node[0].attribute] == left
+    onnx.save(lowered, str(tmp_path / "o.onnx"))
+    assert load_model(tmp_path / "o.onnx").opsets == {"ai.onnx": opset}
+    assert np.array_equal(run_model(tmp_path / "o.onnx", inputs)["y"], run_model(model.path, inputs)["y"])
 
 
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
@@ -579,6 +602,27 @@ def test_an_opset_that_onnx_runtime_does_not_have_is_lowered_where_it_can_be(tmp
     prepared = prepare_model(load_model(tmp_path / "new.onnx"), tmp_path / "out.onnx", {})
     assert prepared.opsets["ai.onnx"] == MAX_OPSET
     assert prepared.ir_version <= MAX_IR_VERSION
+
+
+@pytest.mark.parametrize(
+    ("ir_version", "opset", "kind", "newest", "lowered"),
+    [
+        (3, 17, TensorProto.FLOAT, 13, 8),
+        (10, 20, TensorProto.FLOAT8E5M2FNUZ, 13, 9),
+        (10, 20, TensorProto.UINT4, 13, 10),
+        (10, 21, TensorProto.FLOAT, 13, 10),
+        (13, 21, TensorProto.FLOAT, 12, 12),
+        (99, 21, TensorProto.FLOAT, None, MAX_IR_VERSION),
+    ],
+)
+def test_the_ir_version_is_the_oldest_of_the_opset_and_the_element_types(
+    ir_version: int, opset: int, kind: int, newest: int | None, lowered: int
+) -> None:
+    """As onnx's table of versions pairs them: opset 20 came with IR version 9, and UINT4 with 10."""
+    weight = TensorProto(name="w", data_type=kind, dims=[0])
+    proto = helper.make_model(helper.make_graph([], "g", [], [], [weight]), ir_version=ir_version)
+    lower_ir_version(proto, opset, *filter(None, [newest]))
+    assert proto.ir_version == lowered
 
 
 def test_constants_that_onnx_runtime_made_have_names_that_it_would_not_make_again(tmp_path: Path) -> None:
