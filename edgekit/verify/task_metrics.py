@@ -60,24 +60,22 @@ def decode_ctc(value: Array, limit: TaskLimit) -> str:
     if len(dims) != 2 or value.dtype.kind != "f":
         raise DataError(f"ctc-greedy cannot read {value.dtype}{list(value.shape)}", hint="it reads [time, classes]")
     classes = dims[1]
-    scores, blank = value.reshape(dims), limit.blank % classes
-    return _spell(spell_answer(scores.argmax(axis=1), blank), limit, blank, classes)
+    scores, blank, letters = value.reshape(dims), limit.blank % classes, list(limit.alphabet)
+    if len(letters) == classes - 1:
+        letters.insert(blank, "")
+    return _spell(spell_answer(scores.argmax(axis=1), blank), letters, classes)
 
 
 def decode_indices(value: Array, limit: TaskLimit) -> str:
     """Returns the letters of the alphabet at the indices that an output holds."""
     if value.dtype.kind not in "iu":
         raise DataError(f"the decoder 'indices' cannot read {value.dtype}", hint="it reads whole numbers")
-    return _spell([int(item) for item in value.flat], limit, None, len(limit.alphabet))
+    return _spell([int(item) for item in value.flat], limit.alphabet, len(limit.alphabet))
 
 
-def _spell(places: list[int], limit: TaskLimit, blank: int | None, classes: int) -> str:
-    """Returns the letters of classes; the alphabet has a letter for each class, or for each class but the blank."""
-    letters = list(limit.alphabet)
-    if blank is not None and len(letters) == classes - 1:
-        letters.insert(blank, "")
+def _spell(places: list[int], letters: Sequence[str], classes: int) -> str:
     if len(letters) != classes or any(not 0 <= place < classes for place in places):
-        words = f"an alphabet of {len(limit.alphabet)} letters does not fit {classes} classes"
+        words = f"an alphabet of {len(letters)} letters does not fit {classes} classes"
         raise DataError(words, hint="alphabet has one letter a class, with or without the blank")
     return "".join(letters[place] for place in places)
 
@@ -192,7 +190,7 @@ def _match_tokens(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[Arr
     """Returns the scores [tokens, words] of the positions that count, and the tokens to predict there."""
     wanted = np.asarray(label).reshape(-1)
     scores = find_output(outputs, limit, lambda value: value.ndim > 1 and value.shape[-2] == wanted.size)
-    words = scores.shape[-1] if scores.ndim > 1 else 0
+    words = scores.shape[-1] if scores.ndim else 0
     if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
         said = f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens"
         raise DataError(said, hint="a token for each position")
@@ -266,8 +264,6 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
     try:
         theirs = list(read_records(limit, got, labels))
         mismatch = None if len(theirs) == len(mine) else f"{len(theirs)} of {len(mine)} samples came back"
-    except MissingExtraError:
-        raise
     except EdgekitError as error:
         theirs, mismatch = [], error.message
     return compare_records(limit, mine, theirs, mismatch)
@@ -543,11 +539,11 @@ def measure_drop(
     got = report.reference if report.got is None else report.got
     scale = 1.0 if report.unit == "share" or report.reference <= 0 else report.reference
     scale = scale if report.higher_is_better else -scale
-    low, high = (round(-end / scale, 6) for end in report.interval or (0.0, 0.0))
+    ends = sorted(round(-end / scale, 6) for end in report.interval or ())
     return msgspec.structs.replace(
         predicted,
         drop_estimate=round((report.reference - got) / scale, 6),
-        drop_interval=None if report.interval is None else (min(low, high), max(low, high)),
+        drop_interval=(ends[0], ends[1]) if ends else None,
         reference=round(report.reference, 6),
         got=round(got, 6),
     )

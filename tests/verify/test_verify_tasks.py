@@ -44,7 +44,7 @@ def spoken(*texts: str) -> list[Tensors]:
 
 def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() -> None:
     assert score("top1", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 0.5
-    assert score("top3", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 1.0
+    assert score("top3", ranked(9, 9), [1, 2]) == 0.5
     assert score("top5", ranked(9, 9), [3, 4]) == 0.5
     flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
     assert score("top1", flat, list(range(10))) == 0.1
@@ -118,14 +118,16 @@ def test_masks_overlap_by_class_over_all_samples() -> None:
     found = np.zeros((1, 2, 2, 2), np.float32)
     found[0, 1, 0] = 1.0
     found[0, 1, 1] = 1.0
-    assert score("miou", [{"y": found}], [label]) == pytest.approx((0 / 2 + 1 / 3) / 2)
+    for kind in (np.float32, np.uint8):
+        assert score("miou", [{"y": found.astype(kind)}], [label]) == pytest.approx((0 / 2 + 1 / 3) / 2)
     assert score("miou", [{"y": np.array([[[0, 0], [1, 1]]], np.int64)}], [label]) == 1.0
 
 
 def test_texts_are_judged_by_how_well_each_token_is_foreseen() -> None:
     # Two words with odds 3 to 1, then even odds; the last position does not count.
     scores = np.log(np.array([[[0.75, 0.25], [0.5, 0.5], [0.01, 0.99]]], np.float32)) + 7
-    outputs, labels = [{"other": np.zeros((1, 5), np.float32), "y": scores}], [np.array([0, 1, -1])]
+    others = {"flat": np.zeros(3, np.float32), "other": np.zeros((1, 5), np.float32)}
+    outputs, labels = [{**others, "y": scores}], [np.array([0, 1, -1])]
     assert score("perplexity", outputs, labels) == pytest.approx((0.75 * 0.5) ** -0.5, rel=1e-6)
     assert score("next-token", outputs, labels) == 0.5
     more, both = [*outputs, *outputs], [labels[0], np.array([1, -1, -1])]
@@ -151,7 +153,8 @@ def test_texts_that_do_not_fit_are_refused(label: Array, what: str) -> None:
 
 def test_auc_is_the_area_under_the_curve_and_needs_both_kinds() -> None:
     outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
-    assert score("auc", outputs, [0, 0, 1, 1]) == pytest.approx(0.75)
+    assert score("auc", outputs, [0, 0, 1, 1]) == score("auc", outputs, [0, 0, 1, 1], positive=0) == pytest.approx(0.75)
+    assert score("auc", [{"p": each["p"][:, 1]} for each in outputs], [0, 0, 1, 1]) == pytest.approx(0.75)
     # Of three pairs one is in order, one is not, and of the third both have the same score.
     assert score("auc", [outputs[place] for place in (0, 3, 1, 1)], [0, 0, 0, 1]) == pytest.approx(0.5)
     # A sample that the bootstrap draws twice counts twice, and one that it leaves out not at all.
@@ -175,13 +178,19 @@ def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
     # An overlap of 0.68 counts at the limits 0.50 to 0.65 of ten.
     near = {**right, "boxes": np.array([box]) + 4.0}
     assert score("map", [near, near], labels) == pytest.approx(0.4)
+    # COCO looks at up to 100 detections of an image.
+    apart = np.array([box]) + 100.0 * np.arange(12)[:, None]
+    many = {"boxes": apart, "scores": np.linspace(0.9, 0.5, 12), "classes": np.ones(12)}
+    objects = Boxes(boxes=tuple(map(tuple, apart.tolist())), classes=(1,) * 12)
+    assert score("map", [many], [objects]) == pytest.approx(1.0)
     report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
     assert present(report.interval)[0] < -0.5 < present(report.interval)[1] < -0.3
     assert judge_task(report, TaskLimit(name="map", max_drop=5.0)).verdict == "fail"
     renamed = [{"b": value["boxes"], "s": value["scores"], "c": value["classes"]} for value in (right, right)]
     assert score("map", renamed, labels, output="b,s,c") == pytest.approx(1.0)
-    with pytest.raises(DataError, match="map needs three outputs"):
-        score("map", renamed, labels)
+    for output in ("", "b,s", "b,s,x"):
+        with pytest.raises(DataError, match="map needs three outputs"):
+            score("map", renamed, labels, output=output)
 
 
 def test_psnr_compares_images_with_their_labels() -> None:
@@ -191,6 +200,7 @@ def test_psnr_compares_images_with_their_labels() -> None:
     assert report.difference == pytest.approx(-20.0)
     assert (report.unit, describe_difference(report)) == ("dB", "-20.00")
     assert score("psnr", [{"y": np.full((1, 4), 0.5)}], [np.full((1, 4), 0.6)]) == pytest.approx(20)
+    assert score("psnr", [{"y": label}], [label]) == 100  # an image without any error
 
 
 def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
@@ -199,11 +209,12 @@ def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_metric.py").write_text(
         "def near(outputs, label):\n    return abs(float(outputs['y'].argmax()) - label), 2.0\n"
+        "def plain(outputs, label):\n    return label\n"
         "def broken(outputs, label):\n    return 'much'\n"
         "def endless(outputs, label):\n    return 1.0, float('inf')\n"
         "def failing(outputs, label):\n    return 1 / 0\n"
     )
-    assert score("own_metric:near", ranked(3, 5), [4, 5]) == 0.25
+    assert [score(f"own_metric:{name}", ranked(3, 5), [4, 5]) for name in ("near", "plain")] == [0.25, 4.5]
     with pytest.raises(DataError, match="gave 'much'"):
         score("own_metric:broken", ranked(3), [4])
     with pytest.raises(DataError, match=r"gave \(1.0, inf\)"):
@@ -214,7 +225,7 @@ def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
         score("own_metric:none", ranked(3), [4])
 
 
-SQUARE = np.zeros((2, 2), np.int64)
+SQUARE, DIAGONAL = np.zeros((2, 2), np.int64), np.eye(2, dtype=np.int64)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +240,16 @@ SQUARE = np.zeros((2, 2), np.int64)
         ("perplexity", {"y": np.zeros((1, 4, 2))}, np.arange(3), {"output": "y"}, "do not fit a text of 3 tokens"),
         ("perplexity", {"y": np.zeros(3)}, np.arange(3), {"output": "y"}, r"scores \[3\] do not fit a text"),
         ("exact-match", ranked(1)[0], "a", {"decoder": "indices"}, "'indices' cannot read float64"),
-        ("exact-match", {"y": SQUARE + 3}, "a", {"decoder": "indices", "alphabet": "abc"}, "does not fit 3 classes"),
+        ("exact-match", {"y": 3 * DIAGONAL}, "a", {"decoder": "indices", "alphabet": "abc"}, "does not fit 3 classes"),
         ("miou", {"y": np.zeros((2, 3), np.int64)}, SQUARE, {}, r"a mask \[2, 3\] does not fit a label \[2, 2\]"),
-        ("miou", {"y": SQUARE + 256}, SQUARE, {}, "classes beyond 0 to 255"),
+        *(("miou", {"y": SQUARE}, wrong * DIAGONAL, {"ignore": 9}, "classes beyond 0 to 255") for wrong in (256, -1)),
+        *(("miou", {"y": wrong * DIAGONAL}, SQUARE, {"ignore": 9}, "classes beyond 0 to 255") for wrong in (256, -1)),
         ("auc", ranked(1)[0], 1, {"positive": 10}, "positive = 10 is no class of 10"),
         ("psnr", {"y": np.zeros((1, 3))}, SQUARE, {"output": "y"}, r"an image \[1, 3\] does not fit a label \[2, 2\]"),
         ("map", {"boxes": np.ones(3), "scores": np.ones(1), "classes": np.ones(1)}, Boxes(boxes=(), classes=()), {},
          "hold 3 coordinates, 1 scores and 1 classes"),
+        ("map", {"boxes": np.ones(4), "scores": np.ones(1), "classes": np.ones(2)}, Boxes(boxes=(), classes=()), {},
+         "hold 4 coordinates, 1 scores and 2 classes"),
     ],
 )  # fmt: skip
 def test_what_a_metric_cannot_read_is_refused_with_what_does_not_fit(
@@ -246,16 +260,16 @@ def test_what_a_metric_cannot_read_is_refused_with_what_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    "got",
+    ("got", "why"),
     [
-        pytest.param(ranked(1, 2), id="too few"),
-        pytest.param([*ranked(1, 2), {}], id="no output"),
-        pytest.param([*ranked(1, 2), {"y": np.full((1, 10), np.nan, np.float32)}], id="NaN"),
+        (ranked(1, 2), "2 of 3 samples came back"),
+        ([*ranked(1, 2), {"z": np.zeros(())}], "metric 'top1' can read no output of z"),
+        ([*ranked(1, 2), {"y": np.full((1, 10), np.nan, np.float32)}], "output 'y' has values that are not finite"),
     ],
 )
-def test_a_sample_that_does_not_come_back_is_no_measurement(got: list[Tensors]) -> None:
+def test_a_sample_that_does_not_come_back_is_no_measurement(got: list[Tensors], why: str) -> None:
     report = measure("top1", ranked(1, 2, 3), got, [1, 2, 3], max_drop=50.0)
-    assert (report.got, report.difference) == (None, None)
+    assert (report.got, report.difference, report.mismatch) == (None, None, why)
     assert "was not measured on every sample" in judge_task(report, TaskLimit(name="top1", max_drop=50.0)).failures[0]
 
 
@@ -279,7 +293,9 @@ def test_a_part_of_the_labelled_samples_fails_only_beyond_chance() -> None:
 def test_a_metric_may_be_limited_to_a_share_of_the_float_model() -> None:
     limit = TaskLimit(name="top1", min_share=0.98)
     assert judge_task(agree(600, 1), limit).verdict == "pass"
-    found = judge_task(agree(600, 8), limit)
+    report = agree(600, 8)
+    assert (report.gained, report.lost, report.interval) == (0, 8, interval_of_pairs(600, 0, 8))
+    found = judge_task(report, limit)
     assert found.verdict == "not proven"
     assert "could be 97.7%" in found.unproven[0]
     assert "samples would tell" in found.unproven[0]
@@ -300,8 +316,9 @@ def test_of_a_metric_that_counts_errors_more_is_worse() -> None:
     assert present(report.interval)[0] > 0
     assert "points worse" in judge_task(report, TaskLimit(name="edit-distance", max_drop=5.0)).failures[0]
     assert judge_task(report, TaskLimit(name="edit-distance", max_drop=90.0)).verdict == "pass"
-    few = measure("edit-distance", spoken(*labels[:9]), spoken(*labels[:9]), labels[:9])
-    assert "too few samples (9)" in judge_task(few, TaskLimit(name="edit-distance", max_drop=5.0)).unproven[0]
+    few, enough = (measure("edit-distance", spoken(*part), spoken(*part), part) for part in (labels[:29], labels[:30]))
+    assert "too few samples (29)" in judge_task(few, TaskLimit(name="edit-distance", max_drop=5.0)).unproven[0]
+    assert enough.interval == (0.0, 0.0)
 
 
 def test_labels_of_every_form_are_read(tmp_path: Path) -> None:

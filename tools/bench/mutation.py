@@ -42,6 +42,7 @@ TESTS = {
     "verify/task_scores.py": "gate tasks own_model",
     "verify/metrics/intervals.py": "metrics gate",
     "verify/metrics/outputs.py": "metrics gate agreement",
+    "verify/metrics/agreement.py": "agreement metrics",
     "verify/metrics/fidelity.py": "honesty",
     "verify/own_model.py": "bundle own_model stand_in forms honesty",
     "verify/suspects.py": "suspects",
@@ -71,7 +72,7 @@ TESTS = {
     "prepare/rewrites/activations.py": "rewrites exported",
     "devices/local/emulated.py": "emulated",
     "prepare/clean.py": "clean outside dims",
-    "prepare/opset.py": "clean rewrites",
+    "prepare/opset.py": "clean rewrites convert/canonical",
 }
 """Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first: "gate" of
 `verify/` is tests/verify/test_verify_gate.py."""
