@@ -1,16 +1,18 @@
-"""The search space as data: groups of settings that are compared with each other, and when each makes sense.
+"""The search space: groups of settings that are compared with each other (`space.toml`), and when each makes sense.
 
 Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_config_keys.h; provider options are described
 on the provider's page at https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from edgekit._ort import Level
 from edgekit.bundle.manifest import SessionSetting
+from edgekit.serialize import read_toml
 from edgekit.target import Session
 
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]
@@ -28,7 +30,8 @@ PROVIDER_OPTIONS = "provider options"
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of a setting: its name, the changed fields, and possibly another file or batch size.
 
-    `config` and `provider_options` are merged into those of the setting.
+    `config` and `provider_options` are merged into those of the setting. `only_runs` says that it affects the time of
+    runs, but neither the time to load nor memory.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     provider_options: Mapping[str, str] = {}
     file: str | None = None
     batch: int | None = None
+    only_runs: bool = False
 
     @property
     def touches(self) -> frozenset[str]:
@@ -90,78 +94,22 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     asked: Session = Session()
 
 
-LEVELS = Group(
-    name="optimization level",
-    changes=tuple(
-        Change(name=level.value, level=level) for level in (Level.LAYOUT, Level.EXTENDED, Level.BASIC, Level.DISABLED)
-    ),
-)
+class _Space(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `space.toml`: the optimization levels, the switches, and the options of each provider."""
+
+    levels: tuple[Change, ...]
+    switches: tuple[Change, ...]
+    providers: dict[str, tuple[Change, ...]]
+
+
+_SPACE = read_toml(Path(__file__).parent / "space.toml", _Space, hint="edgekit is damaged: install it anew")
+
+LEVELS = Group(name="optimization level", changes=_SPACE.levels)
 """The optimization levels below ONNX Runtime's default, `all`."""
-
-SWITCHES = Group(
-    name="switches",
-    changes=(
-        Change(name="IO binding", io_binding=True),
-        Change(name="no arena", arena=False),
-        Change(name="no memory pattern", memory_pattern=False),
-        Change(name="no prepacking", config={"session.disable_prepacking": "1"}),
-        Change(name="denormals as zero", config={"session.set_denormal_as_zero": "1"}),
-        Change(name="initializers beside the arena", config={"session.use_device_allocator_for_initializers": "1"}),
-    ),
-    combinable=True,
-)
-
-# For these goals, switches that affect only the time of runs, such as IO binding and denormals, are left out.
-_RELEVANT_SWITCHES: Mapping[Goal, frozenset[str]] = {
-    "load": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
-    "memory": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
-}
-
-PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
-    "XnnpackExecutionProvider": tuple(
-        Change(name=f"{count} of XNNPACK's threads", provider_options={"intra_op_num_threads": str(count)})
-        for count in (1, 2, 3, 4, 6, 8)
-    ),
-    "QNNExecutionProvider": (
-        *(
-            Change(name=f"HTP {mode}", provider_options={"htp_performance_mode": mode})
-            for mode in ("burst", "sustained_high_performance", "high_performance", "balanced")
-        ),
-        Change(name="RPC latency 100 us", provider_options={"rpc_control_latency": "100"}),
-        *(Change(name=f"VTCM {size} MB", provider_options={"vtcm_mb": str(size)}) for size in (4, 8)),
-        Change(name="finalization 3", provider_options={"htp_graph_finalization_optimization_mode": "3"}),
-    ),
-    "CoreMLExecutionProvider": (
-        Change(name="CPU and Neural Engine", provider_options={"MLComputeUnits": "CPUAndNeuralEngine"}),
-        Change(name="CPU and GPU", provider_options={"MLComputeUnits": "CPUAndGPU"}),
-        Change(name="fast prediction", provider_options={"SpecializationStrategy": "FastPrediction"}),
-    ),
-    "NnapiExecutionProvider": (
-        Change(name="no NNAPI CPU", provider_options={"NNAPI_FLAG_CPU_DISABLED": "1"}),
-        Change(name="relaxed to fp16", provider_options={"NNAPI_FLAG_USE_FP16": "1"}),
-    ),
-    "OpenVINOExecutionProvider": tuple(
-        Change(name=name, provider_options={"load_config": f'{{"CPU":{{"INFERENCE_PRECISION_HINT":{words}}}}}'})
-        for name, words in (
-            ("1 OpenVINO thread", '"f32","INFERENCE_NUM_THREADS":"1"'),
-            ("2 streams", '"f32","NUM_STREAMS":"2"'),
-            ("OpenVINO for throughput", '"f32","PERFORMANCE_HINT":"THROUGHPUT"'),
-            ("bf16", '"bf16"'),
-        )
-    ),
-    "WebGpuExecutionProvider": (
-        *(Change(name=layout, provider_options={"preferredLayout": layout}) for layout in ("NHWC", "NCHW")),
-        Change(name="no validation", provider_options={"validationMode": "disabled"}),
-    ),
-    "CUDAExecutionProvider": (
-        Change(name="cuDNN by heuristics", provider_options={"cudnn_conv_algo_search": "HEURISTIC"}),
-        Change(name="NHWC", provider_options={"prefer_nhwc": "1"}),
-    ),
-    "TensorrtExecutionProvider": (
-        Change(name="TensorRT level 5", provider_options={"trt_builder_optimization_level": "5"}),
-    ),
-    "DmlExecutionProvider": (Change(name="no metacommands", provider_options={"disable_metacommands": "true"}),),
-}
+SWITCHES = Group(name="switches", changes=_SPACE.switches, combinable=True)
+PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = _SPACE.providers
+# For these goals, what only affects the time of runs is left out.
+_WITHOUT_RUNS: frozenset[Goal] = frozenset({"load", "memory"})
 
 
 def list_groups(given: Circumstances) -> Iterator[Group]:
@@ -192,7 +140,7 @@ def _list_candidates(given: Circumstances) -> Iterator[Group]:
         if count > 1:
             threads.append(Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"}))
     yield Group(name="threads", changes=tuple(threads))
-    if given.branches and given.goal not in {"load", "memory"}:
+    if given.branches and given.goal not in _WITHOUT_RUNS:
         # Parallel execution with default threads, and with the physical cores divided among concurrent nodes.
         parallel = [Change(name="parallel", parallel=True)]
         for nodes in (1 << shift for shift in range(1, physical.bit_length())):
@@ -206,8 +154,8 @@ def _list_candidates(given: Circumstances) -> Iterator[Group]:
     known = PROVIDER_CHANGES.get(given.provider, ())
     options = (change for change in known if int(change.provider_options.get(_POOL_SIZE, "0")) <= cores)
     yield Group(name=PROVIDER_OPTIONS, changes=tuple(options), combinable=True)
-    relevant = _RELEVANT_SWITCHES.get(given.goal)
-    switches = tuple(change for change in SWITCHES.changes if relevant is None or change.name in relevant)
+    leaves_out = given.goal in _WITHOUT_RUNS
+    switches = tuple(change for change in SWITCHES.changes if not (leaves_out and change.only_runs))
     yield msgspec.structs.replace(SWITCHES, changes=switches)
     if given.goal == "throughput":
         changes: list[Change] = []

@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from edgekit.devices.process.run import STANDALONE, check_options, describe_job,
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
-from edgekit.serialize import ready_type
+from edgekit.serialize import read_toml, ready_type
 
 # Where Debian's and Ubuntu's Chromium install SwiftShader, with their own Vulkan loader.
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
@@ -52,10 +52,9 @@ Hardware = Literal["cpu", "gpu", "npu"]
 _DEV = Path("/dev")
 _PROGRAM = STANDALONE / "ort_provider.py"
 _TIMEOUT_S = 60.0
-_INTEL = 0x8086
 
 
-class Provider(msgspec.Struct, frozen=True, kw_only=True):
+class Provider(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a provider is installed on this machine, and what it needs.
 
     `name` is ONNX Runtime's. `package` is the pip package: either a plug-in wheel, whose `module` returns the path of
@@ -65,7 +64,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     `sys.platform` on which the provider runs, empty for all. `hardware` are the kinds of device that a user may name.
     `drivers` are files under /dev on Linux, at least one of which exists if there is a GPU of the provider's maker.
     `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, although it computes on others; 0
-    for all. `find_environment` returns variables for the process that runs a model. `evidence` is how much a run
+    for all. `swiftshader` says that it computes on SwiftShader where there is no GPU. `evidence` is how much a run
     proves.
     """
 
@@ -78,7 +77,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     hardware: tuple[Hardware, ...] = ()
     drivers: tuple[str, ...] = ()
     cpu_vendor: int = 0
-    find_environment: Callable[[], Mapping[str, str]] = dict
+    swiftshader: bool = False
     evidence: Evidence = Evidence.DEVICE
 
     @property
@@ -86,44 +85,16 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
         """The package's name without its version."""
         return self.package.partition("==")[0]
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables for the process that runs a model."""
+        return find_swiftshader() if self.swiftshader else {}
 
-# Device files on a PC, on WSL, and on Jetsons.
-_NVIDIA = ("nvidiactl", "dxg", "nvhost-gpu", "nvgpu")
-_CUDA = "pip install onnxruntime-gpu[cuda,cudnn], and NVIDIA's driver"
-PROVIDERS: Mapping[str, Provider] = {
-    "openvino": Provider(
-        name=OPENVINO, package="onnxruntime-ep-openvino==1.8.1", module="onnxruntime_ep_openvino",
-        systems=("linux", "win32"), hardware=("cpu", "gpu", "npu"), cpu_vendor=_INTEL, evidence=Evidence.SAME_EP,
-    ),
-    "webgpu": Provider(
-        name="WebGpuExecutionProvider", package="onnxruntime-ep-webgpu==0.4.0", module="onnxruntime_ep_webgpu",
-        needs="a GPU's driver, or without a GPU: apt-get install chromium-common libvulkan1",
-        hardware=("cpu", "gpu"), find_environment=find_swiftshader, evidence=Evidence.SAME_EP,
-    ),
-    "host:cuda": Provider(
-        name="CUDAExecutionProvider", package="onnxruntime-gpu", parts=("providers_cuda",), needs=_CUDA,
-        systems=("linux", "win32"), drivers=_NVIDIA,
-    ),
-    "host:tensorrt": Provider(
-        name="TensorrtExecutionProvider", package="onnxruntime-gpu", parts=("providers_cuda", "providers_tensorrt"),
-        needs=f"{_CUDA}; TensorRT 10 on the path of libraries: pip install tensorrt",
-        systems=("linux", "win32"), drivers=_NVIDIA,
-    ),
-    "host:tensorrt-rtx": Provider(
-        name="NvTensorRTRTXExecutionProvider", package="onnxruntime-ep-nv-tensorrt-rtx-cu12==0.5.0",
-        module="onnxruntime_ep_nv_tensorrt_rtx", systems=("linux", "win32"),
-    ),
-    "host:directml": Provider(name="DmlExecutionProvider", package="onnxruntime-directml", systems=("win32",)),
-    "host:migraphx": Provider(
-        name="MIGraphXExecutionProvider", package="onnxruntime-migraphx", parts=("providers_migraphx",),
-        needs="AMD's ROCm with MIGraphX: apt-get install migraphx", systems=("linux",), drivers=("kfd",),
-    ),
-    "host:vitisai": Provider(
-        name="VitisAIExecutionProvider", package="onnxruntime-vitisai", parts=("providers_vitisai",),
-        needs="AMD's Ryzen AI software", systems=("win32",),
-    ),
-}  # fmt: skip
-"""The providers of this machine by the name of their device; to support another one, add a row."""
+
+PROVIDERS: Mapping[str, Provider] = read_toml(
+    Path(__file__).parent / "providers.toml", dict[str, Provider], hint="edgekit is damaged: install it anew"
+)
+"""The providers of this machine by the name of their device; to support another one, add a table to the file."""
 
 
 # Providers whose devices are defined elsewhere, not by a row above.
@@ -181,7 +152,7 @@ def ask_provider(device: str) -> Found:
     }
     # -P keeps the program's own folder out of sys.path, where its files would shadow other modules.
     argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(request).decode()]
-    finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.find_environment())
+    finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.environment)
     if not finished.succeeded:
         return Found(failure=f"the process that asks it {finished.ending}{quote_last_line(finished.stderr)}")
     try:
@@ -315,7 +286,7 @@ class LocalProvider(Device, frozen=True, kw_only=True):
             preload=not row.module,
         )
         check_options(row.name, request.provider_options, PROVIDER_OPTIONS.get(row.name, request.provider_options))
-        run = run_python(self, job, request, work, env=row.find_environment())
+        run = run_python(self, job, request, work, env=row.environment)
         left = [node.name or node.op for node in run.placement if node.provider == CPU_PROVIDER]
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
         if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
