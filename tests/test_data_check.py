@@ -119,6 +119,8 @@ def test_pictures_that_were_reshaped_and_not_transposed_are_named() -> None:
     transposed = planes.transpose(0, 1, 3, 4, 2)
     (warning,) = check_samples(samples_of(*transposed.reshape(planes.shape))).warnings
     assert "repeats every third value in a row, as NHWC pictures do" in warning
+    # One channel was not transposed: its order is that of a state with three parts.
+    assert check_samples(samples_of(*transposed.reshape(8, 1, 1, 72, 24))).warnings == ()
 
 
 def test_gray_pictures_for_a_model_of_colors_are_named() -> None:

@@ -212,7 +212,7 @@ class _Input:
         if max(abs(near), abs(below)) < chance:
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
         # In any image nearer neighbours are more alike; if three channels are interleaved, every third value is.
-        if self._rank == 4 and third > near + chance:
+        if self._colored and third > near + chance:
             mistake = "as NHWC pictures do that were reshaped and not transposed to NCHW"
             return f"repeats every third value in a row, {mistake}"
         if self._folded / self._values > chance:
