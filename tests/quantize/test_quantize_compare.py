@@ -220,7 +220,7 @@ def test_the_plan_that_decides_worse_is_refused(tmp_path: Path, precision: Preci
     calibration, target = calibrate_model(model, samples, work=tmp_path / "work"), load_target("qnn")
     plan = plan_quantization(model, calibration, target, precision)
     if not is_sound:
-        logits = msgspec.structs.replace(plan.ranges["y"], high=plan.ranges["y"].high * 0.15)
+        logits = msgspec.structs.replace(plan.ranges["y"], high=plan.ranges["y"].high * 0.075)
         plan = msgspec.structs.replace(plan, ranges={**plan.ranges, "y": logits})
     reference = FloatReference(model, samples)
     search = make_search((model, calibration), reference, target, tmp_path, precision)

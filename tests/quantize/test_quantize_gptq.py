@@ -16,6 +16,7 @@ from edgekit.graph.graph import view_model
 from edgekit.model.tensors import PARSER_LOCK, Array
 from edgekit.quantize import quantize_model
 from edgekit.quantize._ort_quantizer import channel_scales
+from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
@@ -376,7 +377,7 @@ def test_weights_of_transposed_convolutions_are_rounded_by_samples_too(target: s
     calibration, plan = plan_model(model, tmp_path, target, samples)
     session, noise = CpuSession(model.path, SessionSettings()), dict[str, float]()
     for rounding in ("nearest", "bias", "gptq"):
-        chosen = choose_ranges(plan, calibration, "minmax", rounding)
+        chosen = choose_ranges(open_float_graph(model, calibration), plan, calibration, "minmax", rounding)
         made = quantize_model(model, chosen, calibration, tmp_path / f"{rounding}.onnx").model
         other = CpuSession(made.path, SessionSettings())
         noise[rounding] = sum(float(((session.run(row)["y"] - other.run(row)["y"]) ** 2).sum()) for row in samples)

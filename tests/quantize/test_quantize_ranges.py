@@ -18,7 +18,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import Array
-from edgekit.quantize import Calibration, calibrate_model, quantize_model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -455,6 +455,23 @@ def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (5, 8)})
     calibration = calibrate_model(model, as_samples(smooth_images(12, 0.85)), work=tmp_path / "work")
     assert add_image_headroom(read_float_graph(model), calibration) == calibration
+
+
+def test_values_beyond_all_samples_fit_into_16_bits_unless_the_operator_bounds_them(tmp_path: Path) -> None:
+    text = "g (float[1,8] x) => (float[1,6] y, float[1,6] p) { y = MatMul(x, w) p = Sigmoid(y) }"
+    model, rng = make_model(text, tmp_path / "m.onnx", {"w": (8, 6)}), np.random.default_rng(0)
+    drawn = [rng.uniform(-1, 1, (1, 8)).astype(np.float32) for _ in range(32)]
+    calibration = calibrate_model(model, as_samples(drawn), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
+    seen = calibration.ranges["minmax"]
+    assert plan.ranges == {
+        name: span if name == "p" else TensorRange(low=2 * span.low, high=2 * span.high) for name, span in seen.items()
+    }
+    # A sample twice as loud as the loudest one: with the range of minmax half of it would be clipped.
+    loud = 2 * max(drawn, key=lambda row: float(np.abs(row).max()))
+    made = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
+    one, two = (CpuSession(path, SessionSettings()).run({"x": loud})["y"] for path in (model.path, made.path))
+    assert np.abs(one - two).max() < 0.02 * np.abs(one).max()
 
 
 @pytest.mark.parametrize("name", ["qnn", "nnapi"])

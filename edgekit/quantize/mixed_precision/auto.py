@@ -44,7 +44,7 @@ from edgekit.quantize.mixed_precision.relief import (
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weights import keep_eight
 from edgekit.quantize.objective import FAITHFUL_DB
-from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
+from edgekit.quantize.plan import Candidate, QuantPlan, add_headroom, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
 
@@ -121,19 +121,19 @@ def plan_quantization(
     graph = open_float_graph(model, calibration)
     plan = draft_plan(model, graph, calibration, target, precision)
     if method not in {"auto", "best"}:
-        return choose_ranges(plan, calibration, method, "nearest")
+        return choose_ranges(graph, plan, calibration, method, "nearest")
     if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
-        return choose_ranges(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
+        return choose_ranges(graph, plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
     memo = Memo() if memo is None else memo
     if not memo.budget.allows("range methods and roundings"):
-        return choose_ranges(plan, calibration, "minmax", "bias")
+        return choose_ranges(graph, plan, calibration, "minmax", "bias")
     subject = _Subject(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
         relieve=relieve, memo=memo,
     )  # fmt: skip
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
-    return choose_ranges(plan, calibration, "minmax", "bias") if best is None else best
+    return choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
 
 
 def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
@@ -142,15 +142,16 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    graph, exact = open_float_graph(model, calibration), calibration.ranges["minmax"]
+    graph = open_float_graph(model, calibration)
+    roomy = add_headroom(graph, calibration.ranges["minmax"])
     draft = draft_plan(model, graph, calibration, target, plan.precision)
     names, known = {node.name for node in graph.nodes}, {node.name for node in draft.float_nodes}
     added = tuple(node for node in plan.float_nodes if node.name in names - known)
     # The range of a table is that of its values.
     wide = {
-        name: exact.get(name, span)
+        name: roomy.get(name, span)
         for name, span in plan.wide.items()
-        if name not in draft.wide and (name in exact or graph.is_float_constant(name))
+        if name not in draft.wide and (name in roomy or graph.is_float_constant(name))
     }
     return msgspec.structs.replace(
         draft, float_nodes=(*draft.float_nodes, *added), wide=draft.wide | wide, bits=plan.bits, judged=plan.judged

@@ -39,7 +39,7 @@ from edgekit.quantize.mixed_precision.score import (
     switch_weights,
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
-from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
+from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
 from edgekit.quantize.qdq import place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.quantize.rounding import Rounding
@@ -112,7 +112,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def choose(self, method: str, rounding: Rounding) -> "Draft":
         """Returns the draft with the ranges of `method`, and with `rounding`."""
-        plan = choose_ranges(self.plan, self.calibration, method, rounding)
+        plan = choose_ranges(self.graph, self.plan, self.calibration, method, rounding)
         return msgspec.structs.replace(self, plan=plan)
 
     def use_unsigned(self) -> "Draft":
@@ -126,15 +126,19 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, plan=msgspec.structs.replace(plan, activation="uint8", grids=grids))
 
 
-def choose_ranges(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
-    """Returns the plan with the ranges of `method`, and with `rounding`.
+def choose_ranges(
+    graph: Graph, plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding
+) -> QuantPlan:
+    """Returns the plan with the ranges of `method`, with headroom if all have 16 bits, and with `rounding`.
 
     Raises:
         UsageError: the calibration has no ranges of this method.
     """
     if method not in calibration.ranges:
         raise UsageError(f"the calibration has no ranges of method '{method}'", hint=suggest_name(method, METHODS))
-    return msgspec.structs.replace(plan, method=method, rounding=rounding, ranges=calibration.ranges[method])
+    seen = calibration.ranges[method]
+    ranges = seen if is_relievable(plan) else add_headroom(graph, seen)
+    return msgspec.structs.replace(plan, method=method, rounding=rounding, ranges=ranges)
 
 
 def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -197,7 +201,7 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     if not draft.plan.bits:
         best = learn_roundings(draft, judged, memo)[0]
         method, rounding = best.method, best.rounding
-    return choose_ranges(draft.plan, draft.calibration, method, rounding)
+    return choose_ranges(draft.graph, draft.plan, draft.calibration, method, rounding)
 
 
 def choose_rounding(draft: Draft) -> Rounding:

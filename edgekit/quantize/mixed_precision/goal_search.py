@@ -188,11 +188,12 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
     first, plan = searched.chosen, searched.chosen.plan
     if not search.feeds or _loses_nothing(first.prediction):
         return searched
-    draft, spans = open_draft(search.model, search.calibration, plan), {**plan.ranges, **plan.wide}
-    names = [name for name in find_state(draft.graph, search.feeds) if name in spans]
+    draft = open_draft(search.model, search.calibration, plan)
+    seen = draft.calibration.ranges["minmax"]
+    names = [name for name in find_state(draft.graph, search.feeds) if name in seen]
     if not names or not draft.effort.is_short:
         return searched
-    limit, is_better = max(max(-spans[name].low, spans[name].high) for name in names), True
+    limit, is_better = max(max(-seen[name].low, seen[name].high) for name in names), True
     while is_better and limit > 0:
         limit /= 2
         make = partial(cut_ranges, plan, names, limit)

@@ -33,7 +33,15 @@ from edgekit.quantize.mixed_precision.candidates import (
 from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
-from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, read_constant_range
+from edgekit.quantize.plan import (
+    Candidate,
+    FloatNode,
+    QuantPlan,
+    add_headroom,
+    is_relievable,
+    quantizes_any,
+    read_constant_range,
+)
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
@@ -239,7 +247,7 @@ def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
 def relieve_tensors(
     graph: Graph, plan: QuantPlan, names: Sequence[str], calibration: Calibration, *, widens: bool
 ) -> QuantPlan:
-    """Returns the plan with some activations out of 8 bits: in 16 bits with their minmax range, or float.
+    """Returns the plan with some activations out of 8 bits: in 16 bits with headroom, or float.
 
     Tensors between a layer and its activation function leave 8 bits too: otherwise a value is rounded, and clipped to
     the range after the activation function, before it gets its 16 bits. Outputs of nodes that only move values get 16
@@ -248,12 +256,14 @@ def relieve_tensors(
     """
     every = dict.fromkeys(each for name in names for each in (name, *find_before_activation(graph, name)))
     if widens:
-        seen = calibration.ranges["minmax"]
-        exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
+        roomy = add_headroom(graph, calibration.ranges["minmax"])
+        seen = {name: its for name, its in roomy.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: read_constant_range(graph, name) for name in every if graph.is_float_constant(name)}
-        wide = {**plan.wide, **exact, **tables, **_read_operand_ranges(graph, (*every, *exact))}
-        return msgspec.structs.replace(plan, wide=_widen_joined(graph, wide, seen) if plan.scheme == "qnn" else wide)
+        wide = {**plan.wide, **seen, **tables, **_read_operand_ranges(graph, (*every, *seen))}
+        if plan.scheme == "qnn":
+            wide = _widen_joined(graph, wide, plan.ranges, roomy)
+        return msgspec.structs.replace(plan, wide=wide)
     return keep_float(graph, plan, tuple(every))
 
 
@@ -274,9 +284,11 @@ def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, Tens
 
 
 def _widen_joined(
-    graph: Graph, wide: Mapping[str, TensorRange], seen: Mapping[str, TensorRange]
+    graph: Graph, wide: Mapping[str, TensorRange], narrow: Mapping[str, TensorRange], roomy: Mapping[str, TensorRange]
 ) -> dict[str, TensorRange]:
     """Returns `wide` with those inputs of its Concats added whose steps are finer even in 8 bits, for QNN.
+
+    `narrow` holds the ranges of tensors in 8 bits, `roomy` those in 16.
 
     Example: a network returns the states of its LSTM in one tensor. The hidden state lies within 1 and has 8 bits, the
     cell state reaches 300, so the Concat got 16 bits. QNN's HTP requantizes the hidden state from 8 bits to the steps
@@ -287,9 +299,9 @@ def _widen_joined(
     for node in reversed(graph.nodes):
         if node.op_type != "Concat" or node.output[0] not in steps:
             continue
-        step, joined = steps[node.output[0]], [name for name in node.input if name in seen and name not in found]
-        finer = {range_source(graph, name) for name in joined if (seen[name].high - seen[name].low) / _STEPS < step}
-        moved = {name: span for name, span in seen.items() if finer and range_source(graph, name) in finer}
+        step, joined = steps[node.output[0]], [name for name in node.input if name in narrow and name not in found]
+        finer = {range_source(graph, name) for name in joined if (narrow[name].high - narrow[name].low) / _STEPS < step}
+        moved = {name: span for name, span in roomy.items() if finer and range_source(graph, name) in finer}
         found, steps = moved | found, dict.fromkeys(moved, step) | steps
     return found
 
