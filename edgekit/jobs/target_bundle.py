@@ -27,8 +27,7 @@ from edgekit.jobs.forms import Deployed, ModelForTarget, deploy_model, make_size
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import find_fed_back
-from edgekit.prepare.fix import fix_quantized
-from edgekit.prepare.rewrites import activations, layout, recurrent
+from edgekit.prepare.fix import QNN_NOTES, fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -45,13 +44,6 @@ from edgekit.verify.report import Step
 # Keeping one node in float may make another one stop the session. Each attempt applies and checks the plan once: 1.5 s
 # for YOLOv8n, which needs five attempts.
 _MAX_ATTEMPTS = 12
-# The notes about rewrites of a model that was quantized before.
-_FIX_NOTES = {
-    activations.flatten_softplus.id: "Softplus of 16 bits has three axes, because QNN's kernel for four is wrong",
-    recurrent.split_lstm.id: "an LSTM is written step by step, because Sigmoid and Tanh in QNN's own are coarse",
-    layout.cast_by_int32.id: "uint8 becomes float by way of int32, because QNN's kernel makes each number but 0 a 1",
-    activations.part_silu.id: "x * Sigmoid(x) of 16 bits is not fused, because QNN's kernel for it is wrong",
-}
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,8 +283,9 @@ class _Strategies:
             fixed = fix_quantized(model, target, work / "fixed.onnx")
             if fixed.fixes:
                 model = fixed.model
-                texts = {fix.id: f"{fix.id} avoids a kernel of QNN that is wrong" for fix in fixed.fixes} | _FIX_NOTES
-                notes += [f"{texts[fix.id]}: {count_of(len(fix.nodes), 'node')}" for fix in fixed.fixes]
+                for fix in fixed.fixes:
+                    text = QNN_NOTES[fix.id] or f"{fix.id} avoids a kernel of QNN that is wrong"
+                    notes.append(f"{text}: {count_of(len(fix.nodes), 'node')}")
         elif target.name in inputs.floats:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif strategy.precision in INTEGERS:

@@ -42,6 +42,7 @@ from edgekit.prepare.rewrites import (
     split_attention,
 )
 from edgekit.prepare.stripped import is_absent
+from edgekit.serialize import read_toml
 from edgekit.target import INTEGERS, Target
 
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
@@ -49,19 +50,6 @@ _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, Attrib
 
 # Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is fused by our rewrite.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
-
-
-# The optimizer finds attention as exporters wrote it some years ago, but not as PyTorch 2.15 does.
-_PARTS_OF_ATTENTION = tuple(
-    rewrite.id
-    for rewrite in (
-        idle.drop_nan_guard,
-        idle.drop_idle_add,
-        idle.drop_copies,
-        join_attention.join_rotary,
-        join_attention.join_attention,
-    )
-)
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +117,7 @@ def fuse_transformer(
     written = models.save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
     written = msgspec.structs.replace(written, custom_ops=model.custom_ops)
     prepared = prepare(written, out.with_name(f"{out.stem}-prepared.onnx"))
-    joined = fix_model(prepared, out, _PARTS_OF_ATTENTION).model
+    joined = fix_model(prepared, out, _TABLE.attention).model
     counts = [
         Counter(node.op_type for node in models.iterate_nodes(proto.graph) if node.domain == ORT_DOMAIN)
         for proto in (models.read_proto(joined, weights=False), before)
@@ -147,154 +135,56 @@ def fuse_transformer(
     )
 
 
-# What `edgekit check` says of the nodes that each rewrite would change; {count} is their number.
-_FIX_ADVICE: Mapping[Rewrite, str] = {
-    idle.drop_nan_guard: "remove {count} of Where and IsNaN around a Softmax that is never NaN",
-    idle.drop_idle_add: "remove {count} of Add that add zeros",
-    idle.drop_idle_expand: "let {count} read what an Expand repeats, as they broadcast it anyway",
-    idle.drop_copies: "remove {count} of Identity, Dropout, Concat of one tensor or Transpose that moves nothing: they"
-    " only hand on their input",
-    products.sum_to_add: "write {count} of Sum as Add, which is the same",
-    products.einsum_to_matmul: "write {count} of Einsum as a MatMul between Transposes and Reshapes, which is the same",
-    products.scale_to_conv: "take x * a + b before {count} of Conv into its weights and bias",
-    products.flat_bias: "give the bias of {count} of Gemm one axis, which is the same",
-    idle.leave_out_empty_inputs: "leave out the empty tensors for roi or scales of {count} of Resize: they crash a"
-    " provider",
-    idle.drop_trailing_inputs: "leave out the empty names at the end of the inputs of {count}",
-    idle.drop_default_activations: "leave out the activation functions of {count}, which are those without the"
-    " attribute",
-    idle.drop_idle_relus: "remove {count} of Relu before a QuantizeLinear that cuts off the same",
-    activations.clip_to_relu: "write {count} of Clip from zero to nothing as Relu, which is the same",
-    activations.plain_softmax: "compute {count} of Softmax over the last axis without a Flatten before it, which is"
-    " the same",
-    layout.flatten_to_reshape: "write {count} of Flatten as Reshape, which is the same",
-    layout.plain_reshape: "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
-    layout.squeeze_to_scalar: "write {count} of Reshape to no axes as Squeeze, which is the same",
-    layout.gather_to_reshape: "write {count} of Gather by all indices in order as Reshape, which is the same",
-    layout.gather_from_start: "count constant indices of {count} of Gather from the start, which is the same",
-    layout.floor_pool: "write the ceil_mode of {count} of pooling as pads, which is the same",
-    layout.pad_all_axes: "write the pads of {count} of Pad for all axes, which is the same",
-    layout.transposed_to_conv: "write {count} of ConvTranspose of stride 1 as Conv, which is the same",
-    norms.join_layer_norm: "write the parts of a layer normalisation as one node, {count}",
-    norms.join_rms_norm: "write the parts of an RMS normalisation as one node, {count}",
-    activations.join_gelu: "write the parts of GELU as one node, {count}",
-    activations.join_softmax: "write the parts of Softmax as one node, {count}",
-}
-FIXES = {rewrite.id: rewrite for rewrite in _FIX_ADVICE}
-"""Rewrites that help or do no harm on every provider."""
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `rewrites.toml`, which says what each part is."""
 
-FUSIONS = frozenset(
-    {norms.join_layer_norm.id, norms.join_rms_norm.id, activations.join_gelu.id, activations.plain_softmax.id}
-)
-"""Those of FIXES that one of TARGET_REWRITES undoes, for a target that lacks the operator or computes it wrongly."""
+    fusions: frozenset[str]
+    need_shapes: frozenset[str]
+    attention: tuple[str, ...]
+    every: dict[str, str]
+    some: dict[str, str]
+    required: dict[str, str]
+    qnn: dict[str, str]
+    last: dict[str, str]
 
-_NEED_SHAPES = (
-    activations.plain_softmax, idle.drop_idle_add, idle.drop_idle_expand, idle.drop_nan_guard, activations.join_softmax,
-    layout.squeeze_to_scalar, layout.gather_to_reshape, layout.gather_from_start, norms.join_layer_norm,
-    norms.join_rms_norm,
-    products.einsum_to_matmul,
+
+_TABLE = read_toml(Path(__file__).parent / "rewrites.toml", _Table, hint="edgekit is damaged: install it anew")
+_MODULES = (
+    activations, float16, fused, idle, join_attention, layout, norms, planes, products, recurrent, signs,
+    split_attention,
 )  # fmt: skip
-_WITHOUT_SHAPES = FIXES.keys() - {rewrite.id for rewrite in _NEED_SHAPES}
+_KNOWN = {each.id: each for module in _MODULES for each in vars(module).values() if isinstance(each, Rewrite)}
 
-_TARGET_ADVICE: Mapping[Rewrite, str] = {
-    float16.compute_in_float: "compute {count} in float32 in place of float16",
-    float16.compute_double_in_float: "compute {count} in float32 in place of float64",
-    # Before float-weights, whose layers compute in float.
-    fused.complete_units: "write what {count} miss between DQ and Q nodes: a bias in integers, a Q before a Relu",
-    float16.store_float_weights: "store {count} of DequantizeLinear as float constants: the layers behind compute in"
-    " float",
-    fused.split_qlinear: "write {count} of the format QOperator, such as QLinearConv, as the operators they were,"
-    " between DQ and Q nodes",
-    fused.spread_quantizers: "write Q and DQ nodes around {count} that move quantized integers, such as Reshape",
-    layout.narrow_indices: "give {count} of Gather 32-bit indices, which is the same",
-    layout.plain_gather: "gather 32-bit integers in place of bools, and rows in place of elements: {count}, which is"
-    " the same",
-    idle.own_constants: "give the bodies of {count} of If their constants, which lie outside them",
-    layout.unsqueeze_arg: "let {count} of ArgMax or ArgMin drop their axis, with an Unsqueeze behind them, which is"
-    " the same",
-    layout.pad_reflect: "write {count} of Pad with mode reflect as slices and Concat, which is the same",
-    layout.plain_nearest: "write {count} of nearest Resize with modes that providers compute as ONNX does, or as"
-    " Gather, which is the same",
-    # Before planar_resize, which makes one of its sizes.
-    layout.exact_resize: "give {count} of linear Resize sizes whose quotients are its scales, 1e-6 apart",
-    layout.planar_resize: "write {count} of linear Resize of three axes as two of planes, 1e-6 apart",
-    layout.pad_transposed: "write the output_padding of {count} of ConvTranspose as fewer pads, or as a Pad behind it,"
-    " which is the same",
-    layout.write_number_of_parts: "write the number of parts of {count} of Split in place of equal sizes",
-    layout.write_pads: "write the pads of {count} of ConvTranspose, which are zero",
-    products.plain_gemm: "put alpha, beta, transA and a bias of several rows of {count} of Gemm into nodes of their"
-    " own",
-    # Before matmul_to_2d, as it makes a MatMul.
-    products.affine_grid_to_matmul: "write {count} of AffineGrid of a fixed size as a product with a constant grid",
-    products.matmul_to_2d: "give {count} of MatMul two dimensions and the constant on the right, between Reshapes",
-    activations.plain_slope: "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
-    activations.write_slope_as_leaky: "write {count} of PRelu with one slope as LeakyRelu, which is the same",
-    activations.join_hard_swish: "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
-    activations.split_hard_swish: "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
-    activations.split_mish: "write {count} of Mish as x * Tanh(Softplus(x)), 1e-6 apart",
-    activations.flatten_softmax: "compute {count} of Softmax in fewer axes, between Reshapes, which is the same",
-    layout.flatten_expand: "give {count} of Expand fewer axes, between Reshapes, which is the same",
-    layout.fewer_axes: "give {count} of Slice, Split and Transpose fewer axes, between Reshapes, which is the same",
-    # After flatten_expand: a Concat has as many axes as the Expand that it replaces.
-    layout.expand_to_concat: "write {count} of Expand as a Concat of copies, which is the same",
-    products.neg_to_mul: "write {count} of Neg as a product with -1, which is the same",
-    # First what ONNX Runtime's optimizers fuse, then the operators that these are rewritten to.
-    norms.split_embed_norm: "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
-    split_attention.split_attention: "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
-    activations.split_bias_gelu: "write {count} of Gelu with a bias as Add and Gelu",
-    split_attention.split_grouped_attention: "write {count} of GroupQueryAttention as its products, cache and Softmax",
-    split_attention.split_rotary: "write {count} of RotaryEmbedding as halves, products and sums",
-    norms.split_skip_norm: "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
-    norms.split_layer_norm: "write {count} of LayerNormalization as means, differences and a root",
-    norms.split_rms_norm: "write {count} of RMS normalisation as a mean of squares and a root",
-    norms.split_l2_norm: "write {count} of ReduceL2 as the root of a mean of squares, 1e-6 apart",
-    norms.planar_instance_norm: "give {count} of InstanceNormalization of more axes four, between Reshapes, which is"
-    " the same",
-    # Before split_gelu: a provider that takes the exact Gelu needs no formula.
-    activations.write_exact_gelu: "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart",
-    activations.split_gelu: "write {count} of Gelu with Erf",
-    activations.split_tanh_gelu: "write {count} of Gelu with Tanh",
-    activations.split_swish: "write {count} of Swish as x * Sigmoid(x), 1e-6 apart",
-    activations.clip_to_min_max: "write {count} of Clip as Max and Min, which is the same",
-    # After the rewrites of activations, which may lie between two layers.
-    planes.conv_to_planes: "give {count} that work along one axis a second one of size 1, between Reshapes, which is"
-    " the same",
-    signs.write_unsigned_weights: "store the int8 weights of {count} as uint8 with a zero point of 128, which is the"
-    " same",
-    signs.write_uint8_activations: "store int8 as uint8 activations, with zero points moved by 128, which is the same:"
-    " {count}",
-    signs.write_int8_activations: "store uint8 as int8 activations, with zero points moved by 128, which is the same:"
-    " {count}",
-}
-TARGET_REWRITES = {rewrite.id: rewrite for rewrite in _TARGET_ADVICE}
+
+def _list_rewrites(*ids: str) -> dict[str, Rewrite]:
+    return {id_: _KNOWN[id_] for id_ in ids}
+
+
+FIXES = _list_rewrites(*_TABLE.every)
+"""Rewrites that help or do no harm on every provider."""
+FUSIONS = _TABLE.fusions
+"""Those of FIXES that one of TARGET_REWRITES undoes, for a target that lacks the operator or computes it wrongly."""
+_WITHOUT_SHAPES = FIXES.keys() - _TABLE.need_shapes
+
+TARGET_REWRITES = _list_rewrites(*_TABLE.some)
 """Rewrites that help some providers only; a target gets those by which the check finds that its provider takes more."""
 
-QNN_REWRITES = (
-    activations.part_silu, activations.bound_exponent, activations.flatten_softplus, activations.put_gate_first,
-    layout.cast_by_int32, layout.cast_by_floor, layout.pad_edge, layout.plain_average, recurrent.split_lstm,
-    activations.narrow_mask, activations.write_leaky_as_max, products.divide_one, products.widen_kernel,
-    idle.write_pad_value,
-)  # fmt: skip
+QNN_REWRITES = tuple(_list_rewrites(*_TABLE.qnn).values())
 """They avoid kernels of QNN's HTP that are wrong or inaccurate, in a quantized model; the order is that of REWRITES."""
+QNN_NOTES: Mapping[str, str] = _TABLE.qnn
+"""What each of QNN_REWRITES avoids, by id, for a bundle; "" where there is no more to say."""
 
-_JOIN_ADVICE: Mapping[Rewrite, str] = {
-    join_attention.join_rotary: "write the parts of {count} of rotary embeddings as one node",
-    join_attention.join_attention: "write the parts of {count} of attention as one node",
-}
-_REQUIRED = (
-    products.gemm_to_matmul, *_JOIN_ADVICE, *QNN_REWRITES, norms.batch_norm_to_conv, idle.drop_pad_values,
-    products.plain_power, products.sum_to_mean,
-)  # fmt: skip
-REQUIRED_REWRITES = {rewrite.id: rewrite for rewrite in _REQUIRED}
+REQUIRED_REWRITES = _list_rewrites(*_TABLE.required, *_TABLE.qnn, *_TABLE.last)
 """Rewrites that a target may need although its provider takes no more nodes by them: in a float model
 (`list_required`), or in a quantized one (`fix_quantized`)."""
 
 # First those to float32, so that the others see it: ONNX Runtime writes a Gelu of float16 as its parts.
-_TO_FLOAT = {id_: TARGET_REWRITES[id_] for id_ in float16.TO_FLOAT}
-REWRITES: Mapping[str, Rewrite] = {**_TO_FLOAT, **FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES}
+REWRITES: Mapping[str, Rewrite] = {
+    **_list_rewrites(*float16.TO_FLOAT), **FIXES, **TARGET_REWRITES, **REQUIRED_REWRITES
+}  # fmt: skip
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
-ADVICE = {rewrite.id: text for rewrite, text in {**_FIX_ADVICE, **_TARGET_ADVICE, **_JOIN_ADVICE}.items()}
+ADVICE = {id_: text for id_, text in (_TABLE.every | _TABLE.some | _TABLE.required | _TABLE.last).items() if text}
 """What the check says of nodes that a rewrite would change, by its id, in that order; nothing of those not named."""
 
 
