@@ -1,11 +1,10 @@
 """Quantizes the node tests and light models of the onnx package, and counts tracebacks.
 
-    python tools/bench/quantize_onnx_suite.py [NAME] [--targets qnn,nnapi] [--every N] [--zoo] [--state DIR]
+    python tools/bench/quantize_onnx_suite.py [NAME] [--targets qnn,nnapi] [--every N]
 
 Each float model is quantized as by `edgekit quantize`, for the targets in turn, with twelve random samples. The result
 must be a quantized model that loads, or a refusal in one line; anything else is a traceback, and makes exit code 1.
-With a NAME only models whose name contains it are run, `--every N` takes every N-th, and `--zoo` takes the models of
-../shared/zoo instead.
+With a NAME only models whose name contains it are run; `--every N` takes every N-th.
 """
 
 import argparse
@@ -22,8 +21,6 @@ import msgspec
 import numpy as np
 import onnx
 from convert_onnx_suite import list_cases, list_light
-from row_state import resume_rows
-from zoo_tasks import ZOO
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import draw_samples
@@ -45,11 +42,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
-def list_models(*, zoo: bool) -> Iterator[tuple[str, Callable[[Path], Path]]]:
+def list_models() -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """Yields each model with float inputs, by name, with the function that writes it into a folder."""
-    if zoo:
-        yield from ((path.stem, lambda _, path=path: path) for path in sorted((ZOO / "models").glob("*.onnx")))
-        return
     yield from ((path.stem, lambda _, path=path: path) for path in list_light())
     for case in list_cases():
         if any(value.type.tensor_type.elem_type in _FLOATS for value in case.model.graph.input):
@@ -90,14 +84,12 @@ def main() -> int:
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--targets", default="qnn,nnapi,xnnpack,cpu")
     parser.add_argument("--every", type=int, default=1, metavar="N")
-    parser.add_argument("--zoo", action="store_true", help="the models of ../shared/zoo instead")
-    parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
     args = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
     targets = cycle(args.targets.split(","))
-    chosen = [(name, place) for name, place in list_models(zoo=args.zoo) if args.name in name][:: args.every]
+    chosen = [(name, place) for name, place in list_models() if args.name in name][:: args.every]
     for (name, place), target in zip(chosen, targets, strict=False):
-        for found in resume_rows(args.state, f"onnx {name} {target}", Outcome, partial(try_model, name, target, place)):
+        for found in try_model(name, target, place):
             counts[found.result] += 1
             if found.result == "traceback":
                 print(f"{found.name} on {found.target}: {found.why}", flush=True)

@@ -15,7 +15,7 @@ import msgspec
 from edgekit._files import write_file
 
 _ROOT = Path(__file__).parents[2]
-_CODE = ("edgekit/**/*.py", "targets/**/*.toml", "tools/bench/**/*.py")
+_CODE = ("edgekit/**/*.py", "edgekit/**/*.toml", "targets/**/*.toml", "tools/bench/**/*.py")
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
