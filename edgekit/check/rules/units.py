@@ -4,6 +4,7 @@ The grouping is ONNX Runtime's (core/optimizer/qdq_transformer/selectors_actions
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -11,41 +12,17 @@ import numpy as np
 
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.model.tensors import Array
+from edgekit.serialize import read_toml
 
 Selector = Literal[
     "drop", "drop_dq", "unary", "binary", "variadic", "split", "conv", "matmul", "gemm", "norm", "batchnorm",
     "compare", "where", "pad", "topk", "any", "first",
 ]  # fmt: skip
 
-SELECTORS: dict[str, Selector] = {
-    **dict.fromkeys(
-        ("Gather", "Reshape", "Expand", "Flatten", "Transpose", "MaxPool", "Resize", "Squeeze", "Unsqueeze", "Tile"),
-        "drop",
-    ),
-    **dict.fromkeys(("ArgMax", "ArgMin"), "drop_dq"),
-    **dict.fromkeys(
-        (
-            "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LeakyRelu", "ReduceMean", "ReduceMin", "ReduceMax",
-            "ReduceProd", "ReduceSum", "Relu", "Gelu", "Elu", "HardSwish", "Sigmoid", "Slice", "LogSoftmax", "Softmax",
-            "Sqrt", "Atan", "Asin", "Sin", "Cos", "Sign", "Tanh", "Exp", "Log", "LRN", "Ceil", "Floor", "Round", "Abs",
-            "Neg", "DepthToSpace", "SpaceToDepth", "LpNormalization",
-        ),
-        "unary",
-    ),
-    "Clip": "any",
-    **dict.fromkeys(("Add", "Div", "Mul", "Pow", "Sub", "PRelu", "GridSample"), "binary"),
-    **dict.fromkeys(("Concat", "Max", "Min"), "variadic"),
-    "Split": "split",
-    **dict.fromkeys(("Conv", "ConvTranspose"), "conv"),
-    "MatMul": "matmul",
-    "Gemm": "gemm",
-    **dict.fromkeys(("InstanceNormalization", "LayerNormalization"), "norm"),
-    "BatchNormalization": "batchnorm",
-    **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), "compare"),
-    "Where": "where",
-    "Pad": "pad",
-    "TopK": "topk",
-}  # fmt: skip
+_SELECTED = read_toml(
+    Path(__file__).parent / "selectors.toml", dict[Selector, list[str]], hint="edgekit is damaged: install it anew"
+)
+SELECTORS: dict[str, Selector] = {op: selector for selector, ops in _SELECTED.items() for op in ops}
 """Which of ORT's group selectors handles an operator (ORT 1.31)."""
 
 # MaxPool supports 8-bit integers from opset 12 on (ONNX's operator changelog); before, no integer kernel exists.

@@ -4,6 +4,7 @@ The table `_SIGNS` lists for each fault how it is recognised, its symptom, its c
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,19 +26,7 @@ _PROPERTIES = {
 # Qualcomm's library that reaches the NPU, and Android's list of the vendor libraries that apps may load.
 _RPC = "libcdsprpc.so"
 _PUBLIC = "/vendor/etc/public.libraries.txt"
-_PROBES = f"""
-echo "page_size=$(getconf PAGE_SIZE 2>/dev/null)"
-echo "soc_id=$(cat /sys/devices/soc0/soc_id 2>/dev/null)"
-for f in /vendor/lib64/{_RPC} /system/vendor/lib64/{_RPC}; do [ -e $f ] && echo "rpc=$f" && break; done
-[ -e {_PUBLIC} ] && echo "lists=1" && grep -q '^{_RPC}' {_PUBLIC} && echo "public=1"
-for f in /dev/fastrpc-cdsp /dev/fastrpc-cdsp-secure /dev/adsprpc-smd; do \
-[ -e $f ] && echo "rpc_device=$f" && break; done
-echo "skels=$(ls /vendor/lib/rfsa/adsp /vendor/dsp/cdsp /data/local/tmp/edgekit 2>/dev/null \
-| grep -o 'libQnnHtpV[0-9]*Skel.so' | sort -u | tr '\\n' ' ')"
-for f in /apex/com.android.neuralnetworks/lib64/libneuralnetworks.so /system/lib64/libneuralnetworks.so; do \
-[ -e $f ] && echo "nnapi=$f" && break; done
-echo "nnapi_drivers=$(ls /vendor/etc/vintf/manifest 2>/dev/null | grep -i neuralnetworks | tr '\\n' ' ')"
-"""
+_PROBES = Path(__file__).parent / "probes.sh"
 
 
 class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +150,7 @@ def examine_phone(phone: AdbDevice) -> PhoneReport:
     require_device(phone.name, phone.find_link_fault())
     script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
     # The exit code of the last test must not become that of the script.
-    facts = read_facts(ask(phone, f"{script}\n{_PROBES}\ntrue", step="examining it"))
+    facts = read_facts(ask(phone, f"{script}\n{_PROBES.read_text()}\ntrue", step="examining it"))
     if not facts.abi:
         raise DeviceError(f"'{phone.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
     return PhoneReport(device=phone.name, facts=facts, findings=judge_facts(facts))

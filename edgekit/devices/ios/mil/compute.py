@@ -1,7 +1,8 @@
 """Reads ML Programs and computes them, operation by operation: `python -m ...compute FOLDER`.
 
 The format of a `.mlpackage` is that of coremltools' mlmodel/format/Model.proto and MIL.proto; the messages that ONNX
-Runtime's builder writes are declared below. Weights are in a blob file, see mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
+Runtime's builder writes are declared in `messages.txt`. Weights are in a blob file, see
+mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
 
 Each operation has the precision that it declares. In half precision, it reads halves, computes and accumulates in
 float32, and returns halves: on its GPU, Core ML accumulates in half precision only if
@@ -34,36 +35,6 @@ from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 from edgekit.serialize import ready_type
 
-# Each message with its fields: number, name, type. A `*` marks a repeated field, such as the entries of a map. Other
-# fields are skipped.
-_MESSAGES = """
-Model: 1 version int64, 500 network bytes, 502 program Program
-Program: 2 functions *FunctionEntry
-FunctionEntry: 1 key string, 2 value Function
-Function: 1 inputs *Named, 2 opset string, 3 blocks *BlockEntry
-BlockEntry: 1 key string, 2 value Block
-Block: 2 outputs *string, 3 operations *Operation
-Operation: 1 kind string, 2 inputs *ArgumentEntry, 3 outputs *Named, 4 bodies *bytes, 5 attributes *ValueEntry
-ArgumentEntry: 1 key string, 2 value Argument
-ValueEntry: 1 key string, 2 value Value
-Argument: 1 bindings *Binding
-Binding: 1 name string, 2 value Value
-Named: 1 name string, 2 type ValueType
-ValueType: 1 tensor TensorType
-TensorType: 1 dtype int64, 3 dimensions *Dimension
-Dimension: 1 constant Size
-Size: 1 size int64
-Value: 2 type ValueType, 3 immediate Immediate, 5 blob Blob
-Immediate: 1 tensor Tensor
-Blob: 1 file string, 2 offset int64
-Tensor: 1 floats Floats, 2 ints Ints, 3 bools Ints, 4 texts Texts, 5 longs Ints, 6 doubles Doubles, 7 raw Raw
-Floats: 1 values *float
-Doubles: 1 values *double
-Ints: 1 values *int64
-Texts: 1 values *string
-Raw: 1 values bytes
-"""
-
 
 def _declare(text: str) -> Any:
     """Declares some protobuf messages, and returns the class of the first."""
@@ -90,7 +61,9 @@ def _declare(text: str) -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"mil.{text.split(':', maxsplit=1)[0].strip()}"))
 
 
-_MODEL = _declare(_MESSAGES)
+# Each message with its fields: number, name, type. A `*` marks a repeated field, such as the entries of a map. Other
+# fields are skipped.
+_MODEL = _declare((Path(__file__).parent / "messages.txt").read_text())
 
 DTYPES: Mapping[int, type[np.generic]] = {
     1: np.bool_, 10: np.float16, 11: np.float32, 12: np.float64, 21: np.int8, 22: np.int16, 23: np.int32,
