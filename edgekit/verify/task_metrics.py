@@ -194,7 +194,7 @@ def _match_tokens(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[Arr
     if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
         said = f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens"
         raise DataError(said, hint="a token for each position")
-    if wanted.max(initial=0) >= words:
+    if (wanted >= words).any():
         raise DataError(f"token {wanted.max()} is no word of {words}", hint="tokens count from 0")
     counted = wanted >= 0
     return scores.reshape(-1, words)[counted], wanted[counted].astype(np.int64)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from fixture_types import present
 
 from edgekit.bench.latency import (
     compare_rounds,
@@ -23,8 +24,7 @@ def noise(seed: int, count: int) -> list[float]:
 
 
 def test_the_figures_are_those_of_the_series() -> None:
-    latency = summarize_latency([float(value) for value in range(1, 102)])
-    assert latency is not None
+    latency = present(summarize_latency([float(value) for value in range(1, 102)]))
     assert (latency.median, latency.p95, latency.p99, latency.runs) == (51, 96, 100, 101)
     assert summarize_latency([]) is None
     assert summarize_latency([2.0]) is not None
@@ -48,8 +48,7 @@ def test_the_interval_narrows_with_more_runs_as_predicted() -> None:
 def test_a_drift_is_seen_through_noise_and_slow_runs(growth: float) -> None:
     series = [value * (1 + growth * index / 99) for index, value in enumerate(noise(3, 100))]
     series[50] = 500.0
-    drift = find_drift(series)
-    assert drift is not None
+    drift = present(find_drift(series))
     assert abs(drift - growth) < 0.05
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from bundle_models import PASSED, edit_json, make_contents
+from fixture_types import present
 
 from edgekit._files import digest_file
 from edgekit._proc import run_process
@@ -406,16 +407,14 @@ def test_a_runtime_gets_the_variant_of_its_provider(
 ) -> None:
     index = open_index(folder).index
     names = [f"{name}ExecutionProvider" for name in providers]
-    choice = choose_variant(index, providers=names, system=system, version=version, soc=soc)
-    assert choice is not None
+    choice = present(choose_variant(index, providers=names, system=system, version=version, soc=soc))
     assert (choice.variant.target, choice.provider) == (target, f"{provider}ExecutionProvider")
 
 
 def test_a_runtime_without_a_bundle_of_its_own_gets_that_of_another_or_none(folder: Path) -> None:
     index: Index = open_index(folder).index
     others = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target != "cpu"))
-    choice = choose_variant(others, providers=["CPUExecutionProvider"], system="windows")
-    assert choice is not None
+    choice = present(choose_variant(others, providers=["CPUExecutionProvider"], system="windows"))
     assert (choice.variant.target, choice.provider) == ("xnnpack", "CPUExecutionProvider")
     only = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target == "qnn"))
     assert choose_variant(only, providers=["CPUExecutionProvider"], system="android") is None

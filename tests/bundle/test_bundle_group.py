@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from bundle_models import edit_json, flip_byte
-from fixture_types import MakeOnce
+from fixture_types import MakeOnce, present
 from group_models import make_digits, make_talk, run_program, talk_on
 from tiny_models import parse_model, spec
 
@@ -108,8 +108,7 @@ BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "re
 def test_a_wiring_that_does_not_fit_its_models_is_refused(
     stages: Sequence[dict[str, Any]], tokens: dict[str, Any] | None, said: str
 ) -> None:
-    fault = find_fault(wire(*stages, tokens=tokens), PLAIN)
-    assert fault is not None
+    fault = present(find_fault(wire(*stages, tokens=tokens), PLAIN))
     assert said in fault[0] + fault[1]
 
 
@@ -474,6 +473,5 @@ def test_without_a_cache_each_step_reads_all_tokens_filled_up_to_a_size_that_ano
 def test_text_inputs_have_no_other_dynamic_axis(shape: tuple[int | str, ...]) -> None:
     mine = describe_interface([read_spec("ids", *shape)], [LOGITS])
     raw = {"stages": [{"run": "m", "text": {"input": "ids", "scores": "logits"}}], "tokens": {"start": [1]}}
-    fault = find_fault(resolve_wiring(msgspec.convert(raw, Wiring), {"m": mine}), {"m": mine})
-    assert fault is not None
+    fault = present(find_fault(resolve_wiring(msgspec.convert(raw, Wiring), {"m": mine}), {"m": mine}))
     assert "cannot fill" in fault[0]

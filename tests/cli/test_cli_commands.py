@@ -13,7 +13,7 @@ import click
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
-from fixture_types import Answer, Refused
+from fixture_types import Answer, Refused, present
 from tiny_models import parse_model, write_small_net
 
 from edgekit.cli.main import COMMANDS, group, run_command
@@ -33,8 +33,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert run_command([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"edgekit {name}" in shown.split("Example:")[1]
-    command = group.get_command(click.Context(group), name)
-    assert command is not None
+    command = present(group.get_command(click.Context(group), name))
     assert command.get_short_help_str(200) == COMMANDS[name]
 
 

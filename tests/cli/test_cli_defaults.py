@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import jsonschema
 import pytest
-from fixture_types import Refused
+from fixture_types import Refused, present
 from tiny_models import parse_model
 
 from edgekit.cli.main import COMMANDS, group, run_command
@@ -29,8 +29,7 @@ def test_the_schema_has_every_option_of_every_command() -> None:
     context = click.Context(group, info_name="edgekit")
     assert places.keys() == COMMANDS.keys()
     for name in COMMANDS:
-        command = group.get_command(context, name)
-        assert command is not None
+        command = present(group.get_command(context, name))
         words = [max(each.opts, key=len) for each in command.params if isinstance(each, click.Option)]
         assert {f"--{key.replace('_', '-')}" for key in places[name]["properties"]} == set(words)
     text = {"models": {}, "targets": {}, "commands": {"check": {"set": {"api_level": 30}, "observe": True}}}

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from demo_paths import EVALUATION, LABELS, MODEL
-from fixture_types import Answer, Refused
+from fixture_types import Answer, Refused, present
 from tiny_models import parse_model
 
 import edgekit
@@ -88,8 +88,7 @@ def test_a_missed_limit_gives_exit_code_1_and_a_failure_in_each_report(
     # The figure is told from its limit.
     assert ", below 0.99999999" in line
     assert "cosine 1," not in line
-    failure = ET.parse(out / "v.junit").find("testsuite/testcase/failure")  # noqa: S314 - our own text
-    assert failure is not None
+    failure = present(ET.parse(out / "v.junit").find("testsuite/testcase/failure"))  # noqa: S314 - our own text
     assert failure.get("message") == line
     page, summary = (out / "v.html").read_text(), (out / "v.markdown").read_text()
     assert 'class="fail"' in page

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import float_conv, make_job, qdq_conv, require_device, run_in, text_model
-from fixture_types import MakeOnce
+from fixture_types import MakeOnce, present
 from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -170,8 +170,7 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
     device = find_device("android:x86_64", load_target("nnapi"))
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "nnapi", precision="fp32"), work)
     assert run.failure == "'less.aar' was built without NnapiExecutionProvider"
-    missing = find_device("android", load_target("nnapi")).find_missing()
-    assert missing is not None
+    missing = present(find_device("android", load_target("nnapi")).find_missing())
     assert missing.reason == "it was installed without arm64-v8a"
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import assert_same_as_cpu, float_conv, make_job, require_device, text_model
+from fixture_types import present
 from onnx import helper, load, save
 
 from edgekit.devices.find import find_device, install_device
@@ -139,8 +140,7 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
 def test_the_simulator_is_refused_on_another_cpu_than_x86_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    missing = IosSimulator().find_missing()
-    assert missing is not None
+    missing = present(IosSimulator().find_missing())
     assert (missing.reason, missing.command) == ("the simulator's code runs on x86-64 Linux only", None)
     with pytest.raises(DeviceError, match="cannot be installed here: the simulator's code"):
         install_device("ios-sim", lambda _: None)
@@ -182,8 +182,7 @@ def test_the_format_neural_network_is_placed_and_not_computed(device: IosSimulat
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
     run = device.run_job(msgspec.structs.replace(job, target=target), work)
     assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
-    missing = find_device("ios-sim", target).find_missing()
-    assert missing is not None
+    missing = present(find_device("ios-sim", target).find_missing())
     assert missing.command is None
     assert missing.reason.startswith("it computes ML Programs alone, not the NeuralNetwork format")
     assert find_device("ios-sim", load_target("coreml")).find_missing() is None
@@ -280,8 +279,7 @@ def test_each_partition_is_a_package_that_holds_what_it_lists(tmp_path: Path) ->
 def test_the_provider_uses_a_cache_that_an_app_ships(tmp_path: Path) -> None:
     """The provider takes what it finds under the key and writes nothing again: a file of another content stays."""
     model, target = keyed_model(tmp_path / "m.onnx"), load_target("coreml")
-    cache = write_coreml(model, target, tmp_path / "out", packages=False, cache=True).cache
-    assert cache is not None
+    cache = present(write_coreml(model, target, tmp_path / "out", packages=False, cache=True).cache)
     assert (cache.folder, cache.key, cache.releases) == (CACHE, KEY, (16, 17, 18))
     files = [path for path in (tmp_path / "out" / CACHE).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) == cache.size_bytes

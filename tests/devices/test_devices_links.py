@@ -17,6 +17,7 @@ import onnx
 import pytest
 from devices_models import Altering, float_conv, make_job, noise_samples, qdq_conv, require_device
 from faults import ADB_FAULTS, SSH_FAULTS, Fault
+from fixture_types import present
 from onnx import numpy_helper
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb
@@ -74,8 +75,7 @@ def test_a_phone_computes_what_its_onnx_runtime_computes(
     assert first["received"] > host_runner.library.stat().st_size
     assert not any("owned" in name for name in machine.files() if not name.endswith(_HOSTILE))
     # A provider that its ONNX Runtime lacks is refused.
-    failure = msgspec.structs.replace(device, provider="").run_job(job, work / "refused").failure
-    assert failure is not None
+    failure = present(msgspec.structs.replace(device, provider="").run_job(job, work / "refused").failure)
     assert "refused" in failure
     assert device.name in failure
 
@@ -101,8 +101,7 @@ def test_a_board_with_python_needs_no_runner(board: Board, job: Job, work: Path)
     assert run.failure is None
     assert run.notes == (f"run by the onnxruntime of {sys.executable}, as asked",)
     assert [dict(o)["y"].tobytes() for o in run.outputs] == _outputs(Host(), job, work / "host")
-    lacking = SshDevice(host="board", python="/bin/false").find_missing()
-    assert lacking is not None
+    lacking = present(SshDevice(host="board", python="/bin/false").find_missing())
     assert lacking.reason == "'/bin/false' there has no onnxruntime"
     assert board.wire.connections <= 4
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import Stub, float_conv, make_job
+from fixture_types import present
 from tiny_models import parse_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -80,12 +81,10 @@ def test_a_provider_that_is_not_there_names_what_to_install(monkeypatch: pytest.
     assert find_missing_provider("host:directml", "") == Missing(
         reason="DmlExecutionProvider runs only on Windows", command=None
     )
-    missing = find_missing_provider("host:cuda", "")
-    assert missing is not None
+    missing = present(find_missing_provider("host:cuda", ""))
     assert "was built without CUDAExecutionProvider" in missing.reason
     assert missing.command == "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
-    missing = find_missing_provider("host:tensorrt-rtx", "")
-    assert missing is not None
+    missing = present(find_missing_provider("host:tensorrt-rtx", ""))
     assert "the wheel onnxruntime-ep-nv-tensorrt-rtx-cu12 is not installed" in missing.reason
 
 
@@ -165,8 +164,7 @@ def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pyte
     here = choose_here(Recipe(targets=("auto", "qnn")))
     assert {"cpu", "qnn"} <= {*here.targets}
     assert not {"cuda", "tensorrt", "directml", "coreml"} & {*here.targets}
-    missing = find_missing_provider("host:cuda", "")
-    assert missing is not None
+    missing = present(find_missing_provider("host:cuda", ""))
     assert missing.reason == f"this machine has no GPU that {CUDA} computes on"
     (tmp_path / "nvidiactl").touch()
     assert {"cpu", "cuda", "tensorrt"} <= {*choose_here(Recipe(targets=("auto",))).targets}

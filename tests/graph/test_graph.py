@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from edgekit.graph.constants import lift_constants, list_constants
@@ -85,8 +86,7 @@ def test_a_sparse_constant_has_its_zeros_and_none_outside() -> None:
     graph.sparse_initializer.add().CopyFrom(sparse_node().attribute[0].sparse_tensor)
     seen = view_part(graph, 17)
     for name in ("c", "v"):
-        array = seen.array(name)
-        assert array is not None
+        array = present(seen.array(name))
         assert array.tolist() == [[0, 3], [4, 0]]
     graph.sparse_initializer[0].dims[:] = [1 << 20, 1 << 20]
     assert (view_part(graph, 17).array("v"), view_part(graph, 17).value("v").shape) == (None, (1 << 20, 1 << 20))
@@ -128,16 +128,14 @@ def test_external_constants_are_mapped_not_copied(tmp_path: Path, kind: type) ->
     value: Array = np.arange(6).reshape(2, 3).astype(kind)
     graph = view_model(external_model(tmp_path / "m.onnx", value), tmp_path)
     assert (graph.is_external("w"), graph.array("w")) == (True, None)
-    array = graph.constant("w")
-    assert array is not None
+    array = present(graph.constant("w"))
     assert (array.tolist(), array.dtype, array.flags.owndata) == (value.tolist(), value.dtype, False)
 
 
 def test_an_external_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None:
     scalar, empty = np.array(3, np.float32), np.zeros((0, 2), np.float32)
     for value in (scalar, empty):
-        array = view_model(external_model(tmp_path / "m.onnx", value), tmp_path).constant("w")
-        assert array is not None
+        array = present(view_model(external_model(tmp_path / "m.onnx", value), tmp_path).constant("w"))
         assert array.tolist() == value.tolist()
 
 

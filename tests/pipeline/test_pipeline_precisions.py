@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from onnx import numpy_helper
 from tiny_models import parse_model, save_net
 
@@ -136,8 +137,7 @@ def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -
     samples = Samples(source="", count=1, read=partial(iter, [{"x": images()[:1]}]))
     model = load_model(parse_model(SMALL, tmp_path / "net.onnx"))
     names = ("small", "square", "root", "same", "back")
-    found = find_lossy(model, names, samples, 25.0)
-    assert found is not None
+    found = present(find_lossy(model, names, samples, 25.0))
     assert found.nodes == ("square", "root")
     assert found.sqnr_db < 25
     assert found.kept_db > 60
@@ -145,8 +145,7 @@ def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -
     assert find_lossy(model, names, samples, found.sqnr_db - 3.1) is None
     assert find_lossy(model, names, samples, found.sqnr_db - 2.9) is not None
     assert find_lossy(model, ("small", "same", "back"), samples, 25.0) is None
-    beyond = find_lossy(model, names, samples, found.kept_db + 3.1)
-    assert beyond is not None
+    beyond = present(find_lossy(model, names, samples, found.kept_db + 3.1))
     assert len(beyond.nodes) > 2
 
 

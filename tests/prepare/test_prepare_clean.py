@@ -409,7 +409,11 @@ def test_a_preview_that_no_session_runs_or_of_other_floats_is_refused(tmp_path: 
 
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
-    assert [choose_opset(onnx.load(str(model.path)), opset) for opset in (1, MAX_OPSET)] == [1, MAX_OPSET]
+    proto = onnx.load(str(model.path))
+    assert [choose_opset(proto, opset) for opset in (1, MAX_OPSET)] == [1, MAX_OPSET]
+    for own, chosen in ((12, 17), (13, 13), (MAX_OPSET + 1, MAX_OPSET)):
+        proto.opset_import[0].version = own
+        assert choose_opset(proto, None) == chosen
     for opset in (0, MAX_OPSET + 1):
         with pytest.raises(UsageError, match=f"no opset '{opset}'"):
             prepare_model(model, tmp_path / "out.onnx", {}, opset=opset)
@@ -467,6 +471,7 @@ def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
         ('y = Resize<mode = "linear">(x, down)', 10),
         ("y = Resize(x, up)", 10),
         ("y = Resize(x, down)", 10),
+        ("y = Resize(x, up, down)", 11),
         ("y = Hardmax(x)", 11),
     ],
 )
@@ -510,6 +515,7 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
         (15, 14, "Shape<start = 1>(x)"),
         (21, 20, "QuantizeLinear(x, t, z)"),
         (13, 12, "Softmax(x)"),
+        (6, 5, "Selu(x)"),
         (13, 12, "Abs(h)"),
         (11, 10, "Clip(x)"),
         (11, 10, "Gemm(x, x)"),
@@ -536,12 +542,13 @@ def test_what_an_older_opset_has_not_or_means_otherwise_is_refused(own: int, ops
         (19, 13, "Cast<to = 6, saturate = 1>(x)", ["to"]),
         (13, 11, "Clip(x, , t)", []),
         (13, 12, "Dropout(x)", []),
+        (22, 20, "GridSample(x, g)", []),
     ],
 )
 def test_what_an_older_opset_has_stays_without_the_defaults_that_it_lacks(
     own: int, opset: int, node: str, left: list[str], tmp_path: Path
 ) -> None:
-    text = f"g (float[2,4,4,4] x, float t) => (y) {{ y = {node} }}"
+    text = f"g (float[2,4,4,4] x, float t, float[2,4,4,2] g) => (y) {{ y = {node} }}"
     model = make_model(text, tmp_path / "m.onnx", opset=own)
     lowered, inputs = convert_opset(onnx.load(str(model.path)), opset), make_inputs(model)
     assert [each.name for each in lowered.graph.node[0].attribute] == left

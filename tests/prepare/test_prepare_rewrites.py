@@ -1064,9 +1064,10 @@ def test_a_scale_or_shift_that_does_not_lie_along_the_axis_stays_behind_a_layer_
 def test_an_older_model_gets_the_opset_that_has_layer_norms_only_where_it_divides_by_the_root_of_a_variance(
     tmp_path: Path,
 ) -> None:
-    other = FLAX_NORM.replace("n = Div(c, r)", "n = Mul(c, r)")
+    product, between = FLAX_NORM.replace("n = Div(c, r)", "n = Mul(c, r)"), FLAX_NORM.replace("Max(o, d)", "Abs(d)")
     fused = "g (float[2,3] x, float[3] w) => (float[2,3] y) { y = com.microsoft.SkipLayerNormalization(x, x, w) }"
-    for text, own, opset in ((FLAX_NORM, 15, 17), (other, 15, 15), (fused, 15, 17), (fused, 18, 18)):
+    rows = ((FLAX_NORM, 15, 17), (product, 15, 15), (between, 15, 15), (fused, 15, 17), (fused, 18, 18))
+    for text, own, opset in rows:
         model = make_model(text, tmp_path / "m.onnx", opset=own)
         assert prepare_model(model, tmp_path / "out.onnx", {}).opsets["ai.onnx"] == opset
 

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from fixture_types import present
 from msgspec.structs import replace
 
 import edgekit as ek
@@ -48,9 +49,7 @@ def _report(*runs: RunReport, bundle: str = "m-t", skipped: tuple[SkippedDevice,
 def _suite(report: VerifyReport) -> ET.Element:
     root = ET.fromstring(render_junit((report,)))  # noqa: S314 - our own text
     assert list(_find_faults(root)) == []
-    suite = root.find("testsuite")
-    assert suite is not None
-    return suite
+    return present(root.find("testsuite"))
 
 
 _RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
@@ -110,8 +109,7 @@ def test_each_output_of_each_device_is_a_case() -> None:
         ("m-t.coreml", "run"),
         ("m-t", "the bundle as a whole"),
     ]
-    skipped = suite.find("testcase/skipped")
-    assert skipped is not None
+    skipped = present(suite.find("testcase/skipped"))
     assert skipped.get("message") == "no Mac; to run it: buy one"
 
 
@@ -202,8 +200,7 @@ def test_a_case_says_every_reason_and_the_figures() -> None:
     run, output, _ = (case.findtext("system-out") or "" for case in _suite(_report(GOOD, skipped=())))
     assert "evidence: emulated" in run
     assert output == "output 'y' over 8 samples: cosine 0.999, SQNR dB 30, top-1 agreement 1"
-    failure = _suite(IDLE).find("testcase[@name='the bundle as a whole']/failure")
-    assert failure is not None
+    failure = present(_suite(IDLE).find("testcase[@name='the bundle as a whole']/failure"))
     assert failure.get("message") == IDLE.failures[0]
     assert IDLE.failures[0] in render_verify(IDLE)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_models import PASSED, make_bundle, tuned_for
 from devices_models import require_runner, run_in
-from fixture_types import Answer, Refused
+from fixture_types import Answer, Refused, present
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -238,8 +238,7 @@ def test_the_page_draws_the_front() -> None:
         chosen=Entrant(name="fast"),
         tried=(tried("defaults", 2, 3 << 20, 45, pareto=False), tried("fast", 1, 2 << 20, 120, pareto=True)),
     )
-    chart = draw_front(report)
-    assert chart is not None
+    chart = present(draw_front(report))
     slow, fast = chart.marks
     assert fast.x < slow.x
     assert fast.y > slow.y

@@ -20,7 +20,7 @@ from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.intervals import interval_of_pairs
-from edgekit.verify.task_metrics import measure_task, prepare_auc
+from edgekit.verify.task_metrics import measure_task, prepare_auc, prepare_map, read_detections
 from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 
 
@@ -46,6 +46,7 @@ def test_a_label_among_the_best_is_a_hit_and_a_constant_hits_one_class_only() ->
     assert score("top1", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 0.5
     assert score("top3", ranked(9, 9), [1, 2]) == 0.5
     assert score("top5", ranked(9, 9), [3, 4]) == 0.5
+    assert [measure(name, ranked(9), ranked(8), [9]).lost for name in ("top1", "top3", "top5")] == [1, 1, 1]
     flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
     assert score("top1", flat, list(range(10))) == 0.1
     assert score("top5", flat, list(range(10))) == 0.1
@@ -90,7 +91,7 @@ def test_samples_behind_one_that_cannot_be_read_count_as_wrong() -> None:
 
 def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:
     texts, labels = spoken("kitten", "same"), ["sitting", "same"]
-    assert score("exact-match", texts, labels) == 0.5
+    assert measure("exact-match", spoken("sitting", "same"), texts, labels).lost == 1
     assert score("edit-distance", texts, labels) == pytest.approx(3 / 11)
 
 
@@ -183,6 +184,10 @@ def test_map_is_the_mean_average_precision_over_ten_overlaps() -> None:
     many = {"boxes": apart, "scores": np.linspace(0.9, 0.5, 12), "classes": np.ones(12)}
     objects = Boxes(boxes=tuple(map(tuple, apart.tolist())), classes=(1,) * 12)
     assert score("map", [many], [objects]) == pytest.approx(1.0)
+    # A class that a draw of the bootstrap leaves out does not count.
+    detected = read_detections(right, labels[0], TaskLimit(name="map"))[1:]
+    judge = prepare_map([(Boxes(boxes=(box,), classes=(kind,)), *detected) for kind in (1, 2)])
+    assert [judge(np.array(drawn)) for drawn in ((1, 1), (2, 0), (0, 2))] == pytest.approx([0.5, 1.0, 0.0])
     report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
     assert present(report.interval)[0] < -0.5 < present(report.interval)[1] < -0.3
     assert judge_task(report, TaskLimit(name="map", max_drop=5.0)).verdict == "fail"
