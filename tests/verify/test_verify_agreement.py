@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.data.wilson import wilson_interval
 from edgekit.jobs.build import build
 from edgekit.model.outputs import Column, ListColumns, MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
-from edgekit.verify.metrics.agreement import Agreement, count_edits
+from edgekit.verify.metrics.agreement import Agreement, count_edits, measure_agreement
 from edgekit.verify.metrics.compare import compare_outputs, weigh_detections
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.run import verify_bundle
@@ -115,6 +117,84 @@ def test_a_detector_that_detects_nothing_is_not_proven(scale: float, tmp_path: P
     assert (silent.verdict == "pass") is False
 
 
+def one_hot(*steps: int) -> Array:
+    return np.eye(4, dtype=np.float32)[[list(steps)]]
+
+
+def turn(cosine: float) -> Array:
+    """Four vectors of length 2 at right angles; the last one is turned towards the first."""
+    return np.diag([2, 2, 2, 2 * cosine]) + np.diag([2 * np.sqrt(1 - cosine**2)], -3)
+
+
+LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (4096, 4097)}
+
+
+@pytest.mark.parametrize(
+    ("reading", "wanted", "got", "shares"),
+    [
+        # Of three samples one has another class; in the second both classes have the highest score.
+        (Reading(kind="classes", axis=1), [[[1, 0]], [[3, 3]], [[0, 1]]], [[[0, 1]], [[2, 3]], [[0, 1]]],
+         [("classes", 2 / 3)]),
+        (Reading(kind="classes", axis=1, squash="Sigmoid"), [[[0.9]], [[0.8]]], [[[0.6]], [[0.2]]], [("classes", 0.5)]),
+        (Reading(kind="classes", axis=-1), [[1, 0]], [[0, 1]], [("classes", 0)]),
+        (Reading(kind="classes", axis=1), [[1, 0]], [[1, 0]], []),
+        (Reading(kind="classes", axis=0), [[1, 0]], [[1, np.nan]], []),
+        (Reading(kind="map", axis=0), [[[1, 5, 1, 1], [2] * 4]], [[[1, 5, 1, 3], [2] * 4]], [("places", 0.75)]),
+        (Reading(kind="labels"), [[1, 2, 3, 4]], [[1, 2, 0, 0]], [("labels", 0.5)]),
+        (Reading(kind="sequence", axis=2), [one_hot(1, 2, 3, 1)], [one_hot(1, 2, 3, 2)], [("steps", 0.75)]),
+        # The blank is 0, as in most steps: 1 2 3 became 1 3, and 2 became 1 2.
+        (Reading(kind="sequence", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0), one_hot(0, 0, 0, 2)],
+         [one_hot(0, 1, 0, 0, 0, 0, 3, 0), one_hot(1, 0, 0, 2)], [("letters", 1 - 2 / 5)]),
+        # The edit distance of longer lines would take too long.
+        (Reading(kind="sequence", axis=2), LINES[4096], LINES[4096], [("letters", 1)]),
+        (Reading(kind="sequence", axis=2), LINES[4097], LINES[4097], [("steps", 1)]),
+        # 2 and 1 entries say yes, one of them on both sides; the second sample has none. Then the same of no.
+        (Reading(kind="map", axis=0, squash="Sigmoid"), [[0.9, 0.8, 0.1, 0, 0], [0] * 5],
+         [[0.7, 0.2, 0.1, 0, 0], [0] * 5], [("findings", 2 / 3)]),
+        (Reading(kind="map", axis=0, squash="Sigmoid"), [[0.1, 0.2, 0.9, 1, 1], [1] * 5],
+         [[0.3, 0.8, 0.9, 1, 1], [1] * 5], [("findings", 2 / 3)]),
+        (Reading(kind="values"), [[0.0], [2.0]], [[0.0], [1.0]], [("variance", 0.5), ("energy", 0.75)]),
+        (Reading(kind="values"), [[2.0], [2.0]], [[2.0], [1.0]], [("energy", 7 / 8)]),
+        (Reading(kind="values"), [[1e6], [1e6 + 1]], [[1e6], [1e6 + 1]], [("energy", 1)]),
+        (Reading(kind="values"), [[2.0]], [[1.0]], [("energy", 0.75)]),
+        (Reading(kind="values"), [[2.0], [1.0, 2.0]], [[2.0], [1.0, 1.0]], [("energy", 8 / 9)]),
+        (Reading(kind="values", other="labels"), [[0.0], [2.0]], [[0.0], [1.0]],
+         [("variance", 0.5), ("energy", 0.75), ("labels", 0.5)]),
+        (Reading(kind="values"), [[True]], [[False]], []),
+        (Reading(kind="values"), [[1.0]], [[1.0, 2.0]], []),
+        (Reading(kind="values"), [[1e200]], [[1e200]], []),
+        (Reading(kind="values"), [["a"]], [["a"]], []),
+        (Reading(kind="embedding"), np.eye(4), np.diag([1, 2, 3, 4]), [("neighbours", 1)]),
+        # The cosines of all pairs are alike. The energy of the error is 0.4 and 0.8, and from 0.5 on a vector may be
+        # mistaken for another one.
+        (Reading(kind="embedding"), np.eye(4), turn(0.8), [("energy", 3.6 / 4)]),
+        (Reading(kind="embedding"), np.eye(4), turn(0.6), [("energy", 3 / 4)]),
+        (Reading(kind="embedding"), np.eye(4)[:3], np.eye(4)[:3], []),
+        (Reading(kind="embedding"), [[1, 2], [2, 1], [1, 3], [1]], [[1, 2], [2, 1], [1, 3], [1]], []),
+    ],
+)  # fmt: skip
+def test_shares_are_those_that_are_counted_by_hand(
+    reading: Reading, wanted: list[Any], got: list[Any], shares: list[tuple[str, float]]
+) -> None:
+    reference, other = (from_list([{"y": np.asarray(row)} for row in side]) for side in (wanted, got))
+    found = measure_agreement(reference, other, {"y": reading}).get("y", ())
+    assert [each.of for each in found] == [of for of, _ in shares]
+    assert [each.share for each in found] == pytest.approx([share for _, share in shares])
+    for each in found:
+        assert each.of != "classes" or each.interval == wilson_interval(round(each.share * len(wanted)), len(wanted))
+
+
+def test_neighbours_are_the_correlation_of_the_cosines_of_pairs() -> None:
+    rows = np.array([[[np.cos(angle), np.sin(angle)]] for angle in (0.0, 0.3, 0.9, 2.0)])
+    turned = np.array([[[np.cos(angle), np.sin(angle)]] for angle in (1.0, 1.2, 2.1, 2.9)])
+    first, second = np.triu_indices(4, 1)
+    wanted, found = ((side[:, 0] @ other[:, 0].T)[first, second] for side, other in ((rows, rows), (rows, turned)))
+    reference, got = (from_list([{"y": row} for row in side]) for side in (rows, turned * 3))
+    (shared,) = measure_agreement(reference, got, {"y": Reading(kind="embedding")})["y"]
+    assert shared.of == "neighbours"
+    assert shared.share == pytest.approx(np.corrcoef(wanted, found)[0, 1])
+
+
 def test_what_most_steps_say_does_not_hide_the_letters() -> None:
     blank = np.eye(10, dtype=np.float32)[0] + 0 * WORDS
     (shared,) = compare(WORDS, blank, Reading(kind="sequence", axis=2)).agreements
@@ -171,6 +251,13 @@ def test_where_two_readings_disagree_a_sentence_says_what_to_state() -> None:
 def test_few_samples_fail_nothing_that_chance_makes(hits: int, total: int, least: float, is_below: bool) -> None:
     """By the binomial distribution: of 16 samples 14 and fewer agree in 8 % of the draws of 97 %, 13 in 1.4 %."""
     assert Agreement(of="classes", share=hits / total, samples=total).is_below(least) is is_below
+
+
+def test_an_agreement_that_is_no_count_is_judged_by_its_interval() -> None:
+    sure = Agreement(of="variance", share=0.9, interval=(0.85, 0.95), samples=100)
+    assert [sure.is_below(least) for least in (0.92, 0.95, 0.96)] == [False, False, True]
+    for single in (Agreement(of="variance", share=0.9, samples=1), Agreement(of="classes", share=0.9)):
+        assert [single.is_below(least) for least in (0.9, 0.91)] == [False, True]
 
 
 def test_a_limit_that_was_named_counts_beside_what_an_output_is_for() -> None:

@@ -4,10 +4,10 @@
 
 A mutation is a typical mistake: a flipped or shifted comparison, `and` for `or`, a dropped term, another constant, a
 check that is left out. Each is made in a copy of the tree, one for each run, drawn by the seed; a mutant is killed if a
-test fails or hangs. MODULE is a part of a path in the table below, such as `verify` or `history.py:213`. Messages,
-annotations, decorators and seeds are not changed. Existing tools did not fit: cosmic-ray 8 has no sampling, no time
-budget and only one test command, and changes the working tree; mutmut 3 leaves out constants outside functions, and
-needs a run of all tests first.
+test fails or hangs. Tests that run the changed line come first. MODULE is a part of a path in the table below, such as
+`verify` or `history.py:213`. Messages, annotations, decorators and seeds are not changed. Existing tools did not fit:
+cosmic-ray 8 has no sampling, no time budget and only one test command, and changes the working tree; mutmut 3 leaves
+out constants outside functions, and needs a run of all tests first.
 """
 
 import argparse
@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import msgspec
@@ -197,27 +198,69 @@ def list_tests(module: str) -> list[str]:
     return ["tests/{0}/test_{0}_{1}.py".format(*name.split("/")) for name in named]
 
 
-def _run_tests(root: Path, names: Sequence[str]) -> None:
+class Watch:
+    """A plugin of pytest that writes the lines of a module that each test runs, by the test's name."""
+
+    def __init__(self, source: Path, notes: Path) -> None:
+        self.source, self.notes, self.lines = str(source), notes, dict[str, list[int]]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Notes the lines of one test."""
+        seen = set[int]()
+
+        def trace(frame: FrameType, _event: str, _argument: object) -> Any:
+            if frame.f_code.co_filename != self.source:
+                return None
+            seen.add(frame.f_lineno)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self.lines[item.nodeid] = sorted(seen)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the notes."""
+        self.notes.write_bytes(msgspec.json.encode(self.lines))
+
+
+class Sort(msgspec.Struct):
+    """A plugin of pytest that puts the tests of these names first."""
+
+    first: set[str]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Sorts the tests."""
+        items.sort(key=lambda item: item.nodeid not in self.first)
+
+
+def _run_tests(root: Path, names: Sequence[str], plugin: Watch | Sort) -> None:
     """Runs tests in a child of its own session."""
     os.setsid()
     os.chdir(root)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = isinstance(plugin, Sort)
     argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={root / 'work'}"]
-    os._exit(pytest.main([*argv, *names]))
+    os._exit(pytest.main([*argv, *names], plugins=[plugin]))
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A copy of the tree in which the tests of a module run, and their time with the right code."""
+    """A copy of the tree in which the tests of a module run, their time with the right code, and the lines of each."""
 
     root: Path
     seconds: dict[str, float]
+    lines: dict[str, dict[str, set[int]]]
 
-    def run(self, module: str, limit_s: float) -> Outcome:
+    def run(self, module: str, limit_s: float, plugin: Watch | Sort) -> Outcome:
         """Runs the tests of a module until the first failure, or until a time limit."""
-        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, list_tests(module)))
+        args = (self.root, list_tests(module), plugin)
+        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=args)
         child.start()
         child.join(limit_s)
         if child.exitcode is None:
@@ -232,21 +275,25 @@ class Bench(msgspec.Struct, frozen=True):
 
     def measure(self, module: str) -> None:
         """Runs the tests of a module with the right code; their time sets the limit for its mutants."""
-        start = time.monotonic()
-        passed = self.run(module, 600.0) == "survived"
+        start, notes = time.monotonic(), self.root / "lines.json"
+        passed = self.run(module, 600.0, Watch(self.root / "edgekit" / module, notes)) == "survived"
         self.seconds[module] = time.monotonic() - start if passed else math.inf
+        self.lines[module] = msgspec.json.decode(notes.read_bytes(), type=dict[str, set[int]])
         if not passed:
             print(f"left out, as its tests fail as they are: {module}", flush=True)
 
     def judge(self, mutation: Mutation) -> Outcome:
         """Returns whether a test notices a change."""
         path = self.root / "edgekit" / mutation.module
-        source = path.read_bytes()
+        source, before = path.read_bytes(), path.stat()
+        first = {name for name, lines in self.lines[mutation.module].items() if mutation.line in lines}
         path.write_bytes(mutation.apply(source))
         try:
-            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module])
+            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module], Sort(first))
         finally:
             path.write_bytes(source)
+            # Bytecode is taken for that of a source of the same second and size.
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def draw(wanted: Sequence[str], sample: int, seed: int) -> dict[str, list[Mutation]]:
@@ -304,7 +351,7 @@ def main() -> None:
         for name in NEEDED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
-        bench, tried = Bench(Path(folder), {}), []
+        bench, tried = Bench(Path(folder), {}, {}), []
         for mutation, outcome in try_all(bench, drawn, options.budget):
             tried.append((mutation, outcome))
             if outcome != "killed":

@@ -208,7 +208,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
         raise _UnlikeError
     kept: list[tuple[Of, Array]] = [("energy", energy)]
     # A single sample has no variance, and samples of several sizes have no mean.
-    if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
+    if len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
         kept.insert(0, ("variance", varying))
     yield from (sum_shares(of, np.stack([size - error, size], axis=1)) for of, size in kept)
 
