@@ -16,8 +16,7 @@ from edgekit.cli.main import run_command
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.inspect.diff import compare_versions
-from edgekit.inspect.inspect import OnnxReport, inspect_model, list_fixed_axes
-from edgekit.inspect.sizes import measure_layers, measure_sizes
+from edgekit.inspect.inspect import OnnxReport, inspect_model, list_fixed_axes, measure_layers, measure_sizes
 from edgekit.model.tensors import TensorSpec
 from edgekit.report.tables import format_count
 from edgekit.report.text import table_contents

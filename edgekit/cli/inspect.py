@@ -10,8 +10,7 @@ from edgekit.cli.screen import print_table, show_lines
 from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
 from edgekit.errors import UsageError
 from edgekit.inspect.diff import compare_versions
-from edgekit.inspect.inspect import inspect_model
-from edgekit.inspect.sizes import measure_sizes
+from edgekit.inspect.inspect import inspect_model, measure_sizes
 from edgekit.report import tables, text
 
 

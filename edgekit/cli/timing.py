@@ -9,8 +9,7 @@ import click
 import msgspec
 
 from edgekit._files import work_folder, write_file
-from edgekit.bench.bench import BenchReport, bench_on
-from edgekit.bench.blocks import Effort
+from edgekit.bench.bench import BenchReport, Effort, bench_on
 from edgekit.bench.history import compare_with_last, record_bench
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, number
@@ -28,9 +27,8 @@ from edgekit.profile.profile import encode_chrome, profile_on
 from edgekit.profile.report import ProfileReport
 from edgekit.progress import Progress
 from edgekit.report import forecasts as text
-from edgekit.report import profiles, tuning
+from edgekit.report import profiles, timing
 from edgekit.report.ci import render_bench_markdown
-from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 from edgekit.serialize import to_json
 from edgekit.tune.space import Goal
 from edgekit.tune.tune import TuneReport, Tuning, tune_on
@@ -127,14 +125,14 @@ def bench_command(
         record_bench(history, report)
         report = compared
     options.write_page(markdown, lambda: render_bench_markdown(report))
-    options.write_page(series, lambda: to_json(list_series(report)))
+    options.write_page(series, lambda: to_json(timing.list_series(report)))
     return Answer(report, lambda: _show_bench(report), YES if report.succeeded else NO)
 
 
 def _show_bench(report: BenchReport) -> None:
     if report.runs or report.skipped:
-        print_table(table_bench(report))
-    show_remarks(list_bench_remarks(report))
+        print_table(timing.table_bench(report))
+    show_remarks(timing.list_bench_remarks(report))
 
 
 def _list_efforts(
@@ -266,14 +264,14 @@ def tune_command(
         apply=apply,
     )
     report = tune_on(subject, choice, tuning_options, opening, progress=progress)
-    options.write_page(html, lambda: tuning.render_tuning(report))
+    options.write_page(html, lambda: timing.render_tuning(report))
     return Answer(report, lambda: _show_tuning(report))
 
 
 def _show_tuning(report: TuneReport) -> None:
-    print_table(*tuning.list_tables(report))
-    show_line(tuning.headline_tuning(report))
-    show_remarks(tuning.list_tuning_remarks(report))
+    print_table(*timing.list_tables(report))
+    show_line(timing.headline_tuning(report))
+    show_remarks(timing.list_tuning_remarks(report))
 
 
 @as_command

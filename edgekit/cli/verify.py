@@ -36,9 +36,8 @@ from edgekit.prepare.shapes import size_inputs
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
-from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.ci import render_junit, render_markdown
-from edgekit.report.html import render_comparison, render_verify
+from edgekit.report.html import Picture, draw_worst, render_comparison, render_verify
 from edgekit.report.tables import format_bytes, format_or_dash, format_times, make_table
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report

@@ -11,8 +11,7 @@ from edgekit.bundle.folder import Bundle, read_check
 from edgekit.bundle.multi import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
-from edgekit.inspect.inspect import inspect_model
-from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, find_shown_model, measure_layers
+from edgekit.inspect.inspect import MODEL_SUFFIXES, LayerSize, find_shown_model, inspect_model, measure_layers
 from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport, read_known
 

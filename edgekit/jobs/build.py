@@ -31,8 +31,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
-from edgekit.report.charts import draw_worst
-from edgekit.report.html import render_build
+from edgekit.report.html import draw_worst, render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.serialize import to_json
 from edgekit.target import Target

@@ -22,7 +22,7 @@ from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
-from edgekit.graph.pixels import takes_raw_pixels
+from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import gain_on_target, list_versions
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto

@@ -19,7 +19,7 @@ from edgekit.data.split import load_sequences
 from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
-from edgekit.graph.pixels import takes_raw_pixels
+from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.inspect.inspect import warn_if_random
 from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.jobs.forms import warn_of_fp16_loss

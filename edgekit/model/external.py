@@ -1,4 +1,4 @@
-"""External data: where weights outside the model's own file lie; and reading an ONNX file without its weights.
+"""Data in files: where weights outside the model's own file lie, an ONNX file without its weights, arrays in a file.
 
 The keys of `TensorProto.external_data` are those of onnx.proto: `location` is relative to the model's folder; `offset`
 and `length` are decimal. A file is read without its weights by skipping the protobuf fields that hold much data (wire
@@ -7,8 +7,9 @@ format: https://protobuf.dev/programming-guides/encoding).
 
 import math
 import mmap
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import read_chunks
 from edgekit.errors import ModelError
+from edgekit.model.tensors import Array
 
 PAGE_BYTES = 4096
 """Large weights begin at a page, so that ONNX Runtime can map them (onnx's external_data_helper does the same)."""
@@ -292,3 +294,41 @@ def write_varint(value: int) -> bytes:
         value >>= 7
     parts.append(value)
     return bytes(parts)
+
+
+class FileArray:
+    """An array whose `values` lie in a file; `release` frees their memory until they are used again."""
+
+    def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
+        self._mapping = mapping
+        self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
+
+    def release(self) -> None:
+        """Frees memory if the system supports it: the file holds the values."""
+        # Only Linux promises that this writes the pages of a shared mapping to the file (madvise(2)).
+        if sys.platform == "linux":
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class ArrayFile:
+    """A file for arrays, created with the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size_bytes = 0
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> FileArray:
+        """Returns an array of zeros.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        step, length = mmap.ALLOCATIONGRANULARITY, max(1, math.prod(shape)) * np.dtype(dtype).itemsize
+        start, self._size_bytes = self._size_bytes, self._size_bytes + -(-length // step) * step
+        with self._path.open("r+b" if start else "w+b") as file:
+            # On a full disk, writing to a page that was not reserved would end the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), start, self._size_bytes - start)
+            else:
+                file.truncate(self._size_bytes)
+            return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)

@@ -19,7 +19,7 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.blocks import FIRST_RUNS, count_fitting
+from edgekit.bench.bench import FIRST_RUNS, count_fitting
 from edgekit.bench.latency import compare_rounds, find_steady
 from edgekit.bench.subject import Subject
 from edgekit.check.check import check_model

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bench.blocks import Effort, compare_on
+from edgekit.bench.bench import Effort, compare_on
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, open_pair, open_subject
 from edgekit.devices.device import find_present

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.inspect.diff import Delta
-from edgekit.inspect.sizes import SizeReport
+from edgekit.inspect.inspect import SizeReport
 from edgekit.package.package import PackageReport
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples

@@ -1,14 +1,22 @@
-"""Benchmarks as a table and as time series."""
+"""Times as tables, time series and a page: benchmarks, and searches for settings with the Pareto front."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from edgekit.bench.bench import BenchReport
-from edgekit.bench.blocks import Comparison
-from edgekit.report.tables import make_table
+from edgekit.bench.bench import BenchReport, Comparison
+from edgekit.bench.latency import Ratio
+from edgekit.bundle.manifest import SessionSetting
+from edgekit.evidence import Evidence
+from edgekit.report import tables
+from edgekit.report.pages import Chart, LogAxis, Mark, make_page
+from edgekit.report.tables import format_bytes, format_or_dash, make_table
+from edgekit.tune.race import Entrant
+from edgekit.tune.space import PROVIDER_OPTIONS, Goal
+from edgekit.tune.tune import TriedSetting, TuneReport
 
 
 class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,3 +101,159 @@ def describe_comparison(found: Comparison) -> str:
     times = f"{found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds"
     takes = f"B ({found.b}) takes {longer} ({times})"
     return f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; {takes}"
+
+
+_MEANINGS: Mapping[Goal, str] = {
+    "latency": "median time of a run",
+    "p99": "99th percentile of a run's time",
+    "throughput": "time from one sample done to the next",
+    "memory": "peak memory of the process",
+    "load": "time to make the session and run it once",
+}
+_DEFAULT = SessionSetting()
+# A simulator of an accelerator runs on the CPU: options for the accelerator's clock have no effect there.
+_CLOCKLESS = frozenset({Evidence.SIMULATOR})
+# If more than this share of the cores is busy, other programs slow down what is measured.
+_MAX_LOAD = 0.5
+# From this share on, the budget counts as used up.
+_BUDGET_USED = 0.9
+
+
+def headline_tuning(report: TuneReport) -> str:
+    """Returns in one line what was chosen and what it gains."""
+    where = f"{report.subject} on {report.device}, {_MEANINGS[report.goal]}"
+    if report.chosen == report.defaults or report.final is None:
+        return f"{where}: the defaults stay; nothing is proven to be better"
+    return f"{where}: {report.chosen.name}: {describe_ratio(report.final)} that of the defaults"
+
+
+def describe_ratio(ratio: Ratio) -> str:
+    """Returns a ratio with its interval."""
+    low, high = ratio.interval
+    return f"{ratio.value:.3f} times (95 %: {low:.3f} to {high:.3f}, {ratio.rounds} fresh rounds)"
+
+
+def list_tables(report: TuneReport) -> Iterator[Table]:
+    """Yields three tables: the optimization levels, the races, and every setting that was measured.
+
+    A race has its last challenger, the cost of that, and why it was taken or not. A star marks the Pareto front.
+    """
+    if report.levels:
+        table = make_table("level", "nodes", "fused", "load", "p50")
+        for row in report.levels:
+            phases = format_or_dash(row.load_ms, "{:.0f} ms"), format_or_dash(row.median_ms, "{:.3g} ms")
+            table.add_row(row.level, format_or_dash(row.nodes, "{}"), describe_fused(row.fused), *phases)
+        yield table
+    table = make_table("race", "last challenger", "cost", "taken", "why")
+    for race in report.decisions:
+        cost = "-" if race.ratio is None else f"{race.ratio.value:.3f}"
+        taken = Text("yes", "green") if race.taken else "no"
+        table.add_row(race.group, race.challenger or "-", cost, taken, race.reason)
+    yield table
+    table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
+    for one in report.tried:
+        name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
+        if one.fault is not None:
+            table.add_row(name, Text(one.fault, "red"), *("-" for _ in range(6)), str(one.measurements))
+            continue
+        times = f"{one.median_ms:.3g} ms", f"{one.p99_ms:.3g} ms", f"{one.throughput_per_s:.3g}"
+        starts = f"{one.load_ms:.0f} ms", f"{one.first_ms:.3g} ms", format_bytes(one.peak_rss_bytes)
+        table.add_row(name, *times, *starts, describe_nearness(one), str(one.measurements))
+    yield table
+
+
+def describe_fused(fused: Mapping[str, int]) -> str:
+    """Returns the fused operators of the optimized graph, with their counts."""
+    return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
+
+
+def describe_nearness(one: TriedSetting) -> str:
+    """Returns the SQNR of the outputs against the reference."""
+    return "-" if one.sqnr_db is None else "equal" if one.sqnr_db >= 200 else f"{one.sqnr_db:.1f} dB"
+
+
+def describe_setting(entrant: Entrant) -> Iterator[str]:
+    """Yields the settings that differ from the defaults, by the names of ONNX Runtime's options."""
+    setting = entrant.setting
+    settings = {
+        "graph_optimization_level": (setting.level.value, _DEFAULT.level.value),
+        "intra_op_num_threads": (setting.threads, _DEFAULT.threads),
+        "inter_op_num_threads": (setting.inter_threads, _DEFAULT.inter_threads),
+        "execution_mode": ("parallel" if setting.parallel else "sequential", "sequential"),
+        "enable_cpu_mem_arena": (setting.arena, _DEFAULT.arena),
+        "enable_mem_pattern": (setting.memory_pattern, _DEFAULT.memory_pattern),
+        "IO binding": (setting.io_binding, _DEFAULT.io_binding),
+        "runs at once": (setting.concurrency, _DEFAULT.concurrency),
+        "batch": (entrant.batch, 1),
+        "file": (entrant.file, ""),
+    }
+    yield from (f"{name} = {value}" for name, (value, default) in settings.items() if value != default)
+    yield from (f"{key} = {value}" for key, value in {**setting.config, **setting.provider_options}.items())
+
+
+def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
+    """Yields the settings, and how reliable the result is: evidence, load, time; at the end what was written."""
+    if report.chosen != report.defaults:
+        yield f"settings: {'; '.join(describe_setting(report.chosen))}"
+    yield from report.notes
+    if report.evidence is not Evidence.DEVICE:
+        yield f"these are not the target's times ({report.evidence.value}: {report.evidence.meaning})"
+    if report.evidence in _CLOCKLESS and any(one.group == PROVIDER_OPTIONS for one in report.decisions):
+        clock = "but has no clock of its own: a device may gain by them"
+        yield f"{report.device} takes the options of {report.provider} {clock}"
+    yield from (f"{one.group}: {one.reason}" for one in report.decisions if "is out:" in one.reason)
+    if report.busy is not None:
+        before, after = report.busy
+        yield f"load average on {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
+        if report.cores and before > _MAX_LOAD * report.cores:
+            idle = "on an idle machine more threads or spinning may be faster"
+            yield f"other programs used this machine: the ratios hold under that load, and {idle}"
+    rest = "" if report.seconds > _BUDGET_USED * report.budget_s else ": every race was decided before"
+    if rest and any("time was over" in one.reason for one in report.decisions):
+        rest = ": the remaining time is too short for another round and the final comparison"
+    used = f"{report.seconds:.0f} of {report.budget_s:.0f} s"
+    yield f"{report.measurements} sessions were measured in {used}{rest}"
+    if report.applied:
+        yield f"written: {report.applied}"
+
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 965.0, 16.0, 280.0
+# Settings whose outputs have a lower SQNR are drawn in another colour.
+_LOSSY_DB = 80.0
+
+
+def draw_front(report: TuneReport) -> Chart | None:
+    """Returns a chart of settings by latency (x) and memory (y), with the Pareto front; None if fewer than two ran."""
+    valid = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
+    if len(valid) < 2:
+        return None
+    across = LogAxis.fit([one.median_ms for one in valid], _LEFT, _RIGHT)
+    up = LogAxis.fit([one.peak_rss_bytes for one in valid], _BOTTOM, _TOP)
+    marks: list[Mark] = []
+    for one in valid:
+        is_lossy, is_chosen = one.sqnr_db is not None and one.sqnr_db < _LOSSY_DB, one.entrant == report.chosen
+        kinds = {"front": one.pareto, "lossy": is_lossy, "chosen": is_chosen}
+        mark = Mark(
+            x=across.place(one.median_ms),
+            y=up.place(one.peak_rss_bytes),
+            radius=7 if is_chosen else 5,
+            kind=" ".join(kind for kind, holds in kinds.items() if holds),
+            title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
+            f" outputs {describe_nearness(one)}",
+        )
+        marks.append(mark)
+    line = sorted((mark for mark in marks if "front" in mark.kind), key=lambda mark: mark.x)
+    ticks = [[10.0 ** (axis.low + (axis.high - axis.low) * step / 4) for step in range(5)] for axis in (across, up)]
+    columns, rows = ([(axis.place(value), value) for value in at] for axis, at in zip((across, up), ticks, strict=True))
+    return Chart(
+        marks=tuple(marks),
+        lines={"front": " ".join(f"{mark.x},{mark.y}" for mark in line)},
+        columns=tuple((x, f"{value:.3g} ms") for x, value in columns),
+        rows=tuple((y, format_bytes(int(value))) for y, value in rows),
+        edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
+    )
+
+
+def render_tuning(report: TuneReport) -> str:
+    """Returns a search as an HTML page."""
+    return make_page("tune", tables, sys.modules[__name__], report=report)

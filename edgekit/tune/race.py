@@ -16,7 +16,7 @@ import numpy as np
 
 from edgekit._files import read_search, write_file
 from edgekit._ort import VERSION
-from edgekit.bench.blocks import ROUNDS, Block, run_block
+from edgekit.bench.bench import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import SessionSetting

@@ -11,7 +11,7 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
-from edgekit.bench.blocks import ROUNDS, Block, Effort, guess_time, run_block
+from edgekit.bench.bench import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bundle.folder import open_bundle

@@ -11,7 +11,7 @@ from fixture_types import Answer, Refused
 from other_machine.board import ssh_board
 from tiny_models import parse_model
 
-from edgekit.bench.blocks import Effort, run_queue
+from edgekit.bench.bench import Effort, run_queue
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import Queue
 from edgekit.devices.find import find_device

@@ -16,8 +16,7 @@ from tiny_models import parse_model
 from verify_devices import InProcess
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.bench.bench import bench_on, bench_subjects
-from edgekit.bench.blocks import ROUNDS, Effort, run_block
+from edgekit.bench.bench import ROUNDS, Effort, bench_on, bench_subjects, run_block
 from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command

@@ -30,7 +30,7 @@ def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
 def test_bench_compares_two_models_in_alternation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 2)
+    monkeypatch.setattr("edgekit.bench.bench.ROUNDS", 2)
     file = tmp_path / "bench.md"
     assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import onnx.parser
 import pytest
 
 from edgekit.graph.graph import view_model
-from edgekit.graph.pixels import takes_raw_pixels
+from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.model.tensors import Array
 
 CONV = "y = Conv(p, w, b)"

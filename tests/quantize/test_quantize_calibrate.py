@@ -15,7 +15,7 @@ from tiny_models import save_net
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model

@@ -12,8 +12,7 @@ from tiny_models import save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.data_check import check_samples
-from edgekit.model.external import DataPlace, point_to
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile, DataPlace, point_to
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors

@@ -32,10 +32,20 @@ from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, l
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
-from edgekit.report.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
 from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
 from edgekit.report.forecasts import render_forecast
-from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
+from edgekit.report.html import (
+    Picture,
+    describe_answers,
+    draw_image,
+    draw_worst,
+    place_bars,
+    render_build,
+    render_comparison,
+    render_quantization,
+    render_verify,
+    share_out,
+)
 from edgekit.report.profiles import HUES, MAX_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import find_group, load_target

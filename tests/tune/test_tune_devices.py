@@ -26,7 +26,7 @@ from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
-from edgekit.report.tuning import list_tuning_remarks
+from edgekit.report.timing import list_tuning_remarks
 from edgekit.target import load_target
 from edgekit.tune.race import GATE, Decision, Entrant, RaceSetup, measure
 from edgekit.tune.space import PROVIDER_CHANGES, PROVIDER_OPTIONS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgekit._ort import Level
-from edgekit.bench.blocks import ROUNDS
+from edgekit.bench.bench import ROUNDS
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.errors import UsageError

@@ -13,7 +13,7 @@ from fixture_types import Answer, Refused, present
 from tiny_models import parse_model
 
 from edgekit._ort import Level
-from edgekit.bench.blocks import Effort
+from edgekit.bench.bench import Effort
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest import (
@@ -33,7 +33,7 @@ from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
-from edgekit.report.tuning import draw_front, render_tuning
+from edgekit.report.timing import draw_front, render_tuning
 from edgekit.target import load_target
 from edgekit.tune.files import apply_setting, has_branches, require_bundle
 from edgekit.tune.race import Entrant

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgekit.model.file_arrays import ArrayFile, FileArray
+from edgekit.model.external import ArrayFile, FileArray
 from edgekit.model.tensors import Tensors
 
 # The memory for kept outputs, with and without a folder for more of them, and the room on the disk. Outputs that do not

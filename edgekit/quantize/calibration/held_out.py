@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError, reraised
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 from edgekit.serialize import ready_type
 

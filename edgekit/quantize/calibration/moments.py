@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import PARSER_LOCK, Array
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 

@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
 from edgekit.machine import map_in_order, release_memory
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile
 from edgekit.model.model import Model, refill, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit.model.file_arrays import ArrayFile
+from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, PATCHES, SCORES, AugmentedGraph, TensorAxis, pick_outputs
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes

@@ -2,31 +2,112 @@
 
 A layer's own error is measured on the inputs that it would have if all layers before it were exact. A build compares
 the layers with the float model's and stores the figures in the bundle, because the bundle does not contain the float
-model.
+model. Of the first layer that stands out, its nodes and its result tell in what way it is not the expected one.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import onnx
 
 from edgekit._ort import CpuSession
 from edgekit.bundle.folder import LAYERS, Bundle
 from edgekit.bundle.golden import Golden, read_inputs
 from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
 from edgekit.errors import BundleError, ModelError, RuntimeRefusal
-from edgekit.graph.graph import Graph, view_model
+from edgekit.graph.constants import read_dequantized
+from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
 from edgekit.serialize import ready_type
 from edgekit.verify.layers import grids, matching
-from edgekit.verify.layers.causes import find_causes
+from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.tensor_metrics import Floats, SampleErrors
+from edgekit.verify.metrics.changes import describe_change, describe_pairs
+from edgekit.verify.metrics.tensor_metrics import Floats, SampleErrors, measure_errors, sqnr_db
+
+# Rounding to 8 bits leaves more of a weight than this, the worst grid of four bits too.
+_LEAST_WEIGHT_DB = 12.0
+_MOST_CAUSES = 3
+_ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
+
+
+def find_causes(
+    pairs: Sequence[tuple[Array, Array]], a: Graph, b: Graph, results: Sequence[str], *, scaled: bool
+) -> Iterator[str]:
+    """Yields at most three causes why a layer of `b` gives the second of each pair, and not the first.
+
+    `results` name what the layer's nodes compute; `scaled` means that the channels of weights are scaled in `b`.
+    """
+    change = describe_pairs(pairs)
+    found = [f"its result {change}"] if change else []
+    nodes = {node.name: node for node in a.nodes if node.name}
+    for node in dict.fromkeys(b.producers[name] for name in results):
+        other = nodes.get(node.name)
+        if other is not None and node.op_type not in _ROUNDING:
+            found.extend(_compare_nodes(other, node, a, b, scaled=scaled))
+    yield from found[:_MOST_CAUSES]
+
+
+def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool) -> Iterator[str]:
+    if node.op_type != wanted.op_type:
+        yield f"its operator is {node.op_type}, in the reference {wanted.op_type}"
+        return
+    ours, theirs = _read_attributes(node), _read_attributes(wanted)
+    for name in sorted(ours.keys() & theirs.keys()):
+        if not _is_same(ours[name], theirs[name]):
+            yield f"its attribute '{name}' is {_show(ours[name])}, in the reference {_show(theirs[name])}"
+    for place, (its, mine) in enumerate(zip(wanted.input, node.input, strict=False)):
+        expected, stored = _read_weight(its, a), _read_weight(mine, b)
+        if expected is None or stored is None or scaled or expected.shape != stored.shape or not expected.size:
+            continue
+        lost = sqnr_db([measure_errors(expected.astype(np.float64), stored.astype(np.float64))])
+        if lost < _LEAST_WEIGHT_DB:
+            change = describe_change(expected[np.newaxis], stored[np.newaxis])
+            yield f"its input {place}, '{mine}', {change or f'lies {lost:.1f} dB from that of the reference'}"
+
+
+def _read_attributes(node: Node) -> dict[str, Any]:
+    """Returns the attributes of a node, those that it leaves out with the defaults of the operator."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, node.since, node.domain)
+    except onnx.defs.SchemaError:
+        return node.attributes
+    known = {name: item.default_value for name, item in schema.attributes.items() if item.default_value.type}
+    values = {name: onnx.helper.get_attribute_value(value) for name, value in known.items()}
+    defaults = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+    return defaults | node.attributes
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-5)
+    return bool(one == other)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _read_weight(name: str, graph: Graph) -> Array | None:
+    """Returns a constant of numbers, dequantized if it is rounded; None for anything else."""
+    node = graph.producers.get(name)
+    try:
+        if node is None:
+            value = graph.constant(name)
+        elif node.op_type == DEQUANTIZE and all(part in graph.constants for part in node.reads):
+            value = read_dequantized(node.proto, graph.weight)
+        else:
+            value = None
+    except ValueError:
+        return None
+    return value if value is not None and value.dtype.kind in "fiu" else None
+
 
 _MOST_CHANNEL_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _MOST_OFFSET_STEPS: Mapping[grids.Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
