@@ -3,6 +3,7 @@
 For inference alone, each is replaced by an ONNX operator whose outputs have the same types and shapes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,16 @@ import onnx
 from onnx import helper
 
 from edgekit.model.model import iterate_graphs, iterate_nodes, refill
+from edgekit.model.soundness import read_opsets
 
 ORT_DOMAIN = "com.microsoft"
 """The domain of ONNX Runtime's contrib operators."""
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 """The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
-ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime defines in ONNX's own domain, and for which onnx has no schema."""
+LAYER_NORM_SINCE = 17
+"""The opset that has LayerNormalization; before, it is an operator of ONNX Runtime in ONNX's own domain."""
+# The operators that ONNX Runtime defines in ONNX's own domain, with the opset from which on onnx knows them.
+_OWN_BEFORE = {"LayerNormalization": LAYER_NORM_SINCE, "SimplifiedLayerNormalization": math.inf}
 
 _ADDED = "edgekit: for inference only"
 
@@ -77,7 +81,8 @@ def substitute_contrib(proto: onnx.ModelProto) -> bool:
     Returns True if there were any; `restore_contrib` undoes it. An output for which no ONNX operator fits stays
     unknown.
     """
-    if not any(map(_is_own, iterate_nodes(proto.graph))):
+    opset = read_opsets(proto.opset_import).get("", 1)
+    if not any(is_own(node, opset) for node in iterate_nodes(proto.graph)):
         return False
     known = {
         value.name: _Stored(
@@ -89,7 +94,7 @@ def substitute_contrib(proto: onnx.ModelProto) -> bool:
     for graph in iterate_graphs(proto.graph):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
-            if not _is_own(node):
+            if not is_own(node, opset):
                 nodes.append(node)
             elif rule := _SUBSTITUTES.get(node.op_type):
                 rule(_Substitution(node, known, stubs, nodes))
@@ -100,17 +105,19 @@ def substitute_contrib(proto: onnx.ModelProto) -> bool:
 
 def restore_contrib(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
     """Puts the original nodes back into a graph that `substitute_contrib` changed and onnx inferred, in place."""
+    opset = read_opsets(proto.opset_import).get("", 1)
     for substituted, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
         # The bodies of a contrib node that came back are the given ones, with their own contrib nodes.
-        kept = iter([node for node in substituted.node if node.doc_string != _ADDED and not _is_own(node)])
-        nodes = [node if _is_own(node) else next(kept) for node in given.node]
+        kept = iter([node for node in substituted.node if node.doc_string != _ADDED and not is_own(node, opset)])
+        nodes = [node if is_own(node, opset) else next(kept) for node in given.node]
         for node, source in zip(nodes, given.node, strict=True):
             node.domain = source.domain
         refill(substituted.node, nodes)
 
 
-def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
+def is_own(node: onnx.NodeProto, opset: int) -> bool:
+    """Returns True for an operator that ONNX Runtime defines and onnx does not know at this opset."""
+    return node.domain == ORT_DOMAIN or (not node.domain and opset < _OWN_BEFORE.get(node.op_type, 0))
 
 
 def _same(op: str, *positions: int) -> Callable[[_Substitution], None]:
@@ -188,7 +195,7 @@ _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     **dict.fromkeys(
         (
             "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax",
-            "RotaryEmbedding", "SimplifiedLayerNormalization",
+            "RotaryEmbedding", "LayerNormalization", "SimplifiedLayerNormalization",
         ),
         _same("Identity", 0),
     ),

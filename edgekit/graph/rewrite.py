@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.constants import ML_DOMAIN
-from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
+from edgekit.graph.contrib import is_own
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.model import refill
 
@@ -105,7 +105,7 @@ def _is_unit(graph: Graph, node: Node) -> bool:
 def _is_valid(node: Node, opset: int) -> bool:
     if not node.input[0] or not (node.output[0] or (node.op_type in _FREE_OUTPUTS and any(node.output))):
         return False
-    if node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain):
+    if is_own(node.proto, opset):
         return True
     # `check_model` would require the whole model to be valid.
     context = onnx.checker.C.CheckerContext()

@@ -16,7 +16,7 @@ from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.constants import list_constants
-from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
+from edgekit.graph.contrib import LAYER_NORM_SINCE, ORT_DOMAIN, is_own
 from edgekit.graph.inference import copy_light, infer_model
 from edgekit.model import model as models
 from edgekit.model.external import LEAST_BYTES
@@ -110,7 +110,6 @@ OLDEST_OPSET = 13
 DEFAULT_OPSET = 17
 """The opset that an older model is raised to: the newest that ONNX Runtime 1.16 and QNN both support fully."""
 
-_LAYER_NORM_SINCE = 17
 _FUSED_NORMS = frozenset({"EmbedLayerNormalization", "LayerNormalization", "SkipLayerNormalization"})
 _ASIDE = "edgekit.aside"
 _PORTABLE_IR_VERSION = 9
@@ -150,7 +149,7 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
         return wanted
     lifted = own < OLDEST_OPSET and any(not node.domain for node in models.iterate_nodes(proto.graph))
     # From opset 17 on, ONNX Runtime fuses the parts, and its optimizers' own operators can be split into ONNX's norm.
-    normed = own < _LAYER_NORM_SINCE and (
+    normed = own < LAYER_NORM_SINCE and (
         _has_parted_norms(proto.graph)
         or any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in proto.graph.node)
     )
@@ -177,9 +176,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     for node in nodes if lowers else ():
         _drop_defaults(node, own, opset)
     # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
-    unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
     # The operators that differ in the older opset or do not exist there, or that onnx does not know at all.
-    known = (node for node in nodes if node.op_type not in unknown)
+    known = (node for node in nodes if not is_own(node, own))
     values = _read_values(proto) if lowers else {}
     newer = sorted({node.op_type for node in known if not _means_the_same(node, own, min(own, opset), values)})
     if lowers and not newer:
@@ -191,7 +189,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if lowers and not _CHANGED_SINCE.keys().isdisjoint(newer):
         raise _refusal(own, opset, newer)
     light, weights = copy_light(proto, LEAST_BYTES)
-    aside = [node for node in models.iterate_nodes(light.graph) if not node.domain and node.op_type in unknown]
+    aside = [node for node in models.iterate_nodes(light.graph) if not node.domain and is_own(node, own)]
     for node in aside:
         node.domain = _ASIDE
     light.opset_import.add(domain=_ASIDE, version=1)

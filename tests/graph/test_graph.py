@@ -177,6 +177,16 @@ def test_what_onnx_does_not_infer_has_a_shape(node: str, shape: tuple[int, ...] 
     assert graph.value("y").shape == shape
 
 
+@pytest.mark.parametrize("opset", [14, 17])
+def test_a_layer_normalization_older_than_that_of_onnx_has_the_shape_of_its_input(opset: int) -> None:
+    node = helper.make_node("LayerNormalization", ["x", "s"], ["y"], domain="")
+    vectors = [helper.make_tensor_value_info(name, 1, dims) for name, dims in (("x", [2, 3]), ("s", [3]))]
+    graph = helper.make_graph([node], "g", vectors, [helper.make_empty_tensor_value_info("y")])
+    inferred = infer_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)]))
+    assert [dim.dim_value for dim in inferred.graph.output[0].type.tensor_type.shape.dim] == [2, 3]
+    assert list(inferred.graph.node) == [node]
+
+
 def test_contrib_nodes_in_the_body_of_a_contrib_node_stay_as_they_are() -> None:
     body = "b () => (float[2] u) { t = com.microsoft.Gelu(x) v = Abs(t) u = com.microsoft.QuickGelu(v) }"
     call = f"com.microsoft.GreedySearch <decoder = {body}> (x)"

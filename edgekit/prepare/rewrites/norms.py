@@ -7,6 +7,7 @@ from itertools import permutations
 import msgspec
 import numpy as np
 
+from edgekit.graph.contrib import LAYER_NORM_SINCE
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import (
     fraction_of,
@@ -23,7 +24,7 @@ from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
-_LAYER_NORM_SINCE, _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 17, 23, 18
+_RMS_NORM_SINCE, _AXES_INPUT_SINCE = 23, 18
 
 
 class _Norm(msgspec.Struct, frozen=True):
@@ -121,7 +122,7 @@ def _lies_along(graph: Graph, name: str, data: str, axis: int) -> bool:
     return name in graph.constants and dims == wanted and value.dtype == graph.value(data).dtype
 
 
-@node_rewrite("join-layer-norm", {"Add", "Div", "Mul"}, since=_LAYER_NORM_SINCE)
+@node_rewrite("join-layer-norm", {"Add", "Div", "Mul"}, since=LAYER_NORM_SINCE)
 def join_layer_norm(writer: Writer) -> None:
     """Fuses (x - mean(x)) / sqrt(variance(x) + epsilon) * scale + shift along one axis into one node.
 
@@ -244,7 +245,7 @@ def split_skip_norm(writer: Writer) -> None:
     """
     node = writer.node
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
-    if any(node.output[1:_SUM]) or (not simple and writer.opset < _LAYER_NORM_SINCE):
+    if any(node.output[1:_SUM]) or (not simple and writer.opset < LAYER_NORM_SINCE):
         return
     # The inputs from the third on: scale, then beta, which only the full norm has, then the bias of the sum.
     scale, *rest = node.input[2:]
@@ -263,7 +264,7 @@ def split_skip_norm(writer: Writer) -> None:
 _IDS, _SEGMENTS, _WORDS, _PLACES, _KINDS, _GAIN, _SHIFT, _MASK, _POSITIONS = range(9)
 
 
-@node_rewrite("split-embed-norm", {"EmbedLayerNormalization"}, since=_LAYER_NORM_SINCE)
+@node_rewrite("split-embed-norm", {"EmbedLayerNormalization"}, since=LAYER_NORM_SINCE)
 def split_embed_norm(writer: Writer) -> None:
     """Rewrites EmbedLayerNormalization to LayerNormalization of the sum of Gathers from its embedding tables.
 
