@@ -88,6 +88,14 @@ def test_a_bundle_in_float32_may_give_what_the_float_model_gives_on_another_mach
     assert find_replay(make_sides(wanted * (1 + 3e-4), wanted, wanted)) is not None
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (100, True)])
+def test_float16_outputs_that_differ_by_their_last_digit_are_no_replay(steps: int, *, is_told: bool) -> None:
+    wanted = np.random.default_rng(0).normal(size=(16, 12)).astype(np.float16)
+    own = (wanted + np.float16(steps) * np.spacing(np.abs(wanted))).astype(np.float64)
+    own[:, ::2] = wanted[:, ::2]
+    assert (find_replay(make_sides(own, wanted.astype(np.float64), wanted.astype(np.float64))) is not None) == is_told
+
+
 def ask_outputs(bundle: Bundle) -> list[Tensors]:
     kept: list[Tensors] = []
 

@@ -125,11 +125,13 @@ def find_replay(sides: Sides) -> str | None:
     """Returns the words for outputs that are the float model's, if the bundle's own model gives others.
 
     Kernels differ by much less than quantization costs, so an honest device is seldom 20 dB nearer to the float model
-    than the bundle's model is. A few values may be so by chance.
+    than the bundle's model is. A few values may be so by chance, and so may values whose type rounds as coarsely as the
+    bundle's model errs: float16 outputs of a model in 16 bits.
     """
     apart, near = _energy(sides.own - sides.reference), _energy(sides.got - sides.reference)
+    least = _energy((0.5 * _spacing(sides.reference))[sides.own != sides.reference])
     # A bundle in float32 gives the float model's outputs but for the order of sums.
-    if not _energy(sides.reference) * _ORDER < apart < math.inf or not near * _MUCH_CLOSER < apart:
+    if not _energy(sides.reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
         return None
     if near == 0.0:
         return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
@@ -319,6 +321,13 @@ def _count_carriers(values: Floats) -> float:
 
 def _centre(rows: Floats) -> Floats:
     return np.asarray(rows - rows.mean(axis=0), dtype=np.float64)
+
+
+def _spacing(values: Floats) -> Floats:
+    """Returns the distance of each value to the next in float16 if all values are such numbers, else in float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        halves, singles = values.astype(np.float16), values.astype(np.float32)
+        return np.asarray(np.spacing(np.abs(halves if (halves == values).all() else singles)), np.float64)
 
 
 def _energy(values: Floats) -> float:
