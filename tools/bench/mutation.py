@@ -4,10 +4,11 @@
 
 A mutation is a typical mistake: a flipped or shifted comparison, `and` for `or`, a dropped term, another constant, a
 check that is left out. Each is made in a copy of the tree, one for each run, drawn by the seed; a mutant is killed if a
-test fails or hangs. Tests that run the changed line come first. MODULE is a part of a path in the table below, such as
-`verify` or `history.py:213`. Messages, annotations, decorators and seeds are not changed. Existing tools did not fit:
-cosmic-ray 8 has no sampling, no time budget and only one test command, and changes the working tree; mutmut 3 leaves
-out constants outside functions, and needs a run of all tests first.
+test fails or hangs. Only those tests are run that run the changed line, or all where none does, as in a constant. A
+survivor may be noticed by a test of another process, so the share is never too high. MODULE is a part of a path in the
+table below, such as `verify` or `history.py:213`. Messages, annotations, decorators and seeds are not changed. Existing
+tools did not fit: cosmic-ray 8 has no sampling, no time budget and only one test command, and changes the working tree;
+mutmut 3 leaves out constants outside functions, and needs a run of all tests first.
 """
 
 import argparse
@@ -199,53 +200,67 @@ def list_tests(module: str) -> list[str]:
 
 
 class Watch:
-    """A plugin of pytest that writes the lines of a module that each test runs, by the test's name."""
+    """A plugin of pytest that writes the lines of a module that each test runs, by the test's name.
+
+    Those that a fixture runs, which may be set up once for many tests, count for each test that reads the fixture.
+    """
 
     def __init__(self, source: Path, notes: Path) -> None:
-        self.source, self.notes, self.lines = str(source), notes, dict[str, list[int]]()
+        self.source, self.notes, self.seen = str(source), notes, set[int]()
+        self.fixtures, self.tests = dict[str, set[int]](), dict[str, set[int]]()
+
+    def trace(self, frame: FrameType, _event: str, _argument: object) -> Any:
+        """Notes a line of the module."""
+        if frame.f_code.co_filename != self.source:
+            return None
+        self.seen.add(frame.f_lineno)
+        return self.trace
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Notes the lines of one fixture."""
+        outer, self.seen = self.seen, self.fixtures.setdefault(fixturedef.argname, set())
+        try:
+            return (yield)
+        finally:
+            outer.update(self.seen)
+            self.seen = outer
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, object, object]:
         """Notes the lines of one test."""
-        seen = set[int]()
-
-        def trace(frame: FrameType, _event: str, _argument: object) -> Any:
-            if frame.f_code.co_filename != self.source:
-                return None
-            seen.add(frame.f_lineno)
-            return trace
-
-        sys.settrace(trace)
+        self.seen = set()
+        sys.settrace(self.trace)
         try:
             return (yield)
         finally:
             sys.settrace(None)
-            self.lines[item.nodeid] = sorted(seen)
+            self.tests[item.nodeid] = self.seen.union(*(self.fixtures.get(name, ()) for name in item.fixturenames))
 
     def pytest_sessionfinish(self) -> None:
         """Writes the notes."""
-        self.notes.write_bytes(msgspec.json.encode(self.lines))
+        self.notes.write_bytes(msgspec.json.encode(self.tests))
 
 
-class Sort(msgspec.Struct):
-    """A plugin of pytest that puts the tests of these names first."""
+class Select(msgspec.Struct):
+    """A plugin of pytest that leaves out all tests but those of these names, if there are any."""
 
-    first: set[str]
+    names: set[str]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sorts the tests."""
-        items.sort(key=lambda item: item.nodeid not in self.first)
+        """Leaves tests out."""
+        items[:] = [item for item in items if item.nodeid in self.names] or items
 
 
-def _run_tests(root: Path, names: Sequence[str], plugin: Watch | Sort) -> None:
+def _run_tests(root: Path, names: Sequence[str], plugin: Watch | Select) -> None:
     """Runs tests in a child of its own session."""
     os.setsid()
     os.chdir(root)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)
-    sys.dont_write_bytecode = isinstance(plugin, Sort)
+    sys.dont_write_bytecode = isinstance(plugin, Select)
     argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={root / 'work'}"]
     os._exit(pytest.main([*argv, *names], plugins=[plugin]))
 
@@ -257,9 +272,10 @@ class Bench(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     lines: dict[str, dict[str, set[int]]]
 
-    def run(self, module: str, limit_s: float, plugin: Watch | Sort) -> Outcome:
+    def run(self, module: str, limit_s: float, plugin: Watch | Select) -> Outcome:
         """Runs the tests of a module until the first failure, or until a time limit."""
-        args = (self.root, list_tests(module), plugin)
+        names = {name.split("::")[0] for name in plugin.names} if isinstance(plugin, Select) else ()
+        args = (self.root, [name for name in list_tests(module) if name in names] or list_tests(module), plugin)
         child = multiprocessing.get_context("fork").Process(target=_run_tests, args=args)
         child.start()
         child.join(limit_s)
@@ -286,10 +302,10 @@ class Bench(msgspec.Struct, frozen=True):
         """Returns whether a test notices a change."""
         path = self.root / "edgekit" / mutation.module
         source, before = path.read_bytes(), path.stat()
-        first = {name for name, lines in self.lines[mutation.module].items() if mutation.line in lines}
+        names = {name for name, lines in self.lines[mutation.module].items() if mutation.line in lines}
         path.write_bytes(mutation.apply(source))
         try:
-            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module], Sort(first))
+            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module], Select(names))
         finally:
             path.write_bytes(source)
             # Bytecode is taken for that of a source of the same second and size.

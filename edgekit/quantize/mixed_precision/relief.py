@@ -301,7 +301,7 @@ def _widen_joined(
             continue
         step, joined = steps[node.output[0]], [name for name in node.input if name in narrow and name not in found]
         finer = {range_source(graph, name) for name in joined if (narrow[name].high - narrow[name].low) / _STEPS < step}
-        moved = {name: span for name, span in roomy.items() if finer and range_source(graph, name) in finer}
+        moved = {name: span for name, span in roomy.items() if range_source(graph, name) in finer}
         found, steps = moved | found, dict.fromkeys(moved, step) | steps
     return found
 
