@@ -23,18 +23,8 @@ from edgekit.check.rules.rulebook import load_rules
 from edgekit.convert.context import require_compiler
 from edgekit.errors import DeviceError, RuntimeRefusal, UsageError
 from edgekit.evidence import Evidence
+from edgekit.forecasts import forecast as forecasts
 from edgekit.forecasts.features import SOC, Traffic, Work, compile_traffic, join_graph, measure_work
-from edgekit.forecasts.forecast import (
-    BITS,
-    DeviceForecast,
-    ForecastReport,
-    KnownTime,
-    Placing,
-    choose_phones,
-    forecast_cpu,
-    forecast_work,
-    read_precisions,
-)
 from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
@@ -64,7 +54,7 @@ class CpuTime(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
 
 
-def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
+def parse_measured(text: str, precisions: Sequence[Bits]) -> forecasts.KnownTime:
     """Parses `DEVICE[:PRECISION]=TIME`, such as `Galaxy S25:w8a8=1.9ms`.
 
     Without a precision it is that of `precisions` if there is only one, else float.
@@ -78,11 +68,11 @@ def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
     if not device or ms is None:
         raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
     precision = precisions[0] if len(precisions) == 1 else "float"
-    precision = read_precisions(precision_name)[0] if precision_name else precision
-    return KnownTime(device=find_phone(device, load_phones()).name, precision=precision, ms=ms)
+    precision = forecasts.read_precisions(precision_name)[0] if precision_name else precision
+    return forecasts.KnownTime(device=find_phone(device, load_phones()).name, precision=precision, ms=ms)
 
 
-def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
+def read_history(path: Path, subject: Path) -> tuple[forecasts.KnownTime, ...]:
     """Returns the last time that bench or verify recorded of a model or bundle on the NPU of each phone.
 
     That of a model is taken as float, that of a bundle as its own precision.
@@ -95,7 +85,7 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
     name = subject.resolve().name
     precision = BITS_OF.get(open_bundle(subject).manifest.precision, "float") if subject.is_dir() else "float"
     numbers = {soc.casefold(): int(number) for number, soc in load_target("qnn").socs.items()}
-    found: dict[str, KnownTime] = {}
+    found: dict[str, forecasts.KnownTime] = {}
     # The time of an emulator says nothing about a phone.
     for run, ms, source in _list_recorded(path, name):
         if run.provider == "QNNExecutionProvider" and run.evidence is Evidence.DEVICE:
@@ -105,7 +95,7 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
             if (phone := next(known, None)) is None:
                 words = f"{source}: '{run.device}' says that its chip is '{soc}', which edgekit has no name for"
                 raise UsageError(words, hint=f'give the time by hand: --measured "DEVICE={ms:.4g}ms"')
-            found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=ms, source=source)
+            found[phone.name] = forecasts.KnownTime(device=phone.name, precision=precision, ms=ms, source=source)
     if not found:
         words = f"'{path}' holds no time of '{name}' on the NPU of a phone"
         raise UsageError(words, hint=f"edgekit bench {subject} --on adb:SERIAL --history {path}")
@@ -177,13 +167,13 @@ def forecast(
     subject: Path | str,
     devices: Sequence[str] = (),
     precisions: Sequence[Bits] | None = None,
-    measured: Sequence[KnownTime | CpuTime] = (),
+    measured: Sequence[forecasts.KnownTime | CpuTime] = (),
     *,
     dims: Mapping[str, int] | None = None,
     every: bool = False,
     max_ms: float | None = None,
     compiles: bool = False,
-) -> ForecastReport:
+) -> forecasts.ForecastReport:
     """Returns how long a model, or a bundle's, is forecast to take on devices with a Hexagon NPU; nothing runs.
 
     Args:
@@ -208,7 +198,7 @@ def forecast(
     """
     subject = Path(subject)
     path, bits = _open(subject)
-    chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else BITS))
+    chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else forecasts.BITS))
     # If several makers match a name, the first one counts.
     unmeasured = {
         name: (maker, target)
@@ -217,7 +207,7 @@ def forecast(
         if re.search(words, name.casefold())
     }
     found = dict.fromkeys(find_phone(name, load_phones()) for name in devices if name not in unmeasured)
-    phones = load_phones() if every else tuple(found) if devices else choose_phones()
+    phones = load_phones() if every else tuple(found) if devices else forecasts.choose_phones()
     source = load_model(path)
     graph, counted = _count_work(source, dims or {})
     # An HTP version that QNN's rules do not know is treated as the next older one.
@@ -226,12 +216,14 @@ def forecast(
     placed = {arch: _place(graph, "qnn", {"htp_arch": str(arch)}) for arch in sorted(set(arch_of.values()))}
     placings = {name: placed[arch] for name, arch in arch_of.items()}
     traffic, compile_remark = compile_model(source, graph, dims or {}) if compiles else (None, "")
-    known = [time for time in measured if isinstance(time, KnownTime)]
+    known = [time for time in measured if isinstance(time, forecasts.KnownTime)]
     on_cpu = [time for time in measured if isinstance(time, CpuTime)]
-    rows, distances = forecast_work(counted, phones, chosen, known, placings, traffic)
-    rows += tuple(forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu)
+    rows, distances = forecasts.forecast_work(counted, phones, chosen, known, placings, traffic)
     rows += tuple(
-        DeviceForecast(
+        forecasts.forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu
+    )
+    rows += tuple(
+        forecasts.DeviceForecast(
             device=name, chipset=maker, soc_model=None, htp=None, precision=bit, placing=_place(graph, target, {}),
             basis="none", note=f"there are no free measurements of {maker}: only what {target} takes is known",
         )
@@ -253,7 +245,7 @@ def forecast(
     moved = "corrects the forecast of every device"
     remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in known]
     table = load_table()
-    return ForecastReport(
+    return forecasts.ForecastReport(
         model=source.name,
         sha256=source.sha256,
         macs=counted.macs,
@@ -272,7 +264,7 @@ def forecast(
     )
 
 
-def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> ForecastReport | None:
+def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> forecasts.ForecastReport | None:
     """Returns the forecast that a recipe asks for, in the precision of the target qnn; None if it asks for none.
 
     Raises:
@@ -285,7 +277,7 @@ def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> For
     goal = recipe.forecast
     with work_folder() as work:
         frozen = freeze_model(load_model(model), work, recipe.freeze)
-        return forecast(frozen.path, goal.devices, bits or BITS, dims=recipe.dims, max_ms=goal.max_ms)
+        return forecast(frozen.path, goal.devices, bits or forecasts.BITS, dims=recipe.dims, max_ms=goal.max_ms)
 
 
 def _open(subject: Path) -> tuple[Path, Bits | None]:
@@ -324,12 +316,12 @@ def _count_timed(path: Path, dims: Mapping[str, int]) -> Work:
     return _count_work(model, {name: dims.get(name, 1) for name in find_unset(model.inputs, {})})[1]
 
 
-def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
+def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> forecasts.Placing:
     target = load_target(name, settings)
     options = {**target.session.provider_options, **target.settings}
     nodes = check_graph(graph, load_rules(target), options, opset=graph.opset)
     left = [node for node in nodes if not node.taken]
-    return Placing(
+    return forecasts.Placing(
         nodes=len(nodes),
         taken=len(nodes) - len(left),
         partitions=len({node.partition for node in nodes if node.partition is not None}),

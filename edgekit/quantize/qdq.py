@@ -20,20 +20,8 @@ from onnx import defs, helper
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
+from edgekit.model import model as models
 from edgekit.model.external import DataPlace, count_bytes, point_to
-from edgekit.model.model import (
-    LARGE_BYTES,
-    Model,
-    drop_unread,
-    iterate_graphs,
-    list_names,
-    load_model,
-    order_nodes,
-    read_proto,
-    refill,
-    rename_tensors,
-    save_proto,
-)
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib, restore_metadata, sort_values
@@ -104,7 +92,7 @@ def store_blocks(
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
-    drop_unread(qdq.graph, ["DequantizeLinear"])
+    models.drop_unread(qdq.graph, ["DequantizeLinear"])
     import_contrib(qdq)
 
 
@@ -129,7 +117,7 @@ def _round_by_moments(
     return values, scales
 
 
-def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph:
+def plan_graph(model: models.Model, plan: QuantPlan, calibration: Calibration) -> Graph:
     """Returns the float graph of a calibrated model, with channels scaled as planned (equalization).
 
     Raises:
@@ -139,7 +127,7 @@ def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph
     return equalize_graph(open_float_graph(model, calibration), plan.factors, Path(calibration.statistics))
 
 
-def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
+def plan_calibration(model: models.Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
     """Returns the calibration of a model, adapted to the graph that a plan quantizes.
 
     Raises:
@@ -168,12 +156,12 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     placed = place_qdq(graph, plan, subject)
     _bypass_qdq(placed.graph, {node.name for node in plan.float_nodes})
     multiply_gains(placed.graph, graph)
-    nodes = order_nodes(placed.graph)
-    refill(placed.graph.node, nodes)
+    nodes = models.order_nodes(placed.graph)
+    models.refill(placed.graph.node, nodes)
     return placed
 
 
-def place_unmeasured(model: Model, target: Target, precision: Precision) -> Model:
+def place_unmeasured(model: models.Model, target: Target, precision: Precision) -> models.Model:
     """Writes beside a model its QDQ form as if each tensor had been seen from -1 to 1: for a check, not to run.
 
     Weights without values, and those in another file, count as zeros.
@@ -182,9 +170,9 @@ def place_unmeasured(model: Model, target: Target, precision: Precision) -> Mode
         ModelError: the model is quantized already, no node can be quantized, ORT's quantizer refuses it, or its weights
             are large: a check reads none, but these would be rounded (VGG-19: 3 s and 900 MB).
     """
-    proto, zeros, filled = read_proto(model, weights=False), model.path.with_name("zeros.data"), model
+    proto, zeros, filled = models.read_proto(model, weights=False), model.path.with_name("zeros.data"), model
     absent = {tensor.name: count_bytes(tensor) or 0 for tensor in proto.graph.initializer if is_absent(tensor)}
-    if sum(absent.values()) > LARGE_BYTES:
+    if sum(absent.values()) > models.LARGE_BYTES:
         raise ModelError(f"the weights of '{model.name}' are too large to be rounded in a check", hint="quantize it")
     if absent:
         for tensor in proto.graph.initializer:
@@ -193,14 +181,14 @@ def place_unmeasured(model: Model, target: Target, precision: Precision) -> Mode
         # All these weights are read from one file, which has a length and takes no space.
         zeros.touch()
         os.truncate(zeros, max(absent.values()))
-        filled = save_proto(proto, model.path.with_name("filled.onnx"))
+        filled = models.save_proto(proto, model.path.with_name("filled.onnx"))
     graph = read_float_graph(filled)
     calibration = assume_ranges(filled, dict.fromkeys(float_activations(graph), TensorRange(low=-1.0, high=1.0)))
     plan = draft_plan(filled, graph, calibration, target, precision)
     # Nothing reads the values, so it does not matter that some are infinite.
     with np.errstate(all="ignore"):
         placed = place_plan(graph, plan, model.name)
-    return save_proto(placed, model.path.with_name("placed.onnx"))
+    return models.save_proto(placed, model.path.with_name("placed.onnx"))
 
 
 def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:
@@ -265,13 +253,15 @@ def compact_qdq(proto: onnx.ModelProto) -> None:
         node.ClearField("doc_string")
         if node.domain in {"", "ai.onnx"} and defs.has(node.op_type):
             schema = defs.get_schema(node.op_type, opsets.get("", 1))
-            refill(node.attribute, [item for item in node.attribute if not _is_default(node.op_type, item, schema)])
+            models.refill(
+                node.attribute, [item for item in node.attribute if not _is_default(node.op_type, item, schema)]
+            )
     _share_constants(graph)
     tensors, nodes = _short_names(graph), _free_names({node.name for node in graph.node})
     for node in graph.node:
         if node.op_type in _QUANTIZERS:
             node.name = next(nodes)
-    rename_tensors(graph, tensors)
+    models.rename_tensors(graph, tensors)
 
 
 def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
@@ -306,7 +296,7 @@ def _share_constants(graph: onnx.GraphProto) -> None:
                 # Deterministic, because these bytes are compared.
                 contents = unnamed.SerializeToString(deterministic=True)
                 node.input[place] = kept.setdefault((place, contents), constant.name)
-    drop_unread(graph)
+    models.drop_unread(graph)
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
     for tensor in graph.initializer:
         if tensor.name in zeros and tensor.data_type == onnx.TensorProto.INT32 and not any(tensor.raw_data):
@@ -322,11 +312,11 @@ def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
     others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
     kept = {name for node in others for name in node.output}
     kept |= {value.name for value in (*graph.input, *graph.output)}
-    kept |= {name for part in iterate_graphs(graph) if part is not graph for name in list_names(part)}
+    kept |= {name for part in models.iterate_graphs(graph) if part is not graph for name in models.list_names(part)}
     made = {name for node in quantizers for name in node.output} - kept
     read = {name for node in others for name in node.input}
     constants = [tensor.name for tensor in graph.initializer if tensor.name not in kept | read]
-    return dict(zip((*constants, *sorted(made)), _free_names(list_names(graph)), strict=False))
+    return dict(zip((*constants, *sorted(made)), _free_names(models.list_names(graph)), strict=False))
 
 
 def _free_names(taken: set[str]) -> Iterator[str]:
@@ -354,11 +344,11 @@ _OTHER_FUSIONS = (
 class QOperatorModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model in QOperator form, with the number of integer operators of each type."""
 
-    model: Model
+    model: models.Model
     operators: dict[str, int]
 
 
-def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
+def write_qoperator(model: models.Model, out: Path, cpu: str) -> QOperatorModel:
     """Writes the QOperator form of a prepared QDQ model to `out`, with its scales, zero points and weights unchanged.
 
     Raises:
@@ -378,7 +368,7 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
     optimize_graph(model.path, out, settings)
     proto = onnx.load(str(out))
     name_nodes(proto.graph)
-    restore_metadata(proto, read_proto(model, weights=False))
+    restore_metadata(proto, models.read_proto(model, weights=False))
     sort_values(proto.graph)
     ops = [node.op_type for node in proto.graph.node]
     counts = Counter(op for op in ops if op.startswith("QLinear") or op in {"QGemm", "MatMulIntegerToFloat"})
@@ -387,5 +377,5 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
             f"no node of '{model.name}' became an integer operator on {cpu}", hint="give a QDQ model: edgekit quantize"
         )
     out.write_bytes(proto.SerializeToString(deterministic=True))
-    written = load_model(out, custom_ops=model.custom_ops)
+    written = models.load_model(out, custom_ops=model.custom_ops)
     return QOperatorModel(model=written, operators=dict(sorted(counts.items())))

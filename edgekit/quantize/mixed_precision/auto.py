@@ -22,6 +22,7 @@ from edgekit.quantize.equalization.equalize import (
     scales_silu,
 )
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.mixed_precision import relief
 from edgekit.quantize.mixed_precision.candidates import (
     NOTABLE_DB,
     QUICK,
@@ -33,13 +34,6 @@ from edgekit.quantize.mixed_precision.candidates import (
     judge_plan,
     learn_roundings,
     sort_candidates,
-)
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    LEAST_GAIN_DB,
-    fit_inputs,
-    relieve_class_maps,
-    relieve_plan,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weights import keep_eight
@@ -173,7 +167,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
         "channels equalized through SiLU", partial(_equalize, subject, unequalized, reached=chosen, through_silu=True)
     )
     # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
-    lead = _learn(subject, prefer_draft(chosen, through_silu, LEAST_GAIN_DB))
+    lead = _learn(subject, prefer_draft(chosen, through_silu, relief.LEAST_GAIN_DB))
     drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     best = _finish(subject, lead.draft, lead.found.candidates[0])
@@ -206,7 +200,7 @@ def _judge(
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
+    draft = relief.relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
     judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
@@ -230,11 +224,11 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
 def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
     # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
-    waits = not subject.relieve and found.ratio_db < COLLAPSED_DB and is_relievable(found.plan)
+    waits = not subject.relieve and found.ratio_db < relief.COLLAPSED_DB and is_relievable(found.plan)
     if waits or found.ratio_db >= GOOD_DB:
         return found
     draft = msgspec.structs.replace(draft, plan=found.plan)
-    plan = attempt("ranges of inputs", partial(fit_inputs, draft))
+    plan = attempt("ranges of inputs", partial(relief.fit_inputs, draft))
     if plan is None or plan == found.plan:
         return found
     fitted = judge_plan(msgspec.structs.replace(draft, plan=plan))
@@ -248,12 +242,12 @@ def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
     draft = msgspec.structs.replace(draft, plan=plan)
     thorough = subject.method == "best"
-    is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= COLLAPSED_DB)
+    is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= relief.COLLAPSED_DB)
     if not is_relievable(draft.plan) or is_enough:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
     # Float nodes do not run on the accelerator, so unless "best" is asked for, no more of them are used than needed.
-    enough_db = GOOD_DB if widens or thorough else COLLAPSED_DB
-    relieve = partial(relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
+    enough_db = GOOD_DB if widens or thorough else relief.COLLAPSED_DB
+    relieve = partial(relief.relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
     plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())
     return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))

@@ -16,15 +16,8 @@ import numpy as np
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.float_graph import float_activations, range_source
+from edgekit.quantize.mixed_precision import relief
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    LEAST_GAIN_DB,
-    keep_float,
-    open_draft,
-    rank_tensors,
-    rise_db,
-)
 from edgekit.quantize.mixed_precision.sensitivity import measure_float16
 from edgekit.quantize.plan import QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq import build_qdq
@@ -57,20 +50,20 @@ def find_wide_range(
         UsageError: the statistics are gone.
     """
     if is_relievable(first):
-        ranked = rank_tensors(open_draft(model, calibration, first), memo)
-        ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
+        ranked = relief.rank_tensors(relief.open_draft(model, calibration, first), memo)
+        ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-relief.COLLAPSED_DB / 10)}
         if not ruinous & plan.wide.keys():
             return WideRange()
-    draft = open_draft(model, calibration, plan)
-    noise = rank_tensors(draft, memo)
+    draft = relief.open_draft(model, calibration, plan)
+    noise = relief.rank_tensors(draft, memo)
     # The largest step, of tensors with less noise than this, would not gain enough.
-    least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _COUNTS[-1]
+    least = sum(noise.values()) * (1 - 10 ** (-relief.LEAST_GAIN_DB / 10)) / _COUNTS[-1]
     wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
     wide = wide[: _COUNTS[-1]]
 
     def gains(names: Sequence[str], before: Sequence[str] = ()) -> bool:
         left, gone = (sum(noise[name] for name in each) for each in (noise.keys() - {*before}, {*names} - {*before}))
-        return gone > 0 and rise_db(gone / left) >= LEAST_GAIN_DB
+        return gone > 0 and relief.rise_db(gone / left) >= relief.LEAST_GAIN_DB
 
     if not gains(wide):
         return WideRange()
@@ -80,7 +73,7 @@ def find_wide_range(
         float16_db = measure_float16(draft.graph, qdq, draft.compared, draft.statistics, wide)
 
     def holds_more(name: str) -> bool:
-        return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
+        return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + relief.LEAST_GAIN_DB
 
     floats = [name for name in wide if holds_more(name)]
     steps = [tuple(floats[:count]) for count in (0, *_COUNTS)]
@@ -98,9 +91,9 @@ def keep_tensors_float(
     Tensors with the same values in other positions, such as behind a Reshape, are kept float too: else the next
     operator would read them in 16 bits.
     """
-    graph = open_draft(model, calibration, plan).graph
+    graph = relief.open_draft(model, calibration, plan).graph
     moved = [name for name in float_activations(graph) if range_source(graph, name) in names]
-    kept = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
+    kept = relief.keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
     return kept if quantizes_any(graph, kept) else None
 
 
@@ -117,7 +110,7 @@ def name_worst(first: Draft, plan: QuantPlan, memo: Memo) -> str:
     `first` is the draft with no tensors out of 8 bits, whose ranking is in the memo.
     """
     floats = {node.name for node in plan.float_nodes}
-    for name, noise in rank_tensors(first, memo).items() if is_relievable(plan) else ():
+    for name, noise in relief.rank_tensors(first, memo).items() if is_relievable(plan) else ():
         if name not in plan.wide and any(node.name not in floats for node in first.graph.readers(name)):
             return (
                 f"of the tensors in 8 bits '{name}' loses most: {-10 * math.log10(noise):.1f} dB are left with it alone"

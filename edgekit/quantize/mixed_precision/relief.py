@@ -20,16 +20,7 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
-from edgekit.quantize.mixed_precision.candidates import (
-    NOTABLE_DB,
-    Draft,
-    Memo,
-    choose_again,
-    choose_rounding,
-    judge_plan,
-    place_draft,
-    plans_to_inputs,
-)
+from edgekit.quantize.mixed_precision import candidates
 from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
@@ -69,7 +60,7 @@ _COUNTS = (1, 3, 8, 20, 40)
 
 
 def relieve_plan(
-    draft: Draft, lead: Candidate, enough_db: float, memo: Memo, *, widens: bool
+    draft: candidates.Draft, lead: Candidate, enough_db: float, memo: candidates.Memo, *, widens: bool
 ) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the plan of a draft with the worst tensors out of 8 bits, and the tried candidates.
 
@@ -92,8 +83,8 @@ def relieve_plan(
             relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
             if not quantizes_any(draft.graph, relieved):
                 break
-            relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
-            found = judge_plan(msgspec.structs.replace(draft, plan=relieved))
+            relieved = candidates.choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
+            found = candidates.judge_plan(msgspec.structs.replace(draft, plan=relieved))
             tried.append(msgspec.structs.replace(found, relieved=names))
             gains = found.sqnr_db >= wanted_db
             best, reached = (relieved, found.sqnr_db) if gains else (best, reached)
@@ -112,7 +103,7 @@ def relieve_step(
     count: int,
     *,
     before: QuantPlan,
-    memo: Memo,
+    memo: candidates.Memo,
 ) -> QuantPlan | None:
     """Returns a plan with its `count` most harmful tensors out of 8 bits.
 
@@ -135,14 +126,14 @@ def relieve_step(
         return None
     is_dominated = count <= _FEW_RELIEVED and bound_relief([*noise.values()], count) > _MOST_NOISE
     if is_dominated and is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
-        relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
+        relieved = candidates.choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
     else:
         wide = {name: before.wide.get(name, span) for name, span in relieved.wide.items()}
         relieved = msgspec.structs.replace(
             relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
         )
     if count > _MANY_RELIEVED and not plan.bits:
-        rounding = choose_rounding(msgspec.structs.replace(draft, plan=relieved))
+        rounding = candidates.choose_rounding(msgspec.structs.replace(draft, plan=relieved))
         return msgspec.structs.replace(relieved, rounding=rounding)
     if count > _FEW_RELIEVED:
         return relieved
@@ -150,7 +141,7 @@ def relieve_step(
     return fitted or relieved
 
 
-def fit_inputs(draft: Draft) -> QuantPlan:
+def fit_inputs(draft: candidates.Draft) -> QuantPlan:
     """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
 
     Range methods clip rare values without regard to the outputs, and with 16 bits the only method is minmax. But the
@@ -162,7 +153,7 @@ def fit_inputs(draft: Draft) -> QuantPlan:
     if not ends:
         return plan
     draft = draft.use_unsigned()
-    graph, fed = plans_to_inputs(draft, {"": draft.plan}, place_draft(draft))
+    graph, fed = candidates.plans_to_inputs(draft, {"": draft.plan}, candidates.place_draft(draft))
     effort = draft.effort
     judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
     reached = judge(fed[""], -math.inf)
@@ -174,14 +165,14 @@ def fit_inputs(draft: Draft) -> QuantPlan:
             tried = msgspec.structs.replace(plan, ranges=ranges, wide=wide)
             unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned().plan
             grids = find_plan_grids(draft.graph, unsigned, "the candidate")
-            found = judge({name: grids[name] for name in fed[""]}, reached + NOTABLE_DB)
-            if found <= reached + NOTABLE_DB:
+            found = judge({name: grids[name] for name in fed[""]}, reached + candidates.NOTABLE_DB)
+            if found <= reached + candidates.NOTABLE_DB:
                 break
             plan, reached = tried, found
     return plan
 
 
-def _find_tails(draft: Draft) -> list[tuple[str, str]]:
+def _find_tails(draft: candidates.Draft) -> list[tuple[str, str]]:
     """Returns the ends of input ranges that may be worth halving, judging by the held-out samples.
 
     A range of half the width gives each value inside it one bit more, and takes all 8 bits from each value outside, so
@@ -200,7 +191,7 @@ _SIGNS = {"low": -1, "high": 1}
 
 
 def bound_relief_by_count(
-    model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
+    model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: candidates.Memo
 ) -> dict[int, float]:
     """Returns, for each count, an upper bound of the noise share that the `count` worst tensors cause (`bound_relief`).
 
@@ -228,14 +219,14 @@ def rise_db(share: float) -> float:
     return -10 * math.log10(max(1 - share, _TINY))
 
 
-def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
+def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> candidates.Draft:
     """Returns a plan with the graph and the calibration that it was made for."""
     graph = plan_graph(model, plan, calibration)
     calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
-    return Draft(graph=graph, calibration=calibration, plan=plan)
+    return candidates.Draft(graph=graph, calibration=calibration, plan=plan)
 
 
-def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
+def relieve_class_maps(draft: candidates.Draft, *, widens: bool) -> candidates.Draft:
     """Returns a draft with interpolated class logits out of 8 bits (`find_enlarged`); no layer with weights changes."""
     names = find_enlarged(draft.graph, draft.calibration)
     if not names or not is_relievable(draft.plan):
@@ -318,7 +309,7 @@ def keep_float(graph: Graph, plan: QuantPlan, names: Sequence[str]) -> QuantPlan
     return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
-def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
+def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1) -> dict[str, float]:
     """Returns the noise power of each tensor in 8 bits, as a share of the signal's, worst first.
 
     At least the first `count` are measured by themselves. The memo keeps the result for later steps.
@@ -332,7 +323,7 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
         return memo.ranked[key]
     bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
     errors = rank_activations(
-        draft.graph, place_draft(unsigned), draft.compared, draft.statistics, memo.budget, bound=bound,
+        draft.graph, candidates.place_draft(unsigned), draft.compared, draft.statistics, memo.budget, bound=bound,
         known=memo.noises.setdefault(measured, {}),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
@@ -346,7 +337,7 @@ def rank_tensors(draft: Draft, memo: Memo, count: int = 1) -> dict[str, float]:
     return noise
 
 
-def _guess_noise(draft: Draft) -> dict[str, float]:
+def _guess_noise(draft: candidates.Draft) -> dict[str, float]:
     """Returns a guess of the relative noise of each activation: the step over the range of 99.9 % of its values."""
     plan, ranges = draft.plan, draft.calibration.ranges
     guesses: dict[str, float] = {}

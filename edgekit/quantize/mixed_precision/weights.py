@@ -18,14 +18,8 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.mixed_precision import relief
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    LEAST_GAIN_DB,
-    open_draft,
-    relieve_tensors,
-    rise_db,
-)
 from edgekit.quantize.mixed_precision.score import judge_candidate, list_rounded, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -58,7 +52,7 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
     Raises:
         UsageError: the statistics are gone.
     """
-    enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else COLLAPSED_DB
+    enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else relief.COLLAPSED_DB
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
     placed = place_draft(draft)
@@ -167,7 +161,7 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
     Raises:
         UsageError: the statistics are gone.
     """
-    draft = open_draft(model, calibration, plan).use_unsigned()
+    draft = relief.open_draft(model, calibration, plan).use_unsigned()
     graph, nodes = draft.graph, {node.name: node for node in draft.graph.nodes}
     if plan.bits or not draft.effort.is_short:
         return None
@@ -178,7 +172,7 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
     )  # fmt: skip
     least = 10 ** (-floats / 10)
     noise = 10 ** (-_judge(draft, placed, draft.plan) / 10)
-    if rise_db(1 - least / noise) < LEAST_GAIN_DB:
+    if relief.rise_db(1 - least / noise) < relief.LEAST_GAIN_DB:
         return None
     errors = sorted(scale_errors(rank_weights(draft, placed), noise - least), key=lambda error: -error.noise)
     layers = {layer.weight: layer for layer in read_layers(graph)}
@@ -189,7 +183,7 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
         if added <= left:
             fitting, left = [*fitting, error], left - added
     gone, chosen = sum(error.noise for error in fitting), list[WeightError]()
-    while rise_db(gone / noise) >= LEAST_GAIN_DB:
+    while relief.rise_db(gone / noise) >= relief.LEAST_GAIN_DB:
         chosen.append(fitting[len(chosen)])
         gone, noise = gone - chosen[-1].noise, noise - chosen[-1].noise
     if not chosen:
@@ -198,5 +192,5 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
     made = [nodes[layers[name].node].output[0] for name in bits]
     touched = [*(layers[name].source for name in bits), *(folded.get(name, name) for name in made)]
     names = [name for name in dict.fromkeys(touched) if name not in plan.wide] if is_relievable(plan) else []
-    relieved = relieve_tensors(graph, plan, names, draft.calibration, widens=True) if names else plan
+    relieved = relief.relieve_tensors(graph, plan, names, draft.calibration, widens=True) if names else plan
     return msgspec.structs.replace(relieved, bits=bits)
