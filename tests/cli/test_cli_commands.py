@@ -110,8 +110,7 @@ def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, an
 def test_ctrl_c_ends_a_command_at_once_and_leaves_no_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "edgekit", *BUILD, "--out", str(tmp_path / "out"), "-v"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert child.stderr is not None
-    for line in child.stderr:
+    for line in present(child.stderr):
         if "build for" in line:
             break
     time.sleep(0.2)

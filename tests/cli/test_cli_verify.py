@@ -305,8 +305,7 @@ def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reading\n"
+    assert present(process.stdout).readline() == "reading\n"
     process.send_signal(end)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130

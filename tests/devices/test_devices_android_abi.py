@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fixture_types import MakeOnce
+from fixture_types import MakeOnce, present
 from other_machine.machine import require
 
 from edgekit.devices.android.android import find_emulator
@@ -79,7 +79,6 @@ def build_checks(abi: str, make_once: MakeOnce, name: str = "gcc") -> Built:
     if compiler is None:
         require("aarch64-linux-gnu-gcc", "g++-aarch64-linux-gnu")
     assert compiler is not None
-    assert emulator is not None
 
     def fill(folder: Path) -> None:
         sources = [ABI_SOURCES / "main.c", *LOADER.sources.glob("*.c")]
@@ -97,7 +96,7 @@ def build_checks(abi: str, make_once: MakeOnce, name: str = "gcc") -> Built:
         objects=tuple(sorted(folder.glob("*.o"))),
         library=library,
         imports=read_library(library).imports,
-        enter=emulator,
+        enter=present(emulator),
     )
 
 

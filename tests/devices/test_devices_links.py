@@ -116,8 +116,7 @@ def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path
                 runs = list(pool.map(lambda item: _outputs(item[1], job, work / str(item[0])), enumerate(devices)))
             nameless = AdbDevice().find_missing()
         assert runs[0] == runs[1] == runs[2]
-        assert nameless is not None
-        assert "several devices" in nameless.reason
+        assert "several devices" in present(nameless).reason
         for machine in (phone.machine, other):
             # A phone's shell removes the folder of a run after it has sent the last output.
             deadline = time.monotonic() + 20

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import MODEL
+from fixture_types import present
 from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bench.bench import BenchReport, BenchRun
@@ -54,10 +55,7 @@ def test_a_forecast_has_the_lowest_evidence(tmp_path: Path) -> None:
     assert report.evidence == Evidence.FORECAST.value
     assert all(one.is_at_least(Evidence.FORECAST) for one in Evidence)
     for row in report.rows:
-        assert row.low_ms is not None
-        assert row.ms is not None
-        assert row.high_ms is not None
-        assert row.low_ms < row.ms < row.high_ms
+        assert present(row.low_ms) < present(row.ms) < present(row.high_ms)
 
 
 def test_one_time_moves_every_other_device_and_narrows_it(tmp_path: Path) -> None:
@@ -266,8 +264,7 @@ def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> No
     for op, left in (("Exp", {}), ("Acos", {"Acos": 1})):
         body = f"g (float[1,8,32,32] x) => (float[1,8,32,32] y) {{ a = {op}(x) y = Exp(a) }}"
         (row,) = forecast(parse_model(body, tmp_path / "a.onnx"), ["Galaxy S24"], ["float"]).rows
-        assert row.placing is not None
-        assert (row.placing.cpu_ops, row.note) == (left, "1 of 2 nodes on the CPU" if left else "")
+        assert (present(row.placing).cpu_ops, row.note) == (left, "1 of 2 nodes on the CPU" if left else "")
         widths.append((row.high_ms or 0) / (row.low_ms or 1))
     assert widths[1] > 1.05 * widths[0]
 
@@ -344,9 +341,8 @@ def test_a_compiled_forecast_uses_the_plan_of_the_float_model(tmp_path: Path) ->
     path = _conv(tmp_path / "a.onnx", 64)
     graph, plan = (forecast(path, ["Galaxy S25"], compiles=compiles) for compiles in (False, True))
     assert graph.traffic is None
-    assert plan.traffic is not None
     # The weights in fp16, and the picture in and out in float.
-    assert plan.traffic.dram == pytest.approx(2 * 64 * 64 * 9 + 2 * 4 * 64 * 56 * 56, rel=0.1)
+    assert present(plan.traffic).dram == pytest.approx(2 * 64 * 64 * 9 + 2 * 4 * 64 * 56 * 56, rel=0.1)
     assert [row.basis for row in graph.rows] == ["networks"] * 3
     fitted, _ = load_fitted()
     gaining = [fitted.precisions[row.precision].compiled is not None for row in plan.rows]

@@ -76,8 +76,7 @@ def test_every_form_of_a_constant_is_read_and_lifted(form: str, given: Any) -> N
     assert [node.op_type for node in seen.nodes] == ["Identity"]
     lift_constants(graph)
     for array in (seen.array("c"), view_part(graph, 17).array("c")):
-        assert array is not None
-        assert array.tolist() == expected
+        assert present(array).tolist() == expected
     assert ([node.op_type for node in graph.node], graph.initializer[0].name) == (["Identity"], "c")
 
 

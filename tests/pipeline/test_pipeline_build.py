@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from devices_models import require_device
+from fixture_types import present
 from tiny_models import parse_model, save_net, write_small_net
 
 from edgekit.bundle.folder import open_bundle
@@ -146,11 +147,9 @@ def test_the_seconds_of_a_build_are_those_of_its_stages(demo: BuildReport) -> No
 
 def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
     for bundle in demo.bundles:
-        assert bundle.path is not None
-        assert open_bundle(bundle.path).manifest.target == bundle.target
+        assert open_bundle(present(bundle.path)).manifest.target == bundle.target
     nnapi = next(bundle.path for bundle in demo.bundles if bundle.target == "nnapi")
-    assert nnapi is not None
-    assert verify_on(open_bundle(nnapi), DeviceChoice(names=("android:x86_64",))).passed
+    assert verify_on(open_bundle(present(nnapi)), DeviceChoice(names=("android:x86_64",))).passed
 
 
 @pytest.mark.long
@@ -265,8 +264,7 @@ def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
         out = tmp_path / f"{target}.onnx"
         report = quantize_for(model, data, out, Recipe(targets=(target,)))
         assert report.fixes == {"sum-to-add": 1}
-        assert bundle.path is not None
-        assert load_model(out).sha256 == open_bundle(bundle.path).manifest.ancestry.quantized
+        assert load_model(out).sha256 == open_bundle(present(bundle.path)).manifest.ancestry.quantized
 
 
 def test_a_model_that_is_quantized_already_is_taken_as_it_is(
@@ -324,9 +322,8 @@ def test_other_integer_precisions_pass_on_the_simulator(tmp_path: Path, precisio
     np.savez(tmp_path / "x.npz", x=rng.normal(size=(24, 1, 3, 16, 16)).astype(np.float32))
     data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
     (bundle,) = build(path, data, tmp_path / "out", Recipe(targets=("qnn",), precision=precision)).bundles
-    assert bundle.verify is not None
     assert (bundle.precision, bundle.passed) == (precision, True)
-    (run,) = bundle.verify.runs
+    (run,) = present(bundle.verify).runs
     assert run.evidence.value == "simulator"
     assert run.provider_nodes.keys() == {"QNNExecutionProvider"}
     assert (run.outputs[0].sqnr_db or 0.0) > least_db
@@ -353,8 +350,7 @@ def test_a_bundle_for_any_x64_passes_without_vnni(saturating: tuple[Path, Data, 
     path, data, recipe = saturating
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64"})
     (summary,) = build(path, data, tmp_path / "out", recipe).bundles
-    assert summary.verify is not None
-    assert [(run.device, run.passed, run.evidence.value) for run in summary.verify.runs] == [
+    assert [(run.device, run.passed, run.evidence.value) for run in present(summary.verify).runs] == [
         ("host", True, "same-ep"),
         ("host:haswell", True, "same-ep"),
     ]

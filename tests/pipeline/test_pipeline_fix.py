@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from tiny_models import save_net
 
 from edgekit.cli.main import run_command
@@ -97,8 +98,7 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
     # What was dropped is not told.
     assert not any("pad-reflect" in note for note in bundle.notes)
     _check_notes(bundle)
-    assert bundle.check is not None
-    assert bundle.check.verdict != "no"
+    assert present(bundle.check).verdict != "no"
 
 
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
@@ -116,8 +116,7 @@ def test_nodes_stay_in_float_before_rewrites_by_which_more_is_taken_go(tmp_path:
     bundle = _find(build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False), "nnapi")
     assert re.match(r"\d+ nodes stay in float \(Pad_q.*, because no session of the int8 model starts", bundle.notes[0])
     assert _check_notes(bundle) >= {"conv-to-planes", "pad-reflect"}
-    assert bundle.check is not None
-    assert bundle.check.taken_macs == 1
+    assert present(bundle.check).taken_macs == 1
 
 
 def test_the_report_describes_the_file_that_is_shipped(tmp_path: Path) -> None:

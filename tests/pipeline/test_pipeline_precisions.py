@@ -58,8 +58,7 @@ def test_nodes_that_overflow_stay_in_float32(tmp_path: Path) -> None:
     assert note.endswith("at 'scale'; --precision fp32 keeps all of them")
     assert not any("clamped" in note for note in summary.notes)
     assert summary.precision == "fp16"
-    assert summary.verify is not None
-    assert {run.verdict for run in summary.verify.runs} == {"pass"}
+    assert {run.verdict for run in present(summary.verify).runs} == {"pass"}
 
 
 def test_a_value_within_half_precision_is_no_overflow(tmp_path: Path) -> None:
@@ -98,14 +97,13 @@ def test_no_node_is_said_to_stay_in_float32_where_the_provider_computes_halves(
     path, data = write_net(tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
     recipe = Recipe(targets=("qnn",), precision=precision)
     (summary,) = build(path, data, tmp_path / "out", recipe, verify=False).bundles
-    assert summary.path is not None
     assert summary.precision == precision
     assert not any("stay in float32" in note for note in summary.notes)
     (warning,) = (note for note in summary.notes if "which qnn computes in fp16" in note)
     assert warning.startswith(
         "'s' stays float, which qnn computes in fp16 (from 6e-8 to 65504): 100.0% of its values, up"
     )
-    nodes = onnx.load(summary.path / "model.onnx").graph.node
+    nodes = onnx.load(present(summary.path) / "model.onnx").graph.node
     assert sum(node.op_type == "Cast" for node in nodes) == (2 if precision == "fp16" else 0)
 
 
@@ -120,8 +118,7 @@ def test_a_model_of_qlinear_operators_is_written_as_its_target_takes_it(tmp_path
     text = LINEAR.replace("WEIGHTS", ",".join(str(7 * at % 19 - 9) for at in range(16)))
     path, data = parse_model(text, tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
     (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
-    assert summary.path is not None
-    assert op in {node.op_type for node in onnx.load(summary.path / "model.onnx").graph.node}
+    assert op in {node.op_type for node in onnx.load(present(summary.path) / "model.onnx").graph.node}
     told = [note for note in summary.notes if note.startswith("rewritten for it: split-qlinear (1 node)")]
     assert bool(told) == (target == "xnnpack")
     assert bool(told) == (built_share(path, target) is not None)

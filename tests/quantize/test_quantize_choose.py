@@ -1,4 +1,3 @@
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -464,12 +463,6 @@ def test_without_time_nothing_is_tried(net: Model, measured: Calibration) -> Non
     plan = _plan(net, measured, budget)
     assert (plan.method, plan.rounding, plan.judged) == ("minmax", "bias", ())
     assert budget.left_out == ["range methods and roundings"]
-
-
-def test_with_all_the_time_nothing_is_left_out(net: Model, measured: Calibration) -> None:
-    budget = Budget()
-    assert _plan(net, measured, budget) == _plan(net, measured, Budget(end=math.inf))
-    assert budget.left_out == []
 
 
 def test_each_further_look_at_the_clock_brings_more_or_the_same(

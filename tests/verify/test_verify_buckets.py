@@ -251,8 +251,7 @@ def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
         tmp_path / "net.onnx", Data(source=data, evaluation=data, golden=first.parent), tmp_path / "again", recipe,
         verify=False,
     ).bundles[0].path  # fmt: skip
-    assert again is not None
-    assert (again / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
+    assert (present(again) / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
 
 
 def held(device: str, *numbers: float, indices: Sequence[int] = (0, 1), shift: float = 0.0) -> KeptOutputs:

@@ -185,8 +185,7 @@ def test_an_input_that_is_another_is_named_and_no_layer_blamed(
     ):
         found = find_device_layer(Fed(change=change), job, tmp_path / str(place))
         assert (found.layer, found.runs) == ("x", 3)
-        assert found.bad is not None
-        assert words in found.bad.explained
+        assert words in present(found.bad).explained
 
 
 def test_a_usual_mistake_in_inputs_that_a_device_does_not_show_is_named_too(tmp_path: Path) -> None:
