@@ -44,12 +44,6 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 
-def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: Calibration) -> None:
-    plan = plan_quantization(net, many, load_target("nnapi"), "int8")
-    scores = {(entry.method, entry.rounding): entry.sqnr_db for entry in plan.judged}
-    assert scores[plan.method, plan.rounding] == max(scores.values()) >= scores["minmax", "nearest"]
-
-
 def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(
     net: Model, many: Calibration, tmp_path: Path
 ) -> None:

@@ -200,25 +200,27 @@ def list_tests(module: str) -> list[str]:
 
 
 class Watch:
-    """A plugin of pytest that writes the lines of a module that each test runs, by the test's name.
+    """A plugin of pytest that writes the places, as in `verify/history.py:213`, that each test runs.
 
     Those that a fixture runs, which may be set up once for many tests, count for each test that reads the fixture.
     """
 
-    def __init__(self, source: Path, notes: Path) -> None:
-        self.source, self.notes, self.seen = str(source), notes, set[int]()
-        self.fixtures, self.tests = dict[str, set[int]](), dict[str, set[int]]()
+    def __init__(self, root: Path) -> None:
+        self.modules = {str(root / "edgekit" / module): module for module in TESTS}
+        self.notes, self.seen = root / "places.json", set[str]()
+        self.fixtures, self.tests = dict[str, set[str]](), dict[str, set[str]]()
 
     def trace(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        """Notes a line of the module."""
-        if frame.f_code.co_filename != self.source:
+        """Notes a line of one of the modules."""
+        module = self.modules.get(frame.f_code.co_filename)
+        if module is None:
             return None
-        self.seen.add(frame.f_lineno)
+        self.seen.add(f"{module}:{frame.f_lineno}")
         return self.trace
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        """Notes the lines of one fixture."""
+        """Notes the places of one fixture."""
         outer, self.seen = self.seen, self.fixtures.setdefault(fixturedef.argname, set())
         try:
             return (yield)
@@ -228,7 +230,7 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, object, object]:
-        """Notes the lines of one test."""
+        """Notes the places of one test."""
         self.seen = set()
         sys.settrace(self.trace)
         try:
@@ -253,7 +255,7 @@ class Select(msgspec.Struct):
         items[:] = [item for item in items if item.nodeid in self.names] or items
 
 
-def _run_tests(root: Path, names: Sequence[str], plugin: Watch | Select) -> None:
+def _run_tests(root: Path, files: Sequence[str], plugin: Watch | Select) -> None:
     """Runs tests in a child of its own session."""
     os.setsid()
     os.chdir(root)
@@ -262,21 +264,25 @@ def _run_tests(root: Path, names: Sequence[str], plugin: Watch | Select) -> None
     os.environ["PYTHONPATH"] = str(root)
     sys.dont_write_bytecode = isinstance(plugin, Select)
     argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={root / 'work'}"]
-    os._exit(pytest.main([*argv, *names], plugins=[plugin]))
+    os._exit(pytest.main([*argv, *files], plugins=[plugin]))
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """How long the tests of a file take with the right code, infinity if one fails, and what places each runs."""
+
+    seconds: float
+    tests: dict[str, set[str]]
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A copy of the tree in which the tests of a module run, their time with the right code, and the lines of each."""
+    """A copy of the tree in which tests run, and the files of tests that were measured."""
 
     root: Path
-    seconds: dict[str, float]
-    lines: dict[str, dict[str, set[int]]]
+    measured: dict[str, Measured]
 
-    def run(self, module: str, limit_s: float, plugin: Watch | Select) -> Outcome:
-        """Runs the tests of a module until the first failure, or until a time limit."""
-        names = {name.split("::")[0] for name in plugin.names} if isinstance(plugin, Select) else ()
-        args = (self.root, [name for name in list_tests(module) if name in names] or list_tests(module), plugin)
-        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=args)
+    def run(self, files: Sequence[str], limit_s: float, plugin: Watch | Select) -> Outcome:
+        """Runs tests until the first failure, or until a time limit."""
+        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, files, plugin))
         child.start()
         child.join(limit_s)
         if child.exitcode is None:
@@ -285,27 +291,35 @@ class Bench(msgspec.Struct, frozen=True):
             return "hung"
         # Once the right code was measured, such a code tells of a mutant that cannot be imported.
         missing = {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED}
-        if child.exitcode in missing and module not in self.seconds:
-            sys.exit(f"these are no tests: {' '.join(list_tests(module))}")
+        if child.exitcode in missing and isinstance(plugin, Watch):
+            sys.exit(f"these are no tests: {' '.join(files)}")
         return "killed" if child.exitcode else "survived"
 
-    def measure(self, module: str) -> None:
-        """Runs the tests of a module with the right code; their time sets the limit for its mutants."""
-        start, notes = time.monotonic(), self.root / "lines.json"
-        passed = self.run(module, 600.0, Watch(self.root / "edgekit" / module, notes)) == "survived"
-        self.seconds[module] = time.monotonic() - start if passed else math.inf
-        self.lines[module] = msgspec.json.decode(notes.read_bytes(), type=dict[str, set[int]])
-        if not passed:
-            print(f"left out, as its tests fail as they are: {module}", flush=True)
+    def measure(self, file: str) -> Measured:
+        """Runs a file of tests with the right code, once; its time sets the limit for mutants."""
+        if file not in self.measured:
+            start, watch = time.monotonic(), Watch(self.root)
+            passed = self.run([file], 600.0, watch) == "survived"
+            seconds = time.monotonic() - start if passed else math.inf
+            tests = msgspec.json.decode(watch.notes.read_bytes(), type=dict[str, set[str]]) if passed else {}
+            self.measured[file] = Measured(seconds, tests)
+            if not passed:
+                print(f"its modules are left out, as it fails as it is: {file}", flush=True)
+        return self.measured[file]
 
-    def judge(self, mutation: Mutation) -> Outcome:
-        """Returns whether a test notices a change."""
-        path = self.root / "edgekit" / mutation.module
+    def judge(self, mutation: Mutation) -> Outcome | None:
+        """Returns whether a test notices a change, None if tests fail without it."""
+        files = {file: self.measure(file) for file in list_tests(mutation.module)}
+        seconds = sum(each.seconds for each in files.values())
+        if seconds == math.inf:
+            return None
+        place, path = f"{mutation.module}:{mutation.line}", self.root / "edgekit" / mutation.module
         source, before = path.read_bytes(), path.stat()
-        names = {name for name, lines in self.lines[mutation.module].items() if mutation.line in lines}
+        found = {file: {test for test, seen in each.tests.items() if place in seen} for file, each in files.items()}
         path.write_bytes(mutation.apply(source))
         try:
-            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module], Select(names))
+            wanted = [file for file, tests in found.items() if tests] or [*files]
+            return self.run(wanted, 10.0 + SLOWEST * seconds, Select(set().union(*found.values())))
         finally:
             path.write_bytes(source)
             # Bytecode is taken for that of a source of the same second and size.
@@ -331,15 +345,13 @@ def try_all(bench: Bench, drawn: dict[str, list[Mutation]], budget_s: float) -> 
     """Yields each change and its result, taking the modules in turn, until the time is over."""
     end = time.monotonic() + budget_s
     for turn in range(max(map(len, drawn.values()), default=0)):
-        for module, mutations in drawn.items():
+        for mutations in drawn.values():
             if turn >= len(mutations):
                 continue
             if time.monotonic() > end:
                 return
-            if module not in bench.seconds:
-                bench.measure(module)
-            if bench.seconds[module] < math.inf:
-                yield mutations[turn], bench.judge(mutations[turn])
+            if (outcome := bench.judge(mutations[turn])) is not None:
+                yield mutations[turn], outcome
 
 
 def show(tried: Sequence[tuple[Mutation, Outcome]]) -> float:
@@ -367,7 +379,7 @@ def main() -> None:
         for name in NEEDED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
-        bench, tried = Bench(Path(folder), {}, {}), []
+        bench, tried = Bench(Path(folder), {}), []
         for mutation, outcome in try_all(bench, drawn, options.budget):
             tried.append((mutation, outcome))
             if outcome != "killed":
@@ -376,7 +388,8 @@ def main() -> None:
         sys.exit(f"nothing to change in {' '.join(options.modules) or 'no time'}")
     killed = show(tried)
     print(f"killed {killed:.1%} of {len(tried)} drawn by seed {options.seed}, at least {LEAST_KILLED:.0%} wanted")
-    sys.exit(killed < LEAST_KILLED or math.inf in bench.seconds.values())
+    fails = any(each.seconds == math.inf for each in bench.measured.values())
+    sys.exit(killed < LEAST_KILLED or fails)
 
 
 if __name__ == "__main__":
