@@ -422,7 +422,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     ratio = math.inf
     every, singles = tuple(sizes), tuple((name,) for name in list(sizes)[:_MOST_TRIED])
     for bits in _BITS:
-        for names in (every, *singles) if len(sizes) > 1 else (every,):
+        for names in dict.fromkeys((every, *singles)):
             trial = chosen.copy()
             for name in names:
                 trial[name] = bits
