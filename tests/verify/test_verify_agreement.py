@@ -384,4 +384,4 @@ def test_agreement_of_detections_is_the_gate(
     )  # fmt: skip
     said = list(doubt_output(report, limits))
     assert (len(judge_output(report, limits)), len(said)) == (fails, doubts)
-    assert all("with 8 samples it could be 0.8, below 0.9" in line for line in said)
+    assert all("with 8 samples" in line for line in said)
