@@ -263,16 +263,17 @@ def test_a_file_that_is_no_file_or_too_large_or_no_text_is_an_error(tmp_path: Pa
         read_devices(tmp_path / "b.toml")
 
 
-@pytest.mark.parametrize(("device", "reason"), [("hots", "did you mean 'host'"), ("qnn-htp-sim", "runs QNN")])
-def test_a_listed_device_must_exist_and_fit(tmp_path: Path, device: str, reason: str) -> None:
-    file = write(tmp_path, f'[[device]]\nname = "a"\ndevice = "{device}"')
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ('device = "hots"', "did you mean 'host'"),
+        ('device = "qnn-htp-sim"', "runs QNN"),
+        ('device = "host"\nrunner = "r"', "'runner' of device 'a' means nothing for 'host'"),
+    ],
+)
+def test_a_listed_device_must_exist_and_fit(tmp_path: Path, keys: str, reason: str) -> None:
+    file = write(tmp_path, f'[[device]]\nname = "a"\n{keys}')
     with pytest.raises(UsageError, match=reason):
-        choose_devices(DeviceChoice(file=file), target_for, default=())
-
-
-def test_a_key_that_does_not_apply_to_a_device_is_an_error(tmp_path: Path) -> None:
-    file = write(tmp_path, '[[device]]\nname = "a"\ndevice = "host"\nrunner = "r"')
-    with pytest.raises(UsageError, match="'runner' of device 'a' means nothing for 'host'"):
         choose_devices(DeviceChoice(file=file), target_for, default=())
 
 
