@@ -63,13 +63,13 @@ def peak_memory() -> float:
 
 
 def add_since(start: tuple[float, float], spent: list[float]) -> None:
-    """Adds to `spent` one sample, and the wall and CPU seconds since `start`."""
-    for place, (begin, end) in enumerate(zip((0.0, *start), (1.0, *clock()), strict=True)):
+    """Adds to `spent` the wall and CPU seconds since `start`."""
+    for place, (begin, end) in enumerate(zip(start, clock(), strict=True)):
         spent[place] += end - begin
 
 
 def read_timed(samples: Samples, spent: list[float]) -> Iterator[Tensors]:
-    """Yields samples; adds to `spent` their number and the time to make them."""
+    """Yields samples; adds to `spent` the time to make them."""
     every, start = iter(samples), clock()
     for sample in every:
         add_since(start, spent)
@@ -77,42 +77,23 @@ def read_timed(samples: Samples, spent: list[float]) -> Iterator[Tensors]:
         start = clock()
 
 
-def infer(model: Model, samples: Iterator[Tensors], spent: list[float]) -> Iterator[Tensors]:
-    """Yields each sample after a plain run of it; adds to `spent` the number of samples, wall and CPU seconds."""
+def measure(path: str, method: str, count: int) -> dict[str, float]:
+    """Returns the ratios of one method on a prepared model; called in a process of its own."""
+    model = load_model(Path(path))
+    samples, plain, made, named = random_images(model, count), [0.0, 0.0], [0.0, 0.0], method != "auto"
+    given = msgspec.structs.replace(samples, read=lambda: read_timed(samples, made))
+    start = clock()
+    with tempfile.TemporaryDirectory() as work:
+        calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
+    seconds = [end - begin - other for begin, end, other in zip(start, clock(), made, strict=True)]
+    peak_mb = peak_memory()
     session = CpuSession(model.path, SessionSettings())
     for sample in samples:
         start = clock()
         session.run(sample)
-        add_since(start, spent)
-        yield sample
-
-
-def measure(path: str, method: str, count: int, *, interleaved: bool) -> dict[str, float]:
-    """Returns the ratios of one method on a prepared model; called in a process of its own."""
-    model = load_model(Path(path))
-    samples, spent, made, named = random_images(model, count), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], method != "auto"
-
-    def read() -> Iterator[Tensors]:
-        timed = read_timed(samples, made)
-        return infer(model, timed, spent) if interleaved else timed
-
-    given = msgspec.structs.replace(samples, read=read)
-    start = clock()
-    with tempfile.TemporaryDirectory() as work:
-        calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
-    others = [sum(each) for each in zip(made[1:], spent[1:], strict=True)]
-    seconds = [end - begin - other for begin, end, other in zip(start, clock(), others, strict=True)]
-    peak_mb = peak_memory()
-    if not interleaved:
-        for _ in infer(model, iter(samples), spent):
-            pass
-    runs, *plain = spent
-    return {
-        "wall_ratio": seconds[0] / (plain[0] * count / runs),
-        "cpu_ratio": seconds[1] / (plain[1] * count / runs),
-        "seconds": seconds[0],
-        "peak_mb": peak_mb,
-    }
+        add_since(start, plain)
+    wall_ratio, cpu_ratio = seconds[0] / plain[0], seconds[1] / plain[1]
+    return {"wall_ratio": wall_ratio, "cpu_ratio": cpu_ratio, "seconds": seconds[0], "peak_mb": peak_mb}
 
 
 def main() -> None:
@@ -121,11 +102,10 @@ def main() -> None:
     parser.add_argument("model", nargs="*", help="a model, then DIM=SIZE")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--method", action="append")
-    parser.add_argument("--interleaved", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.model[0], args.child, args.samples, interleaved=args.interleaved)))
+        print(json.dumps(measure(args.model[0], args.child, args.samples)))
         return
     for source, *dims in [tuple(args.model)] if args.model else MODELS:
         with tempfile.TemporaryDirectory() as work:
@@ -134,7 +114,6 @@ def main() -> None:
             print(f"{Path(source).stem}, {args.samples} samples, load {os.getloadavg()[0]:.1f}")
             for method in args.method or METHODS:
                 command = [sys.executable, __file__, str(prepared.path), "--child", method]
-                command += ["--interleaved"] * args.interleaved
                 done = subprocess.run(
                     [*command, "--samples", str(args.samples)], check=True, capture_output=True, text=True
                 )

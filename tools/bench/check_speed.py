@@ -5,11 +5,10 @@
 The limits: checking MobileNetV2 (of ../shared/zoo, or the demo's model) for every target takes 0.5 s after Python's
 imports, and a whole process for VGG-19 (light_vgg19 of the onnx package, whose weights are 575 MB once they are
 generated) takes 2 s and 400 MB. Seconds are CPU time, the least of N interleaved runs, because other work on the
-machine lengthens wall time. It prints a line for each model and a JSON line, and returns 1 if a limit is exceeded.
+machine lengthens wall time. It prints a line for each model, and returns 1 if a limit is exceeded.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -55,7 +54,6 @@ def main() -> int:
     for name, row in rows.items():
         figures = f"{row['cpu_s']:6.2f} s cpu {row['wall_s']:6.2f} s wall {row['peak_mb']:6.0f} MB"
         print(f"{name:32} {figures}  {row['verdict']}")
-    print(json.dumps(rows))
     return 1 if any(row["verdict"] == "over its limit" for row in rows.values()) else 0
 
 

@@ -1,6 +1,6 @@
 """Verifies honest runs of random networks, and counts how often one is accused of lying.
 
-    python tools/bench/false_alarms.py [--device host] [--networks 100] [--runs 10] [--seed 0] [--state FILE]
+    python tools/bench/false_alarms.py [--device host] [--networks 100] [--runs 10] [--seed 0] [--state DIR]
 
 Each network (perceptrons and convolutions; outputs are logits, probabilities, scores or images, of one value to 256) is
 built for a target and verified: first with its own golden samples, then with 2 to 64 others. `--device host` computes
@@ -8,10 +8,10 @@ in this process with ONNX Runtime at one of its optimization levels; `qnn-htp-si
 real devices, for their own targets. An accusation is a finding about a run, the statement that its output follows other
 samples, a doubt about its times or precision, or the statement that a file of the bundle was altered. A figure below a
 limit is no accusation, and a run that the device refuses does not count. At most one run in 1,000 may be accused.
-`--state` stores the results, so that the next call continues from there.
 """
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
@@ -24,6 +24,7 @@ import numpy as np
 import onnx
 from fault_subjects import listed
 from net import Net
+from row_state import resume_rows
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle, read_target
@@ -130,8 +131,6 @@ def draw_samples(rng: np.random.Generator, shape: tuple[int, ...], count: int) -
 class Count(msgspec.Struct, frozen=True, kw_only=True):
     """The results of the runs of one network on one device: `told` are the accusations, one tuple for each run."""
 
-    device: str
-    seed: int
     runs: int
     refused: int
     told: tuple[tuple[str, ...], ...]
@@ -171,8 +170,8 @@ def list_accusations(report: VerifyReport) -> Iterator[str]:
         yield from (note for note in run.notes if any(doubt in note for doubt in _DOUBTS))
 
 
-def count_network(name: str, seed: int, runs: int) -> Count:
-    """Returns how many runs of one network are accused; runs that the device refused are not counted."""
+def count_network(name: str, seed: int, runs: int) -> Iterator[Count]:
+    """Yields how many runs of one network are accused; runs that the device refused are not counted."""
     done, refused, told = 0, 0, list[tuple[str, ...]]()
     with tempfile.TemporaryDirectory() as work:
         for report in verify_network(np.random.default_rng(seed), name, runs, Path(work)):
@@ -181,14 +180,7 @@ def count_network(name: str, seed: int, runs: int) -> Count:
             found = tuple(list_accusations(report))
             if found:
                 told.append(found)
-    return Count(device=name, seed=seed, runs=done, refused=refused, told=tuple(told))
-
-
-def read_state(path: Path | None) -> dict[tuple[str, int], Count]:
-    """Returns the stored counts, by device and seed."""
-    lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
-    counts = [msgspec.json.decode(line, type=Count) for line in lines]
-    return {(count.device, count.seed): count for count in counts}
+    yield Count(runs=done, refused=refused, told=tuple(told))
 
 
 def main() -> int:
@@ -199,20 +191,14 @@ def main() -> int:
     parser.add_argument("--device", choices=sorted(_TARGETS), default="host")
     parser.add_argument("--state", type=Path)
     args = parser.parse_args()
-    known = read_state(args.state)
+    counts: list[Count] = []
     for seed in range(args.seed, args.seed + args.networks):
-        if (args.device, seed) in known:
-            continue
-        known[args.device, seed] = count = count_network(args.device, seed, args.runs)
-        for words in count.told:
-            print(f"network {seed} on {args.device}: {' / '.join(words)}", flush=True)
-        if args.state is not None:
-            with args.state.open("ab") as file:
-                file.write(msgspec.json.encode(count) + b"\n")
-    for device in dict.fromkeys(device for device, _ in known):
-        mine = [count for (name, _), count in known.items() if name == device]
-        show(device, mine)
-    return 0 if show("all", list(known.values())) else 1
+        make = functools.partial(count_network, args.device, seed, args.runs)
+        for count in resume_rows(args.state, f"false_alarms {args.device} {seed} {args.runs}", Count, make):
+            counts.append(count)
+            for words in count.told:
+                print(f"network {seed} on {args.device}: {' / '.join(words)}", flush=True)
+    return 0 if show(args.device, counts) else 1
 
 
 def show(name: str, counts: Sequence[Count]) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from held_out_models import MODELS, draw_inputs
 from layer_faults import Fault, list_layers, list_subjects
-from zoo_tasks import as_samples, read_inputs
+from zoo_tasks import ZOO, as_samples, read_inputs
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
@@ -40,13 +40,13 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     forms: tuple[str, ...] = ("int8", "fp16", "fp32")
 
 
-def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
+def open_zoo(name: str, work: Path) -> Subject:
     """Returns a model of the zoo; open dimensions get the sizes of the first sample."""
-    source = load_model(zoo / "models" / f"{name}.onnx")
+    source = load_model(ZOO / "models" / f"{name}.onnx")
     if name in _UNPREPARED:
-        learn, judge = (as_samples(read_inputs(zoo, name)[0], source, start) for start in (0, 1))
+        learn, judge = (as_samples(read_inputs(name), source, start) for start in (0, 1))
         return Subject(name=name, prepared=source, learn=learn, judge=judge, forms=("fp32",))
-    inputs = {} if name in _DRAWN else read_inputs(zoo, name)[0]
+    inputs = {} if name in _DRAWN else read_inputs(name)
     shapes = {item.name: _DRAWN[name] if name in _DRAWN else inputs[item.name][0].shape for item in source.inputs}
     dims: dict[str, int] = {}
     for spec in source.inputs:

@@ -1,4 +1,4 @@
-"""Measures peak memory relative to a model's size: `peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
+"""Measures peak memory relative to a model's size: `peak_memory.py [90] [400] [1600] [3000]`.
 
 With `--residual` each pair of layers is added to the input of a LayerNormalization before it, as in transformers, so
 that a signal reaches the end; the bundle is verified too.
@@ -10,17 +10,14 @@ that a signal reaches the end; the bundle is verified too.
 A model is a chain of hidden layers of so many MB; above 2 GB its weights are in a file beside it. Each command is a
 process of its own. Its CPU seconds and its peak memory (`ru_maxrss`) are printed. The peak may be 1.2 times the model's
 size for `prepare` and `check`, and twice its size for commands that quantize, plus 200 MB for the interpreter and its
-libraries. With `--limit GB` no command may have more private memory than that (`RLIMIT_DATA`, which counts written
-memory and not mapped files).
+libraries.
 """
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,12 +141,11 @@ def list_commands(model: Path) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, int, str]:
+def measure(arguments: list[str]) -> tuple[int, float, int, str]:
     """Returns a command's exit code, CPU seconds, peak memory in bytes, and last line."""
-    limit = limit_bytes and partial(resource.setrlimit, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     with tempfile.TemporaryFile("w+") as shown:
         argv = [sys.executable, "-m", "edgekit", *arguments]
-        child = subprocess.Popen(argv, stdout=shown, stderr=subprocess.STDOUT, preexec_fn=limit or None)  # noqa: PLW1509
+        child = subprocess.Popen(argv, stdout=shown, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         shown.seek(0)
@@ -157,7 +153,7 @@ def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, 
     return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, lines[-1] if lines else ""
 
 
-def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Namespace) -> bool:
+def measure_model(size_mb: int, options: argparse.Namespace) -> bool:
     """Prints a line for each command on one model; returns True if all stay below their limits."""
     within = True
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
@@ -169,23 +165,23 @@ def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Names
         for name, arguments in list_commands(model).items():
             if (options.only and name not in options.only) or (name == "verify" and not options.residual):
                 continue
-            within &= show(name, arguments, size, limit_bytes)
+            within &= show(name, arguments, size)
     return within
 
 
-def measure_plain(form: str, what: str, samples: int, limit_bytes: int | None) -> bool:
+def measure_plain(form: str, what: str, samples: int) -> bool:
     """Prints a line for plain `quantize` of a table or an architecture; returns True if it stays below its limit."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
         subprocess.run([sys.executable, __file__, form, str(model), what, str(samples)], check=True)
         size = sum(path.stat().st_size for path in Path(folder).glob("model.onnx*"))
         given = ["quantize", str(model), "--target", "cpu", "--data", data, "--out", f"{folder}/int8.onnx", "-q"]
-        return show("quantize", given, size, limit_bytes)
+        return show("quantize", given, size)
 
 
-def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) -> bool:
+def show(name: str, arguments: list[str], size: int) -> bool:
     """Measures a command and prints a line; returns True if it stays below its limit."""
-    code, seconds, peak, line = measure(arguments, limit_bytes)
+    code, seconds, peak, line = measure(arguments)
     fits = code == 0 and peak <= SHARES[name] * size + SPARE_BYTES
     share = (peak - SPARE_BYTES) / size
     print(f"{size / 1e6:6.0f} MB  {name:8} exit {code}  {seconds:6.1f} CPU-s  {peak / 1e6:6.0f} MB", end="  ")
@@ -206,20 +202,18 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", type=int, nargs="*", default=SIZES_MB)
-    parser.add_argument("--limit", type=float, help="GB of private memory that a command may have")
     parser.add_argument("--only", action="append", default=[], choices=sorted(SHARES))
     parser.add_argument("--net", action="append", default=[], choices=sorted(ARCHITECTURES))
     parser.add_argument("--table", action="store_true", help="plain `quantize` of a table of words")
     parser.add_argument("--residual", action="store_true", help="a chain that adds, and verify")
     parser.add_argument("--samples", type=int, default=32, help="that calibrate and verify")
     options = parser.parse_args()
-    limit = None if options.limit is None else int(options.limit * 1e9)
     # All are measured, even after one that exceeds its limit.
-    within = [measure_plain("--make-net", name, options.samples, limit) for name in options.net]
+    within = [measure_plain("--make-net", name, options.samples) for name in options.net]
     if options.table:
-        within = [measure_plain("--make-table", str(size), options.samples, limit) for size in options.sizes]
+        within = [measure_plain("--make-table", str(size), options.samples) for size in options.sizes]
     elif not options.net:
-        within = [measure_model(size, limit, options) for size in options.sizes]
+        within = [measure_model(size, options) for size in options.sizes]
     return 0 if all(within) else 1
 
 

@@ -1,6 +1,6 @@
 """Compares the drop that is estimated without labels with the true one, over models, targets and bad plans.
 
-    python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--state DIR]
+    python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--state DIR]
 
 Each labelled classifier of ../shared/zoo is quantized by plans that are good, bad and very bad: with ranges that are
 too wide (bits lost) or too narrow (values clipped), or one scale for all channels. `same` asks whether the interval
@@ -12,7 +12,6 @@ interval_coverage.py has enough labels to show whether intervals are too wide.
 """
 
 import functools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -174,8 +173,6 @@ def main() -> int:
     print(summarize(cases, "all"))
     print(summarize([case for case in cases if case.moved], "where an answer changed"))
     print(summarize(small, "true drop of at most 5 points"))
-    if args.json:
-        args.json.write_text(json.dumps([msgspec.to_builtins(case) for case in cases]))
     return int(float(np.mean([case.same for case in cases])) < 0.9) if cases else 2
 
 

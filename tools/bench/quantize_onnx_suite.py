@@ -1,10 +1,10 @@
 """Quantizes the node tests and light models of the onnx package, and counts tracebacks.
 
-    python tools/bench/quantize_onnx_suite.py [NAME] [--targets qnn,nnapi] [--every N]
+    python tools/bench/quantize_onnx_suite.py [NAME] [--targets qnn,nnapi]
 
 Each float model is quantized as by `edgekit quantize`, for the targets in turn, with twelve random samples. The result
 must be a quantized model that loads, or a refusal in one line; anything else is a traceback, and makes exit code 1.
-With a NAME only models whose name contains it are run; `--every N` takes every N-th.
+With a NAME only models whose name contains it are run.
 """
 
 import argparse
@@ -83,11 +83,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--targets", default="qnn,nnapi,xnnpack,cpu")
-    parser.add_argument("--every", type=int, default=1, metavar="N")
     args = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
     targets = cycle(args.targets.split(","))
-    chosen = [(name, place) for name, place in list_models() if args.name in name][:: args.every]
+    chosen = [(name, place) for name, place in list_models() if args.name in name]
     for (name, place), target in zip(chosen, targets, strict=False):
         for found in try_model(name, target, place):
             counts[found.result] += 1

@@ -1,6 +1,6 @@
 """Quantizes every labelled model of ../shared/zoo automatically, and compares it with ONNX Runtime's settings.
 
-    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,nnapi:api_level=28] [--json FILE] [--no-ort]
+    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,nnapi:api_level=28] [--no-ort]
         [--state DIR]
 
 No sample is used both to score a model and to calibrate it. `edgekit` is the automatic mode, `--max-drop 0.5`, without
@@ -290,8 +290,6 @@ def main() -> int:
         for row in resume_rows(args.state, key, Row, functools.partial(_in_child, name, target, args)):
             rows.append(row)
             print(describe(row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([msgspec.to_builtins(row) for row in rows], indent=1))
     return int(not all(row.keeps and row.leads for row in rows))
 
 

@@ -25,7 +25,6 @@ def list_options(title: str | None, models: Collection[str], targets: Collection
     parser = argparse.ArgumentParser(description=title, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(models))
     parser.add_argument("--targets", default=",".join(targets))
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
     return parser
 

@@ -1,7 +1,7 @@
 """Corrupts one layer of a deployed model, and asks whether `verify` notices and names the layer.
 
     python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--forms int8,fp16,fp32] [--kinds all|promised]
-                                        [--state FILE] [--zoo ../shared/zoo]
+                                        [--state DIR]
 
 For each model, each kind of fault and some layers there are three questions. Does `compare_layers`, which explains and
 decides nothing, name the layer? Do the target's limits say no if 15 % of the first classes change, which is more than
@@ -9,15 +9,16 @@ any limit allows? On a device that returns only outputs, does bisection name the
 clean model must pass. A fault that changes no output by more than -60 dB and is not named does not count, because
 nobody could notice it.
 
-With `--state` results are stored, model by model and form by form, and not computed again; the table at the end is that
-of the whole file. Bisection is tried for the promised kinds of fault in integers.
+Bisection is tried for the promised kinds of fault in integers.
 """
 
 import argparse
+import functools
 import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,8 @@ from fault_subjects import (
 from held_out_models import MODELS
 from layer_faults import FAULTS, HELD_OUT, Fault, find_weight
 from other_faults import OTHERS
+from row_state import resume_rows
+from zoo_tasks import TASKS
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
@@ -55,11 +58,6 @@ from edgekit.verify.layers.on_device import locate_on_device
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import doubt_output, judge_output
 
-DEFAULT = (
-    "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",
-    "mobilenetv2_1.0_224_fp32", "ultraface_rfb320", "fastestdet", "magika_v3_3", "silero_vad_micro_transformer",
-    "ppocr_cls_mbv3", "mnist8_cntk", "silero_vad",
-)  # fmt: skip
 KINDS: Mapping[str, Mapping[str, Fault]] = {"promised": FAULTS, "all": {**FAULTS, **HELD_OUT, **OTHERS}}
 _LEAST = {"layer": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
 _UNNOTICEABLE_DB = 60.0
@@ -72,10 +70,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     right: bool
     words: str
-
-
-State = dict[str, list[Answer]]
-"""The answers by model and form."""
 
 
 class Miscomputing(Device, frozen=True, kw_only=True):
@@ -136,9 +130,16 @@ def names_layer(found: str | None, fault: Seeded, proto: onnx.ModelProto) -> boo
     return is_shared or found.removesuffix(".seeded") == fault.layer
 
 
-def measure_model(
-    subject: Subject, form: str, faults: Mapping[str, Fault], layers: int, work: Path
-) -> Iterator[Answer]:
+def measure_model(name: str, form: str, kinds: str, layers: int) -> Iterator[Answer]:
+    """Yields the answers about a model in a form, if it has this form."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        subject = open_held_out(name, work) if name in MODELS else open_zoo(name, work)
+        if form in subject.forms:
+            yield from measure_form(subject, form, KINDS[kinds], layers, work)
+
+
+def measure_form(subject: Subject, form: str, faults: Mapping[str, Fault], layers: int, work: Path) -> Iterator[Answer]:
     """Yields the answers about a model in a form."""
     clean, target = deploy(subject, form, work)
     few = select_samples(subject.judge, spread_indices(subject.judge.count, 4))
@@ -200,8 +201,8 @@ def print_table(title: str, rows: Mapping[str, Sequence[Answer]]) -> None:
         print(f"{key:<{width}}  " + "  ".join(f"{text:>9}" for text in texts))
 
 
-def print_state(state: State) -> int:
-    """Prints the table of all answers and the wrong ones; returns 1 if a share is below the promise."""
+def print_all(state: Mapping[str, Sequence[Answer]]) -> int:
+    """Prints all answers by model and form, and the wrong ones; returns 1 if a share is below the promise."""
     every = [answer for answers in state.values() for answer in answers]
     print_table("model and form", state)
     kinds = dict.fromkeys(answer.kind for answer in every)
@@ -221,35 +222,23 @@ def print_state(state: State) -> int:
 def main() -> int:
     """Prints the shares and the wrong answers; returns 1 if a share is below what the project promises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=(*DEFAULT, *MODELS))
+    parser.add_argument("models", nargs="*", default=(*TASKS, "ultraface_rfb320", *MODELS))
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--forms", default="int8,fp16,fp32")
     parser.add_argument("--kinds", choices=KINDS, default="all")
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--zoo", type=Path, default=Path("../shared/zoo"))
     options = parser.parse_args()
-    state: State = {}
-    if options.state is not None and options.state.exists():
-        state = msgspec.json.decode(options.state.read_bytes(), type=State)
-    for name, form in ((name, form) for name in options.models for form in options.forms.split(",")):
-        if f"{name} {form}" in state:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            work = Path(folder)
-            subject = open_held_out(name, work) if name in MODELS else open_zoo(name, options.zoo, work)
-            if form not in subject.forms:
-                continue
-            found = list(measure_model(subject, form, KINDS[options.kinds], options.layers, work))
-        state[f"{name} {form}"] = found
-        print_table("", {f"{name} {form}": found})
-        print(
-            *(f"  wrong ({answer.question}) {answer.words}" for answer in found if not answer.right),
-            sep="\n",
-            flush=True,
-        )
-        if options.state is not None:
-            options.state.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
-    return print_state(state)
+    state: dict[str, list[Answer]] = {}
+    for name, form in product(options.models, options.forms.split(",")):
+        key = f"seeded_faults {name} {form} {options.kinds} {options.layers}"
+        make = functools.partial(measure_model, name, form, options.kinds, options.layers)
+        found = list(resume_rows(options.state, key, Answer, make))
+        if found:
+            state[f"{name} {form}"] = found
+            print_table("", {f"{name} {form}": found})
+            wrong = (f"  wrong ({answer.question}) {answer.words}" for answer in found if not answer.right)
+            print(*wrong, sep="\n", flush=True)
+    return print_all(state)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import atexit
 import csv
 import functools
 import gzip
-import importlib.util
+import importlib
 import shutil
 import sys
 import tempfile
@@ -81,10 +81,10 @@ def write_calibration(task: ZooTask, path: Path) -> None:
     np.savez(path, **arrays)
 
 
-def read_inputs(zoo: Path, name: str) -> tuple[dict[str, Array], Array | None]:
-    """Returns the arrays of any zoo model, sample i at index i, and the labels if there are any."""
-    inputs, labels = _inputs_of(zoo).MODELS[name]()
-    return inputs, labels
+def read_inputs(name: str) -> dict[str, Array]:
+    """Returns the arrays of any zoo model, sample i at index i."""
+    inputs: dict[str, Array] = _load_inputs().MODELS[name]()[0]
+    return inputs
 
 
 def as_samples(inputs: dict[str, Array], model: Model, start: int) -> Samples:
@@ -102,18 +102,16 @@ def as_samples(inputs: dict[str, Array], model: Model, start: int) -> Samples:
     return Samples(source="zoo", count=len(indices), read=read)
 
 
-def _inputs_of(zoo: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("zoo_inputs", zoo / "inputs.py")
-    if spec is None or spec.loader is None:
-        sys.exit(f"there is no {zoo / 'inputs.py'}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@functools.cache
+def _load_inputs() -> Any:
+    require_zoo()
+    sys.path.append(str(ZOO))
+    return importlib.import_module("inputs")
 
 
 def _classes(name: str, *, dims: Mapping[str, int] | None = None) -> ZooTask:
     """Returns a classifier with every second sample for calibration and the others for scoring."""
-    inputs, labels = _inputs_of(ZOO).MODELS[name]()
+    inputs, labels = _load_inputs().MODELS[name]()
     count = len(labels)
     inputs = {key: value.astype(np.float32) if value.dtype.kind == "f" else value for key, value in inputs.items()}
     return ZooTask(
@@ -191,7 +189,7 @@ def _labelled_photos() -> list[Path]:
 
 
 def _vww(name: str) -> ZooTask:
-    zoo = _inputs_of(ZOO)
+    zoo = _load_inputs()
     images = zoo.vww()[0]["input_1"].astype(np.float32)
     files = [path.stem for path in sorted((ZOO / "data" / "coco_train48").glob("*.jpg"))]
     stems = {path.stem: boxes for path, boxes in zip(_labelled_photos(), _coco_boxes(), strict=True)}
@@ -269,7 +267,7 @@ def _superres(name: str) -> ZooTask:
     small = truth.reshape(-1, 1, _SUPERRES_SIDE, 3, _SUPERRES_SIDE, 3).mean((3, 5), dtype=np.float32)
     return ZooTask(
         name=name,
-        calibration={"input": _inputs_of(ZOO).superres()[0]["input"][::2]},
+        calibration={"input": _load_inputs().superres()[0]["input"][::2]},
         scored={"input": small},
         labels=list(truth),
         limit=TaskLimit(name="psnr"),
@@ -277,7 +275,7 @@ def _superres(name: str) -> ZooTask:
 
 
 def _voice(name: str) -> ZooTask:
-    inputs = _inputs_of(ZOO).vad_transformer()[0]
+    inputs = _load_inputs().vad_transformer()[0]
     rows = list(csv.DictReader((ZOO / "data" / "speech_commands_120" / "labels.csv").open()))
     labels = tuple(int(row["word"] != "Silence") for row in rows)
     audio = inputs["input"]
