@@ -15,7 +15,7 @@ from edgekit.model.model import Model
 from edgekit.quantize._ort_model import GENERAL_OPS, QNN_EXCLUDED_OPS
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
-from edgekit.quantize.graph.float_graph import float_activations, known_bounds, range_source
+from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds, range_source
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import TensorRange
@@ -30,6 +30,7 @@ _FOLLOWERS = frozenset(
     }
 )  # fmt: skip
 
+_PRODUCTS = frozenset({"Gemm", "MatMul"})
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 # Floating-point types that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
@@ -256,14 +257,25 @@ def _wide_tensors(
 
 
 def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
-    """Returns the ranges of tensors in 16 bits: twice as wide as the samples show, unless the operator bounds them.
+    """Returns the ranges of tensors in 16 bits: twice as wide as the samples show, where that costs little.
 
     A value beyond the extremes of all samples is clipped. The bit that this headroom takes costs 6 dB of the 80 to 90
-    of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/measured.md, "What each mechanism gives").
+    of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/measured.md, "What each mechanism gives"). The
+    second factor of a product of two activations has none: QNN's HTP rounds it to 8 bits (targets/qnn/NOTES.md). Nor
+    has a tensor that its operator bounds.
     """
-    bounded = {name for name, maker in graph.producers.items() if None not in known_bounds(graph, maker)}
+    folded = folded_activations(graph)
+    factors = {range_source(graph, node.input[1]) for node in graph.nodes if node.op_type in _PRODUCTS}
+
+    def has_room(name: str) -> bool:
+        source = range_source(graph, name)
+        maker = graph.producers.get(folded.get(source, source))
+        # A Clip that is folded into the node before it is computed by the range alone.
+        is_bounded = maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
+        return source not in factors and not is_bounded
+
     return {
-        name: span if range_source(graph, name) in bounded else TensorRange(low=2 * span.low, high=2 * span.high)
+        name: TensorRange(low=2 * span.low, high=2 * span.high) if has_room(name) else span
         for name, span in seen.items()
     }
 

@@ -495,14 +495,17 @@ def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
 
 
 def test_values_beyond_all_samples_fit_into_16_bits_unless_the_operator_bounds_them(tmp_path: Path) -> None:
-    text = "g (float[1,8] x) => (float[1,6] y, float[1,6] p) { y = MatMul(x, w) p = Sigmoid(y) }"
+    text = """g (float[1,8] x) => (float[1,6] y, float[1,6] p, float[1,6] c, float[6,6] d)
+      <float zero = {0.0}, float six = {6.0}> { y = MatMul(x, w) p = Sigmoid(y) m = MatMul(x, w) c = Clip(m, zero, six)
+      k = MatMul(x, w) q = MatMul(x, w) t = Transpose(q) d = MatMul(t, k) }"""
     model, rng = make_model(text, tmp_path / "m.onnx", {"w": (8, 6)}), np.random.default_rng(0)
     drawn = [rng.uniform(-1, 1, (1, 8)).astype(np.float32) for _ in range(32)]
     calibration = calibrate_model(model, as_samples(drawn), work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
     seen = calibration.ranges["minmax"]
     assert plan.ranges == {
-        name: span if name == "p" else TensorRange(low=2 * span.low, high=2 * span.high) for name, span in seen.items()
+        name: span if name in "pmck" else TensorRange(low=2 * span.low, high=2 * span.high)
+        for name, span in seen.items()
     }
     # A sample twice as loud as the loudest one: with the range of minmax half of it would be clipped.
     loud = 2 * max(drawn, key=lambda row: float(np.abs(row).max()))
