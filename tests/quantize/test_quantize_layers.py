@@ -8,7 +8,7 @@ from quantize_models import make_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers
+from edgekit.quantize.graph.layers import Layer, locate_patches, read_layers
 
 CASES = {
     "plain": ("Conv<kernel_shape=[3,3]>", (6, 4, 3, 3), (1, 4, 9, 9)),
@@ -33,12 +33,6 @@ CASES = {
 }
 
 
-def gather(where: PatchIndices, value: Array) -> Array:
-    for axis, indices in where.gathers:
-        value = np.take(value, indices, axis=axis)
-    return where.patches(value)
-
-
 def layer_outputs(layer: Layer, patches: Array, weight: Array) -> Array:
     rows = patches.reshape(len(patches), layer.groups, layer.inputs)
     return np.asarray(np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)).reshape(len(patches), -1)
@@ -58,7 +52,7 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
     expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
     if layer.op in {"Conv", "ConvTranspose"}:
         expected = np.moveaxis(expected, 1, -1)
-    found = layer_outputs(layer, gather(where, value), weight)
+    found = layer_outputs(layer, where.cut(value), weight)
     assert np.allclose(found, expected.reshape(found.shape), atol=1e-5)
     assert np.array_equal(layer.from_matrix(layer.to_matrix(weight), weight.shape), weight)
 

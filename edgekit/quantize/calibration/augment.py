@@ -246,8 +246,11 @@ class _Builder:
                 by_key.setdefault(where.key(layer), []).append((layer, where))
         for (layer, where), *others in by_key.values():
             name = self._gather_open(layer.source, where.open_rows) if where.open_rows else layer.source
-            for axis, indices in where.gathers:
-                name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
+            for place, (axis, indices) in enumerate(where.gathers):
+                stored = self._constant(f"{layer.node}.edgekit.{place}", indices)
+                name = self._node("Gather", [name, stored], axis=axis)
+                if where.kernel and not place:
+                    name = self._node("Transpose", [name], perm=[0, *range(2, 2 + len(where.kernel)), 1])
             self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
             self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
             yield (layer, *(other for other, _ in others)), where

@@ -54,8 +54,9 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     """The positions of patches in a layer's input: the indices to gather along each axis, and their meaning.
 
     `gathers` holds (axis, indices). For a Conv there are `positions` x `kernel` indices of each spatial axis, and those
-    not `inside` [positions, kernel] fall into the padding. From a tensor whose number of rows varies between samples,
-    at most `open_rows` rows are gathered, spread over all.
+    not `inside` [positions, kernel] fall into the padding. After the first of these, channels become the last axis:
+    gathering along the last axis copies value by value. From a tensor whose number of rows varies between samples, at
+    most `open_rows` rows are gathered, spread over all.
     """
 
     gathers: tuple[tuple[int, Array], ...]
@@ -76,8 +77,9 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the patches, [patches, values], of a whole tensor."""
         if self.open_rows:
             value = np.take(value, sample_positions(value.shape[-2], self.open_rows), -2)
-        for axis, indices in self.gathers:
+        for place, (axis, indices) in enumerate(self.gathers):
             value = np.take(value, indices, axis)
+            value = np.moveaxis(value, 1, -1) if self.kernel and not place else value
         return self.patches(value)
 
     def patches(self, values: Array) -> Array:
@@ -86,14 +88,14 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
         if not rank:
             return values.reshape(-1, values.shape[-1])
         pairs = [size for pair in zip(self.positions, self.kernel, strict=True) for size in pair]
-        grid = values.reshape(*values.shape[:2], *pairs)
+        grid = values.reshape(len(values), *pairs, values.shape[-1])
         for axis, inside in enumerate(self.inside):
             if not inside.all():
                 shape = [1] * grid.ndim
-                shape[2 + 2 * axis : 4 + 2 * axis] = inside.shape
+                shape[1 + 2 * axis : 3 + 2 * axis] = inside.shape
                 grid = grid * inside.reshape(shape)
-        order = (0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
-        return grid.transpose(order).reshape(-1, values.shape[1] * math.prod(self.kernel))
+        order = (0, *range(1, 1 + 2 * rank, 2), 1 + 2 * rank, *range(2, 2 + 2 * rank, 2))
+        return grid.transpose(order).reshape(-1, values.shape[-1] * math.prod(self.kernel))
 
 
 def read_layers(graph: Graph) -> tuple[Layer, ...]:
@@ -129,7 +131,7 @@ def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | Non
         else:
             taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0
         inside.append((taps >= 0) & (taps < spatial[axis]) & (left == 0))
-        gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
+        gathers.append((axis + 1 if axis else 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
     counts = tuple(map(len, inside))
     return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))
 
