@@ -194,7 +194,7 @@ def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
 
 
 def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_once(
-    net: Model, many: Calibration
+    net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = read_float_graph(net)
     draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("cpu"), "int8"))
@@ -216,6 +216,12 @@ def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_on
     assert draft.use_unsigned().use_unsigned() == draft.use_unsigned()
     with pytest.raises(UsageError, match="no ranges of method 'mode'"):
         draft.choose("mode", "nearest")
+    # With more weights, the slow one is not tried once what is left of the cost of rounding is half a decibel.
+    monkeypatch.setattr("edgekit.quantize.mixed_precision.candidates._QUICK_WEIGHTS", 0)
+    for left, roundings in ((0.4, ["refit"]), (0.6, ["refit", "gptq"])):
+        bias = msgspec.structs.replace(every[2], sqnr_db=1.0)
+        costly = msgspec.structs.replace(quick, candidates=(bias,), unrounded_db=every[0].sqnr_db + left)
+        assert [each.rounding for each in learn_roundings(draft, costly, Memo())] == [*roundings, "bias"]
 
 
 @pytest.mark.parametrize(

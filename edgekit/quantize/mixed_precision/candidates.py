@@ -168,7 +168,8 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
 def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candidate, ...]:
     """Returns the candidates of a draft, best first, including roundings that learn from samples.
 
-    These are slow, so they are tried only if rounded weights cost something, or if the model is small.
+    These are slow, so they are tried only if rounded weights cost something, or if the model is small, and no longer
+    once what is left of that cost is not worth it.
 
     Raises:
         UsageError: the statistics are gone.
@@ -176,17 +177,24 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
     draft, best_db = draft.use_unsigned(), judged.candidates[0].sqnr_db
     weights = count_weights(draft.graph)
     # Roundings are tried with the best range method, though minmax may be the best candidate so far.
-    tried = [each for each in judged.candidates if each.method == judged.method]
-    reached_db = max((each.sqnr_db for each in tried), default=best_db)
-    if not weights or not (draft.plan.bits or needs_moments(reached_db, judged.unrounded_db, weights)):
+    reached = [each.sqnr_db for each in judged.candidates if each.method == judged.method] or [best_db]
+
+    def may_gain() -> bool:
+        return bool(draft.plan.bits) or needs_moments(max(reached), judged.unrounded_db, weights)
+
+    if not weights or not may_gain():
         return judged.candidates
     key = f"{digest_draft(draft)}.{judged.method}.learned"
     if key not in memo.judged:
         chosen = draft.choose(judged.method, "nearest")
-        learned = tuple(_judge_roundings(chosen, _FEW_BITS if chosen.plan.bits else _SLOW, memo.budget))
+        rounded = _judge_roundings(chosen, _FEW_BITS if chosen.plan.bits else _SLOW, memo.budget)
+        learned = list[Candidate]()
+        while may_gain() and (found := next(rounded, None)) is not None:
+            learned.append(found)
+            reached.append(found.sqnr_db)
         if memo.budget.left_out:
             return sort_candidates([*judged.candidates, *learned])
-        memo.judged[key] = msgspec.structs.replace(judged, candidates=learned)
+        memo.judged[key] = msgspec.structs.replace(judged, candidates=tuple(learned))
     return sort_candidates([*judged.candidates, *memo.judged[key].candidates])
 
 
