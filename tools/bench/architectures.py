@@ -3,7 +3,6 @@
 Random weights are scaled so that the magnitude of activations stays the same from layer to layer.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -81,19 +80,15 @@ def silu(net: Net, x: str) -> str:
     return net.add("Mul", [x, net.add("Sigmoid", [x])])
 
 
-def attention(
-    net: Net, x: str, sizes: tuple[int, int, int], mask: str = "", memory: tuple[str, int] | None = None
-) -> str:
-    """Adds attention over sizes: how many tokens, their width, and the heads; to itself, or to so many rows."""
+def attention(net: Net, x: str, sizes: tuple[int, int, int]) -> str:
+    """Adds attention over sizes: how many tokens, their width, and the heads."""
     tokens, width, heads = sizes
-    shapes = [net.constant(np.array([1, rows, heads, width // heads])) for rows in (tokens, memory[1] if memory else 0)]
-    sources = [(x, shapes[0]), *([(memory[0], shapes[1])] if memory else [(x, shapes[0])]) * 2]
-    parts = [net.add("Reshape", [net.linear(source, width, width), shape]) for source, shape in sources]
+    split = net.constant(np.array([1, tokens, heads, width // heads]))
+    parts = [net.add("Reshape", [net.linear(x, width, width), split]) for _ in range(3)]
     query, value = (net.add("Transpose", [part], perm=[0, 2, 1, 3]) for part in (parts[0], parts[2]))
     key = net.add("Transpose", [parts[1]], perm=[0, 2, 3, 1])
     scores = net.add("MatMul", [query, key])
     scores = net.add("Div", [scores, net.constant(np.float32(np.sqrt(width / heads)))])
-    scores = net.add("Add", [scores, mask]) if mask else scores
     mixed = net.add("MatMul", [net.add("Softmax", [scores], axis=-1), value])
     joined = net.add(
         "Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), net.constant(np.array([1, tokens, width]))]
@@ -101,11 +96,11 @@ def attention(
     return net.linear(joined, width, width)
 
 
-def transformer(net: Net, x: str, depth: int, sizes: tuple[int, int, int], mask: str = "") -> str:
+def transformer(net: Net, x: str, depth: int, sizes: tuple[int, int, int]) -> str:
     """Adds blocks of attention and a hidden layer of four times the width, each after a normalization."""
     width = sizes[1]
     for _ in range(depth):
-        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, mask)])
+        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes)])
         hidden = gelu(net, net.linear(layer_norm(net, x, width), width, 4 * width))
         x = net.add("Add", [x, net.linear(hidden, 4 * width, width)])
     return layer_norm(net, x, width)
@@ -157,80 +152,6 @@ def speech_encoder(depth: int = 4, width: int = 384, frames: int = 3000) -> Arch
     net.add("Identity", [x], "hidden")
     net.outputs["hidden"] = (frames // 2, width)
     return Architecture(net=net, draw=partial(draw_normal, net))
-
-
-def speech_decoder(
-    depth: int = 4, width: int = 384, words: int = 51865, *, tokens: int = 64, rows: int = 1500
-) -> Architecture:
-    """Returns the decoder of Whisper without a cache, for so many tokens; the head is tied to the table of words."""
-    net = Net(f"whisper_decoder{depth}x{width}", 17, width)
-    net.inputs |= {"ids": (tokens,), "hidden": (rows, width)}
-    table = net.constant(net.rng.normal(0, 1, (words, width)).astype(np.float32))
-    x = net.add("Add", [net.add("Gather", [table, "ids"]), net.constant(net.rng.normal(0, 0.3, (tokens, width)))])
-    mask = net.constant(np.triu(np.full((tokens, tokens), -1e4, np.float32), 1))
-    sizes = (tokens, width, width // 64)
-    for _ in range(depth):
-        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, mask)])
-        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, memory=("hidden", rows))])
-        hidden = gelu(net, net.linear(layer_norm(net, x, width), width, 4 * width))
-        x = net.add("Add", [x, net.linear(hidden, 4 * width, width)])
-    head = net.add("Transpose", [table], perm=[1, 0])
-    net.add("MatMul", [layer_norm(net, x, width), head], "logits")
-    net.outputs["logits"] = (tokens, words)
-
-    def draw(rng: np.random.Generator) -> dict[str, Array]:
-        return {
-            "ids": rng.integers(0, words, (1, tokens)),
-            "hidden": rng.standard_normal((1, rows, width), np.float32),
-        }
-
-    return Architecture(net=net, draw=draw)
-
-
-def language_model(
-    depth: int = 12, width: int = 768, words: int = 16_384, *, past: int = 64, steps: int = 16
-) -> Architecture:
-    """Returns a decoder that takes one token and a cache of `past` rows; the default has 98M parameters.
-
-    The output layer shares the weights of the embedding table. The newest row is the last, and the mask hides rows that
-    are not filled yet. Samples are the consecutive steps of sequences of `steps` steps.
-    """
-    net, size = Net(f"lm{depth}x{width}", 17, width), 64
-    heads = width // size
-    net.inputs |= {"ids": (1,), "positions": (1,), "mask": (past + 1,)}
-    table = net.constant(net.rng.normal(0, 1, (words, width)).astype(np.float32))
-    places = net.constant(net.rng.normal(0, 0.3, (past + 1, width)))
-    x = net.add("Add", [net.add("Gather", [table, "ids"]), net.add("Gather", [places, "positions"])])
-    away = net.add("Mul", [net.add("Sub", ["mask", net.constant(np.float32(1))]), net.constant(np.float32(1e4))])
-    bias = net.add("Unsqueeze", [away, net.constant(np.array([1, 2]))])
-    split, joined = net.constant(np.array([1, 1, heads, size])), net.constant(np.array([1, 1, width]))
-    scale = net.constant(np.float32(size**0.5))
-    for layer in range(depth):
-        normal = layer_norm(net, x, width)
-        rows = [net.add("Reshape", [net.linear(normal, width, width), split]) for _ in range(3)]
-        query, *new = (net.add("Transpose", [row], perm=[0, 2, 1, 3]) for row in rows)
-        cache: list[str] = []
-        for part, row in zip(("key", "value"), new, strict=True):
-            net.inputs[f"past.{layer}.{part}"] = (heads, past, size)
-            net.outputs[f"present.{layer}.{part}"] = (heads, past + 1, size)
-            cache.append(net.add("Concat", [f"past.{layer}.{part}", row], f"present.{layer}.{part}", axis=2))
-        turned = net.add("Transpose", [cache[0]], perm=[0, 1, 3, 2])
-        scores = net.add("Add", [net.add("Div", [net.add("MatMul", [query, turned]), scale]), bias])
-        mixed = net.add("MatMul", [net.add("Softmax", [scores], axis=-1), cache[1]])
-        mixed = net.add("Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), joined])
-        x = net.add("Add", [x, net.linear(mixed, width, width)])
-        hidden = gelu(net, net.linear(layer_norm(net, x, width), width, 4 * width))
-        x = net.add("Add", [x, net.linear(hidden, 4 * width, width)])
-    net.add("MatMul", [layer_norm(net, x, width), net.add("Transpose", [table], perm=[1, 0])], "logits")
-    net.outputs["logits"] = (1, words)
-    count = itertools.count()
-
-    def draw(rng: np.random.Generator) -> dict[str, Array]:
-        step = next(count) % steps
-        mask = (np.arange(past + 1) >= past - step).astype(np.float32)[None]
-        return {"ids": rng.integers(0, words, (1, 1)), "positions": np.array([[step]]), "mask": mask}
-
-    return Architecture(net=net, draw=draw)
 
 
 def detector(*, side: int = 640, width: int = 16, classes: int = 80) -> Architecture:
@@ -304,8 +225,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Architecture]] = {
     "vit-s": vision_transformer,
     "yolov8n": detector,
     "whisper-tiny": speech_encoder,
-    "whisper-tiny-decoder": speech_decoder,
-    "lm100m": language_model,
 }
 GROWING: tuple[int, ...] = (100, 200, 400, 800, 1600)
 """The numbers of nodes of convolutional networks for which the growth of the cost is measured."""

@@ -18,7 +18,6 @@ class Net:
         self.nodes: list[onnx.NodeProto] = []
         self.arrays: dict[str, Array] = {}
         self.inputs: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, int] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}
         self.rng = np.random.default_rng(seed)
 
@@ -36,27 +35,17 @@ class Net:
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=f"{name}.node", **attributes))
         return name
 
-    def conv(
-        self, x: str, sizes: tuple[int, int], kernel: int = 3, *, stride: int = 1, groups: int = 1,
-        dilation: int = 1, gain: float = 2.0, bias: bool = True,
-    ) -> str:  # fmt: skip
+    def conv(self, x: str, sizes: tuple[int, int], kernel: int = 3, *, stride: int = 1, gain: float = 2.0) -> str:
         """Adds a padded convolution from sizes[0] to sizes[1] channels."""
-        shape = (sizes[1], sizes[0] // groups, kernel, kernel)
-        spread = np.sqrt(gain / np.prod(shape[1:]))
-        name = f"w{len(self.arrays)}"
-        parameters = [self.constant(self.rng.normal(0, spread, shape), name)]
-        if bias:
-            parameters.append(self.constant(np.zeros(sizes[1]), f"{name}.bias"))
-        pads = [dilation * (kernel // 2)] * 4
-        return self.add(
-            "Conv", [x, *parameters], kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=pads, group=groups,
-            dilations=[dilation] * 2,
-        )  # fmt: skip
+        shape, name = (sizes[1], sizes[0], kernel, kernel), f"w{len(self.arrays)}"
+        weight = self.constant(self.rng.normal(0, np.sqrt(gain / np.prod(shape[1:])), shape), name)
+        bias, pads = self.constant(np.zeros(sizes[1]), f"{name}.bias"), [kernel // 2] * 4
+        return self.add("Conv", [x, weight, bias], kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=pads)
 
-    def linear(self, x: str, inputs: int, outputs: int, gain: float = 1.0) -> str:
+    def linear(self, x: str, inputs: int, outputs: int) -> str:
         """Adds MatMul and Add over the last axis."""
         name = f"w{len(self.arrays)}"
-        weight = self.constant(self.rng.normal(0, np.sqrt(gain / inputs), (inputs, outputs)), name)
+        weight = self.constant(self.rng.normal(0, np.sqrt(1 / inputs), (inputs, outputs)), name)
         bias = self.constant(np.zeros(outputs), f"{name}.bias")
         return self.add("Add", [self.add("MatMul", [x, weight]), bias])
 
@@ -66,7 +55,7 @@ class Net:
         axis = () if batch is None else (batch,)
         given, made = (
             [
-                helper.make_tensor_value_info(name, self.kinds.get(name, onnx.TensorProto.FLOAT), [*axis, *shape])
+                helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [*axis, *shape])
                 for name, shape in shapes.items()
             ]
             for shapes in (self.inputs, self.outputs)

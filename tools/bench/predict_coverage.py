@@ -7,8 +7,7 @@ too wide (bits lost) or too narrow (values clipped), or one scale for all channe
 from some samples contains the drop that labels show on the same samples; `other` takes the interval from the
 calibration samples, as the command does, and the drop from other samples. The interval is for the drop over all samples
 of the kind, and a few labels have a sampling error of their own: so estimate and truth may differ by the root of the
-sum of the squares of both half-widths. `bare` is `same` without the error of the labels. The goal is 90 %;
-interval_coverage.py has enough labels to show whether intervals are too wide.
+sum of the squares of both half-widths. The goal is 90 %.
 """
 
 import functools
@@ -37,7 +36,6 @@ from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.task_metrics import measure_drop
 
 CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
-_COUNTED = ("same", "other", "bare")
 SCALES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -51,12 +49,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: Prediction
     here: Prediction
     truth: Prediction
-
-    @property
-    def bare(self) -> bool:
-        """True if the interval contains the drop that labels show on its own samples."""
-        low, high = self.here.drop_interval or (0.0, 0.0)
-        return low - 1e-9 <= (self.truth.drop_estimate or 0.0) <= high + 1e-9
 
     @property
     def same(self) -> bool:
@@ -150,10 +142,10 @@ def summarize(cases: list[Case], name: str) -> str:
     # The mean absolute error of a normal distribution: sqrt(2 / pi) of its deviation.
     reaches = [np.ptp(case.truth.drop_interval or (0.0, 0.0)) / 2 for case in cases]
     doubt = 100 * float(np.mean(reaches)) / Z95 * (2 / np.pi) ** 0.5
-    same, other, bare = (100 * float(np.mean([getattr(case, key) for case in cases])) for key in _COUNTED)
+    same, other = (100 * float(np.mean([getattr(case, key) for case in cases])) for key in ("same", "other"))
     return (
         f"{name}: {len(cases)} cases, interval holds the true drop in {same:.1f} % (same samples),"
-        f" {other:.1f} % (other samples), {bare:.1f} % (same, labels taken as exact); estimate less truth"
+        f" {other:.1f} % (other samples); estimate less truth"
         f" {errors.mean():+.2f} points on average, {np.abs(errors).mean():.2f} in size;"
         f" labels alone are off by {doubt:.2f}"
     )
