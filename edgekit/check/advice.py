@@ -18,9 +18,8 @@ from edgekit.graph.contrib import NCHWC_DOMAIN
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs
-from edgekit.model.soundness import iterate_reads
 from edgekit.prepare.fix import ADVICE, REWRITES
-from edgekit.prepare.interface import drop_idle_nodes, keep_outputs
+from edgekit.prepare.interface import drop_idle_nodes, keep_inputs, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
@@ -225,27 +224,35 @@ def _find_missing(case: Case) -> Iterator[Finding]:
         yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
 
 
-def _find_end(case: Case) -> Iterator[Finding]:
-    """Yields the end of the graph, if all before it holds nearly all of the work and the target may take that whole."""
+def _find_cut(keep: Callable[[onnx.ModelProto, list[str]], None], case: Case) -> Iterator[Finding]:
+    """Yields where `keep` may cut the graph, if the rest has nearly all of the work and the target may take it whole.
+
+    The graph may end where `keep` keeps outputs, and begin where it keeps inputs.
+    """
     if not case.wants_whole:
         return
-    refused, downstream = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
-    macs, made = {node.name: node.macs for node in case.nodes}, set[str]()
-    for node in case.graph.nodes:
-        if node.name in refused or not made.isdisjoint(iterate_reads(node.proto)):
-            downstream[node.name] = None
-            made.update(node.output)
-    kept = [node for node in case.graph.nodes if node.name not in downstream]
-    ends = {name for node in case.graph.nodes if node.name in downstream for name in iterate_reads(node.proto)}
-    names = [name for node in kept for name in node.output if name in ends | case.graph.outputs]
+    graph, ends = case.graph, keep is keep_outputs
+    refused, cut = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
+    macs, reached = {node.name: node.macs for node in case.nodes}, set[str]()
+    for node in graph.nodes if ends else reversed(graph.nodes):
+        near, far = (node.reads, node.output) if ends else (node.output, node.reads)
+        if node.name in refused or not reached.isdisjoint(near):
+            cut[node.name] = None
+            reached.update(filter(None, far))
+    kept = [node for node in graph.nodes if node.name not in cut]
+    gone = [node for node in graph.nodes if node.name in cut]
+    before, behind = (kept, gone) if ends else (gone, kept)
+    read = {name for node in behind for name in node.reads} | (graph.outputs if ends else set())
+    made = [*(() if ends else graph.fed), *(name for node in before for name in node.output)]
+    names = [name for name in made if name in read]
     is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
-    if downstream and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
-        copy = deepcopy(case.graph.model)
-        # Values whose type is unknown cannot be outputs.
+    if cut and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
+        copy = deepcopy(graph.model)
+        # Values whose type is unknown cannot be outputs, nor those without a shape inputs.
         with suppress(UsageError):
-            keep_outputs(copy, names)
+            keep(copy, names)
             drop_idle_nodes(copy.graph)
-            yield Finding(nodes=(*downstream,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
+            yield Finding(nodes=(*cut,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
 
 
 def _find_double(case: Case) -> Iterator[Finding]:
@@ -299,7 +306,13 @@ ADVISERS: tuple[Adviser, ...] = (
         "cut-end",
         "manual",
         "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
-        _find_end,
+        partial(_find_cut, keep_outputs),
+    ),
+    Adviser(
+        "cut-start",
+        "manual",
+        "begin the model behind {count}, which the app then computes: edgekit prepare --inputs {word}",
+        partial(_find_cut, keep_inputs),
     ),
     Adviser(
         "float-interface",

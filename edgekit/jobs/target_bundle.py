@@ -130,15 +130,15 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         strategies.failed = ModelError(words, hint=hint)
         first_reason = first_reason or strategies.failed.message
     if isinstance(strategies.failed, EdgekitError):
-        raise _say_where_to_end(strategies.failed, inputs.prepared, target)
+        raise _say_where_to_cut(strategies.failed, inputs.prepared, target)
     words = f"no model can be made for '{target.name}': {first_reason}"
     raise ModelError(words, hint="take its fallback") from strategies.failed
 
 
-def _say_where_to_end(failed: EdgekitError, model: Model, target: Target) -> EdgekitError:
+def _say_where_to_cut(failed: EdgekitError, model: Model, target: Target) -> EdgekitError:
     """Returns the error, with the advice of a check to change the model's ends as its hint, if there is some."""
     found = check_model(model, target).advice
-    ends = [advice.message for advice in found if advice.id in {"cut-end", "float-interface"}]
+    ends = [advice.message for advice in found if advice.id in {"cut-end", "cut-start", "float-interface"}]
     return ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
 
 

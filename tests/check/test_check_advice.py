@@ -115,6 +115,21 @@ def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_pat
     assert (report.verdict, report.taken) == ("yes", report.nodes)
 
 
+@pytest.mark.parametrize("reads_start", [False, True])
+def test_a_target_that_wants_the_whole_model_is_given_it_without_its_start(
+    tmp_path: Path, *, reads_start: bool
+) -> None:
+    last = "y = Add(h, f)" if reads_start else "y = Relu(h)"
+    body = f"""(int16[1,4] x, float[1,4] z) => (float[1,N] y) <float[4,1] w = {{1, 2, 3, 4}}> {{
+        f = Cast<to=1>(x) g = Add(f, z) h = MatMul(g, w) {last} }}"""
+    advice = _advice(tmp_path, body, "qnn")["cut-start"]
+    assert (advice.nodes, advice.fix) == (("Cast_f",), "manual")
+    assert advice.message.endswith("edgekit prepare --inputs z,f")
+    cut = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "cut.onnx", inputs=["z", "f"])
+    report = check_file(cut.path, "qnn")
+    assert (report.verdict, report.taken) == ("yes", report.nodes)
+
+
 @pytest.mark.parametrize(
     ("body", "target"),
     [
@@ -128,6 +143,12 @@ def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_pat
 )
 def test_a_model_is_not_cut_where_that_gives_no_more(tmp_path: Path, body: str, target: str) -> None:
     assert "cut-end" not in _advice(tmp_path, body, target)
+
+
+def test_a_model_whose_output_stands_before_its_work_is_not_begun_behind_it(tmp_path: Path) -> None:
+    body = """(int16[1,4] x) => (float[1,1] y, float[1,4] f) <float[4,1] w = {1, 2, 3, 4}>
+        { f = Cast<to=1>(x) y = MatMul(f, w) }"""
+    assert "cut-start" not in _advice(tmp_path, body, "qnn")
 
 
 def test_a_target_that_wants_the_whole_model_is_told_to_have_no_float64_at_its_ends(tmp_path: Path) -> None:
