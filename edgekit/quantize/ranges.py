@@ -215,8 +215,6 @@ def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
 
 LEVELS = 255
 """The number of steps between the lowest and the highest of 256 integers."""
-LEVELS_16 = 65_535
-"""That of 16 bits."""
 _LARGEST = float(np.finfo(np.float32).max)
 # Shares of the range, from all to a fiftieth; chosen by hand.
 _FACTORS = np.linspace(1.0, 0.02, 50).tolist()
@@ -230,16 +228,11 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a tensor: its lowest and highest value, their means over the samples, and a histogram.
-
-    `samples` is the number of samples, `size` that of the tensor's elements in one, 1 if it is unknown.
-    """
+    """The statistics of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
 
     exact: TensorRange
     mean: TensorRange
     histogram: Histogram
-    samples: int
-    size: int
 
 
 def snap_range(exact: TensorRange) -> TensorRange:
@@ -333,42 +326,7 @@ def quantization_error(
     return measure
 
 
-def headroom_range(seen: TensorStatistics) -> TensorRange:
-    """Returns the range of all values, with room beyond both ends for those of other samples, for 16 bits.
-
-    The largest value of a sample is taken to have a Gumbel distribution, whose scale s is (the largest of n samples -
-    their mean) / ln n: another sample is beyond the end with a probability of 1 / (n + 1), and by more than h with
-    e^(-h / s) of that (E. J. Gumbel, "Statistics of Extremes", 1958). The room h has the least expected squared error:
-    that of the clipped value, and of steps that are coarser for all values of the tensor.
-    """
-    reach = seen.exact.high - seen.exact.low
-
-    def find_room(end: float, mean: float) -> float:
-        scale = abs(end - mean) / math.log(max(2, seen.samples))
-        if scale <= 0 or reach <= 0:
-            return 0.0
-        gain = 12 * LEVELS_16**2 / (seen.samples + 1) / seen.size * scale / reach
-        return scale * max(0.0, math.log(gain))
-
-    return TensorRange(
-        low=seen.exact.low - find_room(seen.exact.low, seen.mean.low),
-        high=seen.exact.high + find_room(seen.exact.high, seen.mean.high),
-    )
-
-
-def extend_ranges(
-    spans: Mapping[str, TensorRange], *, seen: Mapping[str, TensorRange], room: Mapping[str, TensorRange], share: float
-) -> dict[str, TensorRange]:
-    """Returns the ranges with this share of the way from `seen` to `room`; those that are not `seen` stay."""
-
-    def extend(span: TensorRange, to: TensorRange) -> TensorRange:
-        low, high = ((1 - share) * own + share * end for own, end in ((span.low, to.low), (span.high, to.high)))
-        return snap_range(TensorRange(low=low, high=high))
-
-    return {name: extend(span, room[name]) if span == seen.get(name) else span for name, span in spans.items()}
-
-
-METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average", "headroom")
+METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average")
 """The range methods that need no histogram."""
 
 # These clip a ten-thousandth and a thousandth of the values: of the 4096 picked from one sample, about 0.4 and 4.
@@ -383,7 +341,6 @@ None of them is the best on every network of tools/bench/quantize_zoo.py.
 RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], TensorRange]] = {
     "minmax": lambda seen, _reader: seen.exact,
     "moving-average": lambda seen, _reader: seen.mean,
-    "headroom": lambda seen, _reader: headroom_range(seen),
     "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),
     "percentile-99.99": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.99, reader),
     "percentile-99.9": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.9, reader),

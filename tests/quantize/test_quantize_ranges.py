@@ -1,4 +1,3 @@
-import math
 from pathlib import Path
 
 import msgspec
@@ -30,9 +29,7 @@ from edgekit.quantize.ranges import (
     Histogram,
     HistogramCollector,
     TensorRange,
-    TensorStatistics,
     find_nonlinearities,
-    headroom_range,
     mse_range,
     percentile_range,
     quantization_error,
@@ -123,40 +120,6 @@ def test_a_percentile_cuts_off_both_ends() -> None:
     values = np.random.default_rng(0).uniform(-1, 1, 100_000)
     span = percentile_range(whole(values), histogram_of(values), 90)
     assert (span.low, span.high) == pytest.approx((-0.9, 0.9), abs=0.01)
-
-
-@pytest.mark.parametrize(("samples", "size"), [(32, 1), (32, 500), (8, 10_000)])
-def test_the_room_for_other_samples_has_the_least_expected_error(samples: int, size: int) -> None:
-    scale, low, high = 0.02, -1.0, 3.0
-    mean = TensorRange(low=low, high=high - scale * math.log(samples))
-    none = histogram_of(np.zeros(1, np.float32))
-    exact = TensorRange(low=low, high=high)
-    seen = TensorStatistics(exact=exact, mean=mean, histogram=none, samples=samples, size=size)
-    room = np.linspace(0, 1, 2001)
-    clipped = 2 * scale**2 * np.exp(-room / scale) / (samples + 1)
-    least = room[np.argmin(size * (high - low + room) ** 2 / 65_535**2 / 12 + clipped)]
-    found = headroom_range(seen)
-    assert found.low == low  # the same in all samples, as where a Relu or a Sigmoid ends
-    assert found.high - high == pytest.approx(least, rel=0.05)
-    for alone in (1, 0):
-        assert headroom_range(msgspec.structs.replace(seen, samples=alone, mean=exact)) == exact
-
-
-@pytest.mark.parametrize("spread", [0.3, 0.0])
-def test_ranges_of_16_bits_reach_beyond_samples_of_unlike_size(spread: float, tmp_path: Path) -> None:
-    rng, weights = np.random.default_rng(0), ", ".join(f"{each:.3f}" for each in np.linspace(-1, 1, 64))
-    text = f"g (float[1,8] x) => (float[1,8] y) <float[8,8] w = {{{weights}}}> {{ y = MatMul(x, w) }}"
-    rows = np.sign(rng.normal(size=(40, 1, 8))) * np.exp(rng.normal(size=(40, 1, 1)) * spread)
-    np.savez(tmp_path / "d.npz", x=rows.astype(np.float32))
-    recipe = Recipe(targets=("qnn",), precision="int16", outputs={"y": StatedOutput(kind="values")})
-    data = Data(source=str(tmp_path / "d.npz"))
-    report = quantize_for(parse_model(text, tmp_path / "m.onnx"), data, tmp_path / "q.onnx", recipe)
-    graph = read_graph(load_model(report.out))
-    step = next(graph.number(node.input[1]) for node in graph.nodes if node.op_type == "QuantizeLinear")
-    share = (step or 0) * 65_535 / float(rows.max() - rows.min())
-    assert share > 1.5 if spread else share == pytest.approx(1, abs=0.01)
-    # The output has samples of unlike size in both cases.
-    assert any("of the room in 16 bits" in trial.step for trial in report.trials)
 
 
 def test_silu_gives_up_the_negative_tail() -> None:

@@ -71,7 +71,7 @@ def test_a_weight_has_16_bits_where_the_goal_is_missed_and_the_target_has_them(
     searched = find_searched(tmp_path, model, samples, load_target(target), precision)
     has_wide, chosen = ratio > 1 and target == "qnn", searched.chosen
     assert chosen.plan.bits.get("w1") == (16 if has_wide else None)
-    assert (", weights in 16 bits" in chosen.step) == has_wide
+    assert chosen.step.endswith(", weights in 16 bits") == has_wide
     assert [each.step.endswith(", weights in 16 bits") for each in searched.trials].count(True) == has_wide
     assert ({"x", "r"} <= chosen.plan.wide.keys()) == (has_wide and precision == "int8")
     assert chosen.prediction.sqnr_db > 30

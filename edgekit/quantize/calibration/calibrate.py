@@ -1,6 +1,5 @@
 """Measures every float activation of a model over streamed samples, once for all targets."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -182,7 +181,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=(*found.cache.notes, *judges),
-        ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods, len(found.seen)),
+        ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
         outputs=how.outputs,
     )
@@ -207,20 +206,14 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
 
 
 def _choose_ranges(
-    graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str], samples: int
+    graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
     # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)
     seen = {
-        name: TensorStatistics(
-            exact=its,
-            mean=mean[name],
-            histogram=histograms.get(name, empty),
-            samples=samples,
-            size=max(1, math.prod(graph.static_shape(name) or ())),
-        )
+        name: TensorStatistics(exact=its, mean=mean[name], histogram=histograms.get(name, empty))
         for name, its in exact.items()
     }
     readers = find_nonlinearities(graph)

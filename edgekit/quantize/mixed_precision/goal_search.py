@@ -50,13 +50,10 @@ from edgekit.quantize.mixed_precision.relief import (
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
-from edgekit.quantize.plan import QuantPlan, is_relievable
-from edgekit.quantize.ranges import extend_ranges
+from edgekit.quantize.plan import QuantPlan
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
-# The shares of the room for other samples that are tried in turn.
-_ROOMS = (1.0, 0.5, 0.25)
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -82,7 +79,6 @@ def find_plan(
         searched = _try_float(search, searched, wanted)
         searched = _compare_with_minmax(search, searched, goal)
         searched = _cut_state(search, searched, goal)
-        searched = _leave_room(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
         plan = searched.chosen.plan
     if not narrow:
@@ -94,16 +90,12 @@ def find_plan(
         return narrowed or plan, searched
     wide = searched.chosen
     chosen = measure_plan(search, f"{wide.step}, narrow", narrowed, Work(wide.taken_macs, wide.integer_macs))
-    if not _costs_little(wide, chosen, goal):
+    misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
+    if misses or chosen.prediction.loss() > wide.prediction.loss() + (
+        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EQUAL_DB
+    ):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
-
-
-def _costs_little(before: Trial, after: Trial, max_drop: float) -> bool:
-    """Returns True if a plan meets the goal that another met, and loses no more than is worth a mention."""
-    least = _NEGLIGIBLE if before.prediction.drop_estimate is not None else EQUAL_DB
-    meets = after.prediction.meets(max_drop) or not before.prediction.meets(max_drop)
-    return after.is_whole and meets and after.prediction.loss() <= before.prediction.loss() + least
 
 
 def _loses_nothing(prediction: Prediction) -> bool:
@@ -209,28 +201,6 @@ def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
         is_better = trial is not None and _loses_less(search, searched.chosen, trial, max_drop)
         if trial is not None and is_better:
             searched = _adopt(searched, trial, max_drop)
-    return searched
-
-
-def _leave_room(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result with room for other samples in the ranges of 16 bits, if that costs little.
-
-    Example: the state of a speech enhancer reaches 119 in 32 samples and 171 in the next 16. Cut there, 16 dB of it
-    are left, where 16 bits hold more than twice the range with 49 dB (`headroom_range`). Where steps of 16 bits matter,
-    as in the cell state of an LSTM, a half or a quarter of the room is tried.
-    """
-    chosen, plan = searched.chosen, searched.chosen.plan
-    if is_relievable(plan) and not plan.wide:
-        return searched
-    ranges = open_draft(search.model, search.calibration, plan).calibration.ranges
-    for share in _ROOMS:
-        widen = partial(extend_ranges, seen=ranges["minmax"], room=ranges["headroom"], share=share)
-        own = plan.ranges if is_relievable(plan) else widen(plan.ranges)
-        roomy = msgspec.structs.replace(plan, wide=widen(plan.wide), ranges=own)
-        step = f"{chosen.step}, {share:.0%} of the room in 16 bits"
-        searched, trial = _add_trial(search, searched, step, partial(msgspec.structs.replace, roomy))
-        if trial is None or _costs_little(chosen, trial, max_drop):
-            return searched if trial is None else _adopt(searched, trial, max_drop)
     return searched
 
 
