@@ -27,6 +27,7 @@ STRICT_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | get
 _CHUNK_BYTES = 1 << 20
 
 
+_T = TypeVar("_T")
 AnyPath = str | os.PathLike[str]
 """A path as users of the Python API write it."""
 
@@ -373,6 +374,14 @@ def writing(path: Path) -> Generator[None]:
         reason = error.strerror or str(error)
         hint = "choose a place you may write, with space"
         raise OutputError(f"cannot write '{path}': {reason}", hint=hint) from error
+
+
+def read_kept(path: Path, kind: type[_T]) -> _T | None:
+    """Returns the content of a JSON file of an earlier run, None if there is none or it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ready_type(kind))
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
 
 
 class _Keyed(Protocol):

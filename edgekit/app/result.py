@@ -7,22 +7,20 @@ import importlib.util
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, write_file
+from edgekit._files import digest_bytes, digest_file, read_kept, write_file
 from edgekit.app.config import App, Cell
 from edgekit.bundle.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.report import tables
 from edgekit.report.html import frame_page
 from edgekit.report.pages import make_page
-from edgekit.serialize import ready_type
 from edgekit.target import load_target
 
 DIGESTS_FILE = "digests.json"
-_T = TypeVar("_T")
 _PACKAGES = ("edgekit-onnx", "onnxruntime", "onnx", "numpy")
 
 
@@ -109,14 +107,6 @@ def _digest_module(source: str, digests: Digests) -> str:
         return source
     place = Path(found.origin)
     return digests.digest(place.parent if place.name == "__init__.py" else place)
-
-
-def read_kept(path: Path, kind: type[_T]) -> _T | None:
-    """Returns the content of a JSON file of an earlier run, None if there is none or it cannot be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ready_type(kind))
-    except (OSError, msgspec.MsgspecError, UnicodeError):
-        return None
 
 
 RESULT = "cell.json"

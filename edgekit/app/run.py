@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, staged_entries, write_file
+from edgekit._files import digest_bytes, read_kept, staged_entries, write_file
 from edgekit.app.cells import find_kept, forget_cell, open_store
 from edgekit.app.config import App, KeyTable, list_cells
-from edgekit.app.result import DIGESTS_FILE, AppReport, CellResult, Digests, PackageResult, read_kept, render_app
+from edgekit.app.result import DIGESTS_FILE, AppReport, CellResult, Digests, PackageResult, render_app
 from edgekit.app.workers import build_cells
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group

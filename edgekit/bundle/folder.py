@@ -36,7 +36,7 @@ UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
 """Files that the manifest does not list: itself, its signature, and `verify.json`, which differs from run to run."""
 
 _T = TypeVar("_T")
-_Value = TypeVar("_Value", CheckReport, Target)
+_Value = TypeVar("_Value")
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,7 +253,7 @@ def read_check(bundle: Bundle) -> CheckReport:
     Raises:
         BundleError: `check.json` is missing or malformed.
     """
-    return _read_json(bundle, CHECK, CheckReport)
+    return read_fact(bundle, CHECK, CheckReport)
 
 
 def read_target(bundle: Bundle) -> Target:
@@ -262,10 +262,15 @@ def read_target(bundle: Bundle) -> Target:
     Raises:
         BundleError: `target.json` is missing or malformed.
     """
-    return _read_json(bundle, TARGET, Target)
+    return read_fact(bundle, TARGET, Target)
 
 
-def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
+def read_fact(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
+    """Returns the content of a JSON file of a bundle.
+
+    Raises:
+        BundleError: it is missing or malformed.
+    """
     file = bundle.folder / name
     try:
         return msgspec.json.decode(file.read_bytes(), type=ready_type(kind))

@@ -21,7 +21,7 @@ from typing import IO
 
 import msgspec
 
-from edgekit._files import digest_file, one_at_a_time, staged_folder, work_folder, write_file, write_new
+from edgekit._files import digest_file, one_at_a_time, read_kept, staged_folder, work_folder, write_file, write_new
 from edgekit._proc import Finished, run_process
 from edgekit.app_runtime import NativeLibrary
 from edgekit.devices.local.runner import PROGRAM
@@ -29,7 +29,6 @@ from edgekit.devices.process.files import cache_folder, digest_sources, find_sou
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
-from edgekit.serialize import ready_type
 
 MIN_NODE = 18
 
@@ -350,11 +349,8 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_installed(self) -> Installed | None:
         """Returns what is installed, if it was built from the current sources, else None."""
-        try:
-            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=ready_type(Installed))
-        except (OSError, msgspec.DecodeError):
-            return None
-        return installed if installed.sources == digest_sources(self.system) else None
+        installed = read_kept(self.folder / FACTS, Installed)
+        return installed if installed is not None and installed.sources == digest_sources(self.system) else None
 
     def find_program(self, abi: str) -> Path:
         """Returns the path of the program for an ABI, whether or not it is installed."""

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit._files import digest_bytes, write_file
+from edgekit._files import digest_bytes, read_kept, write_file
 from edgekit._ort import VERSION, Level
 from edgekit.bench.latency import find_steady
 from edgekit.check.macs import count_macs
@@ -32,7 +32,6 @@ from edgekit.machine import describe_machine
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.profile.events import Execution, Step, Tensor, read_trace
 from edgekit.profile.report import Bound, Kind, NodeTime, OperatorTime, Roof, Unasked
-from edgekit.serialize import ready_type
 
 _INTEGERS = frozenset({"uint8", "int8", "uint16", "int16"})
 
@@ -289,11 +288,9 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, probe_again: 
     """
     key = msgspec.json.encode([device, threads, VERSION, sorted(describe_machine().items())])
     cached = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
-    if not probe_again:
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            known = msgspec.json.decode(cached.read_bytes(), type=ready_type(Roof))
-            if min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
-                return known
+    known = None if probe_again else read_kept(cached, Roof)
+    if known is not None and min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
+        return known
     roof = _run_probe(device, threads, run, work)
     # Without a written cache, the next profile only has to run the probe again.
     with contextlib.suppress(OutputError):

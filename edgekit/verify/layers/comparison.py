@@ -14,16 +14,15 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession
-from edgekit.bundle.folder import LAYERS, Bundle
+from edgekit.bundle.folder import LAYERS, Bundle, read_fact
 from edgekit.bundle.golden import Golden, read_inputs
 from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
-from edgekit.errors import BundleError, ModelError, RuntimeRefusal
+from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
-from edgekit.serialize import ready_type
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
@@ -495,8 +494,4 @@ def read_evidence(bundle: Bundle) -> LayerEvidence:
     """
     if LAYERS not in bundle.manifest.files:
         return LayerEvidence(note=f"the layers were not compared with the float model's: the bundle has no {LAYERS}")
-    path = bundle.folder / LAYERS
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ready_type(LayerEvidence))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BundleError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
+    return read_fact(bundle, LAYERS, LayerEvidence)
