@@ -76,7 +76,20 @@ class ForecastGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a build that belong to a model; a recipe and `[models.NAME]` of an `edgekit.toml` have them."""
+
+    dims: dict[str, int] = {}
+    buckets: dict[str, tuple[int, ...]] = {}
+    pad: dict[str, float] = {}
+    freeze: dict[str, float] = {}
+    outputs: dict[str, OutputKind | StatedOutput] = {}
+    state: State | None = None
+    licence: Licence = Licence()
+    tensors: dict[str, TensorNotes] = {}
+
+
+class Recipe(ModelOptions, frozen=True, kw_only=True):
     """How to build bundles of a model.
 
     `dims` sets the sizes of dynamic dimensions. `buckets` gives one of them several sizes: a bundle then has a model
@@ -97,21 +110,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     targets: tuple[str, ...] = ("all",)
-    dims: dict[str, int] = {}
-    buckets: dict[str, tuple[int, ...]] = {}
-    pad: dict[str, float] = {}
-    freeze: dict[str, float] = {}
     settings: Mapping[str, str | int] = {}
     precision: PrecisionChoice = "auto"
     samples: int | None = None
     max_drop: float | None = None
     thresholds: dict[str, dict[str, Any]] = {}
-    licence: Licence = Licence()
-    tensors: dict[str, TensorNotes] = {}
     metric: TaskLimit | None = None
     fix: bool = True
-    outputs: dict[str, OutputKind | StatedOutput] = {}
-    state: State | None = None
     forms: tuple[Form, ...] = ()
     float_constants: Literal["auto", "float32"] = "auto"
     # UNSET is left out of manifests: bundles without a forecast keep the bytes of earlier versions.

@@ -62,7 +62,7 @@ def test_a_setting_may_be_a_number_in_a_file(tmp_path: Path) -> None:
         ("[metric]\nname = 'top1'\nmax_drp = 1", "did you mean 'max_drop'?"),
         ("[outputs]\ny = 'clases'", "valid: classes, embedding"),
         ("forms = ['onnx', 'orx']", "valid: context, full"),
-        ("samples = 'all'", "the keys are targets"),
+        ("samples = 'all'", "the keys are dims"),
     ],
 )
 def test_a_wrong_key_or_value_is_told_what_is_valid_there(tmp_path: Path, text: str, hint: str) -> None:

@@ -15,11 +15,9 @@ from edgekit._files import AnyPath, as_path
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.register import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model.outputs import OutputKind, StatedOutput
-from edgekit.model.state import State
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
-from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
+from edgekit.recipe import Data, ModelOptions, PrecisionChoice, Recipe, load_targets
 from edgekit.serialize import name_valid, read_toml, ready_type
 from edgekit.target import TaskLimit, Thresholds, load_target
 
@@ -94,8 +92,6 @@ class Source(msgspec.Struct, frozen=True):
 
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-# The options of [models.NAME] that have the same name in a recipe.
-_RECIPE_OPTIONS = ("dims", "buckets", "pad", "freeze", "licence", "tensors", "outputs", "state")
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,20 +112,12 @@ class DataTable(_Table, frozen=True, kw_only=True):
     golden: str | None = None
 
 
-class ModelTable(_Table, frozen=True, kw_only=True):
+class ModelTable(ModelOptions, frozen=True, kw_only=True):
     """`[models.NAME]`: a model file, its samples, and build options; `targets` are all of the file by default."""
 
     path: str
     data: DataTable
-    dims: dict[str, int] = {}
-    buckets: dict[str, tuple[int, ...]] = {}
-    pad: dict[str, float] = {}
-    freeze: dict[str, float] = {}
     targets: tuple[str, ...] = ()
-    outputs: dict[str, OutputKind | StatedOutput] = {}
-    tensors: dict[str, TensorNotes] = {}
-    licence: Licence = Licence()
-    state: State | None = None
 
 
 class GroupTable(_Table, frozen=True, kw_only=True):
@@ -320,7 +308,7 @@ def list_cells(app: App) -> tuple[Cell, ...]:
             golden=None if data_table.golden is None else folder / data_table.golden,
         )
         if isinstance(subject, ModelTable):
-            model_options = {key: getattr(subject, key) for key in _RECIPE_OPTIONS}
+            model_options = {key: getattr(subject, key) for key in ModelOptions.__struct_fields__}
             model_options |= {"max_drop": gates.max_drop, "metric": gates.metric}
         for target in subject.targets or tuple(app.table.targets):
             table = app.table.targets[target]
