@@ -274,9 +274,11 @@ WITH = {
         <int64[2] s = {2,9}, int64[3] t = {3,2,9}, float[3,1,1] k = {1,2,3}, float o = {1}>
         { a = Expand(v, s) y = Div(x, a) b = Expand(u, s) d = Expand(k, t) z = Mul(b, d) c = Greater(a, b)
         e = Expand(o, s) w = Where(c, x, e) }""",
-    # Windows and back, a projection's query and key, a part of five axes that is a result, and axes of 1 that move.
+    # Windows and back, a projection's query and key, a part of five axes that is a result, axes of 1 that move, and
+    # rows that are unfolded.
     "fewer-axes": """g (float[1,4,6,3] x, float[2,3,4] u) => (float[6,2,2,3] y, float[1,4,6,3] z, float[2,2,3,1] q,
-        float[2,3,2] k, float[1,2,3,2,1] r, float[3,2,1,1,4] m) <int64[6] s = {1,2,2,3,2,3}, int64[4] t = {6,2,2,3},
+        float[2,3,2] k, float[1,2,3,2,1] r, float[3,2,1,1,4] m, float[1,8,3,3] n) <int64[6] s = {1,2,2,3,2,3},
+        int64[4] t = {6,2,2,3}, int64[3,2] j = {0,-1,1,2,2,3}, int64[4] d = {1,8,3,3},
         int64[6] v = {1,2,3,2,2,3}, int64[4] w = {1,4,6,3}, int64[5] f = {1,2,3,2,2}, int64[2] h = {0,-1},
         int64[2] c = {0,1}, int64[1] a = {-1}, int64[1] o = {0}, int64[1] e = {1}, int64[1] i = {4},
         int64[5] g = {1,2,1,3,4}>
@@ -284,7 +286,8 @@ WITH = {
         bt = Transpose<perm=[0,1,3,2,4,5]>(br) z = Reshape(bt, w) ur = Reshape(u, f) q0, k0 = Split<axis=-1>(ur)
         qt = Transpose<perm=[0,4,1,3,2]>(q0) q1 = Squeeze(qt, c) kr = Squeeze(k0, h)
         k = Relu(kr) q = Unsqueeze(q1, a) r = Slice(ur, o, e, i) ug = Reshape(u, g)
-        m = Transpose<perm=[3,1,0,2,4]>(ug) }""",
+        m = Transpose<perm=[3,1,0,2,4]>(ug) xg = Gather<axis=-2>(x, j)
+        xu = Transpose<perm=[0,1,3,2,4]>(xg) n = Reshape(xu, d) }""",
     "sum-to-mean": """g (float[2,3,4] x) => (float[2,1,4] y, float[3] z, float s, float[2,3,1] t)
         <int64[1] a = {-2}, int64[2] b = {2,0}, int64[0] n = {}, int64[1] c = {2}>
         { y = ReduceSum(x, a) z = ReduceSum<keepdims=0>(x, b) s = ReduceSum<keepdims=0>(x)
@@ -586,11 +589,13 @@ WITHOUT = {
         <int64[2] s = {2,9},
         int64[3] t = {2,1,9}> { a = Expand(x, s) y = Mul(x, a) b = Expand(x, t) z = Sub(b, x) c = Expand(x, s)
         w = Add(u, c) }""",
-    "fewer-axes": """g (float[2,3,2,3,2] x, float[N,2,2,1,3] u, float[2,3,4,5] v, int32[1,1,2,3,4] i) =>
+    "fewer-axes": """g (float[2,3,2,3,2] x, float[N,2,2,1,3] u, float[2,3,4,5] v, int32[1,1,2,3,4] i, int64[A,B] k) =>
         (float[2,3,2,3,2] y, float[1,1,2,3,2] s, float[A,B,C,D,E] t, float[5,2,3,4] w, int32[1,2,1,3,4] j,
-        float[A,B,C,D,E] q) <int64[2] o = {0,0}, int64[2] e = {1,1}, int64[2] a = {0,1}, int64[1] p = {0}>
+        float[A,B,C,D,E] q, float[2,3,4,5] l, float[A,B,C,D,E] m) <int64[2] o = {0,0}, int64[2] e = {1,1},
+        int64[2] a = {0,1}, int64[1] p = {0}>
         { y = Transpose<perm=[4,3,2,1,0]>(x) s = Slice(x, o, e, a) t = Transpose<perm=[1,0,2,3,4]>(u)
-        w = Transpose<perm=[3,0,1,2]>(v) j = Transpose<perm=[0,2,1,3,4]>(i) q = Slice(u, p, p, p) }""",
+        w = Transpose<perm=[3,0,1,2]>(v) j = Transpose<perm=[0,2,1,3,4]>(i) q = Slice(u, p, p, p)
+        l = Gather(v, o) m = Gather(v, k) }""",
     "sum-to-mean": """g (float[2,3] x, int32[2,3] i, float[N,3] u, int64[1] a, float16[9,9999] h, float[0,3] e,
         float[2,1] l, float[9,9999] g) => (float[2,3] y, int32 z, float[3] v, float[A,B] w, float16 t, float[3] f,
         float[2,1] k, float r) <int64[1] c = {0}>
@@ -731,7 +736,7 @@ SITES = {
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
-    "squeeze-to-scalar": 2, "own-constants": 2, "sum-to-mean": 4, "fewer-axes": 6, "idle-expand": 4, "split-l2-norm": 3,
+    "squeeze-to-scalar": 2, "own-constants": 2, "sum-to-mean": 4, "fewer-axes": 8, "idle-expand": 4, "split-l2-norm": 3,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {

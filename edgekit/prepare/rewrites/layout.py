@@ -98,11 +98,11 @@ _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 @rewrite("fewer-axes")
 def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Rewrites Slice, Split and Transpose of five or more axes to ones of fewer, between Reshapes.
+    """Rewrites Gather, Slice, Split and Transpose of five or more axes to ones of fewer, between Reshapes.
 
-    A Slice or Split of one axis needs three. In a Transpose, axes of size 1 are left out, and neighbours that stay
-    neighbours are one: one image is cut into windows with four or five axes in place of six. A Reshape of what was only
-    reshaped reads the first tensor, so that none of the many axes remains. Values are only copied.
+    A Gather, Slice or Split of one axis needs three. In a Transpose, axes of size 1 are left out, and neighbours that
+    stay neighbours are one: one image is cut into windows with four or five axes in place of six. A Reshape of what was
+    only reshaped reads the first tensor, so that none of the many axes remains. Values are only copied.
     """
     sources = dict[str, str]()
 
@@ -118,7 +118,7 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
     if opset < _SLICE_INPUTS_SINCE:
         return ()
-    cut = replace_nodes(graph, opset, {"Slice", "Split"}, _cut_three_axes, floats=True)
+    cut = replace_nodes(graph, opset, {"Gather", "Slice", "Split"}, _cut_three_axes, floats=True)
     turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
     if cut or turned:
         replace_nodes(graph, opset, _VIEWS, view_at_once)
@@ -126,17 +126,22 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 
 def _cut_three_axes(writer: Writer) -> None:
-    """Writes a Slice or Split of one of five or more axes as one of three."""
+    """Writes a Slice or Split of one of five or more axes as one of three, and a Gather that reads or makes so many."""
     graph, node = writer.graph, writer.node
     shape, *after = (graph.static_shape(name) for name in (node.input[0], *node.output))
     axes = graph.array(node.input[3]) if node.op_type == "Slice" and node.has_input(3) else None
-    if shape is None or None in after or len(shape) <= _MOST_AXES or 0 in shape:
+    if shape is None or None in after or max(map(len, (shape, *filter(None, after)))) <= _MOST_AXES or 0 in shape:
         return
     if node.op_type == "Slice" and (axes is None or axes.size != 1):
+        return
+    indices = graph.array(node.input[1]) if node.op_type == "Gather" else None
+    if node.op_type == "Gather" and not (indices is not None and indices.size):
         return
     axis = (node.integer("axis", 0) if axes is None else int(axes.item())) % len(shape)
     flat = [math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])]
     given, kept = [_flat(writer, flat), *node.input[1:]], dict(node.attributes)
+    if indices is not None:
+        given[1] = writer.reshaped("indices", node.input[1], [indices.size])
     if axes is None:
         kept["axis"] = 1
     else:
