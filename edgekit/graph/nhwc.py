@@ -54,7 +54,9 @@ def find_orders(graph: Graph, layers: Collection[str] = LAID_OUT) -> dict[str, O
     if kinds not in known:
         orders: dict[str, Order] = {}
         for node in graph.nodes:
-            order = _order_after(graph, node, orders, kinds) if node.domain in MAIN_DOMAINS else None
+            # Q and DQ of 16 bits are ONNX Runtime's own before opset 21.
+            is_known = node.domain in MAIN_DOMAINS or node.op_type in {"QuantizeLinear", "DequantizeLinear"}
+            order = _order_after(graph, node, orders, kinds) if is_known else None
             if order is not None and list(order) != sorted(order):
                 orders.update(dict.fromkeys(node.output, order))
         known[kinds] = orders

@@ -79,7 +79,7 @@ def test_multiply_accumulates_are_counted_by_operator(body: str, macs: int) -> N
 
 # Where the change of the layout to NHWC leaves a Transpose at an output of the graph, as ONNX Runtime makes it.
 
-_HEAD = "<float[5,4,1,1] w = {1}, float half = {0.5}, int64[1] axis = {1}, int64[4] pads = {0,0,1,1}>"
+_HEAD = "<float[5,4,1,1] w = {1}, float half = {0.5}, int64[1] axis = {1}, int64[4] pads = {0,0,1,1}, uint16 z = {0}>"
 _LAST, _MOVED = (0, 3, 1, 2), (0, 2, 1)
 
 # What follows a Conv, and the Transpose that is left behind it: None where it cancels, or stays before the last node.
@@ -97,6 +97,7 @@ TAILS = {
     "a = ArgMax<axis=1>(c) b = Squeeze(a, axis) y = Cast<to=2>(b)": None,
     "a = ArgMax<axis=1, keepdims=0>(c) b = Unsqueeze(a, axis) y = Cast<to=2>(b)": None,
     "a = ArgMax<axis=3, keepdims=0>(c) b = Unsqueeze(a, axis) y = Cast<to=2>(b)": (0, 1, 3, 2),
+    "a = com.microsoft.QuantizeLinear(c, half, z) y = com.microsoft.DequantizeLinear(a, half, z)": _LAST,
     "a = Transpose<perm=[0,2,3,1]>(c) y = Cast<to=2>(a)": None,
     "a = CumSum(c, axis) y = Cast<to=2>(a)": None,
     "a = GlobalAveragePool(x) y = Cast<to=2>(a)": _LAST,
