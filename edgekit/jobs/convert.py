@@ -52,7 +52,7 @@ from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model, open_float_graph
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import write_qoperator
-from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_only.convert import SmallWeights, WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.serialize import ready_type
 from edgekit.target import Form, Target, load_target, read_version
@@ -100,20 +100,6 @@ class Fusion(FusedOps, frozen=True, kw_only=True):
     equality: Equality
 
 
-class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes whose weights were compressed (`changed`) or kept by option, and the sizes of the ONNX model in bytes.
-
-    `notes` name blocks that look wrong: of zeros only, or clipped.
-    """
-
-    form: WeightForm
-    changed: tuple[str, ...]
-    kept: tuple[str, ...]
-    size_before: int
-    size_after: int
-    notes: tuple[str, ...]
-
-
 class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     """The files written from a model into a folder.
 
@@ -131,10 +117,6 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     weights: SmallWeights | None
     coreml: CoreMlFiles | None
     minimum_ort: str
-
-
-def _describe_weights(compressed: WeightOnlyModel) -> SmallWeights:
-    return msgspec.convert(compressed, ready_type(SmallWeights), from_attributes=True)
 
 
 def convert_for(
@@ -222,7 +204,7 @@ def convert_for(
         quantized=form,
         levels=levels,
         fusion=fusion,
-        weights=None if compressed is None else _describe_weights(compressed),
+        weights=compressed and msgspec.convert(compressed, ready_type(SmallWeights), from_attributes=True),
         coreml=coreml,
         minimum_ort=minimum_ort,
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},

@@ -112,19 +112,24 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
     lpbq: bool = False
 
 
-class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with smaller weights, the nodes whose weights changed, and the sizes of the files.
+class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes whose weights were compressed (`changed`) or kept by option, and the sizes of the ONNX model in bytes.
 
-    `notes` reports blocks that look wrong.
+    `notes` name blocks that look wrong: of zeros only, or clipped.
     """
 
-    model: Model
     form: WeightForm
     changed: tuple[str, ...]
     kept: tuple[str, ...]
     size_before: int
     size_after: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+
+
+class WeightOnlyModel(SmallWeights, frozen=True, kw_only=True):
+    """A model with smaller weights, and what a report says of them."""
+
+    model: Model
 
 
 def compress_weights(
