@@ -79,7 +79,7 @@ def spread_scalars(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     for name, number in permutations(node.input):
         conv, read = made_by(graph, name, "Conv", "Mul"), [name]
-        if conv is not None and conv.op_type == "Mul" and node.op_type == "Add":
+        if conv is not None and conv.op_type == "Mul":
             read += [each for each in conv.input if graph.number(each) is None]
             conv = made_by(graph, read[1], "Conv") if len(read) == 2 else None
         is_only = all(len(graph.readers(each)) == 1 and each not in graph.outputs for each in read)

@@ -127,6 +127,7 @@ def test_a_scaler_stays_where_no_operators_can_replace_it(tmp_path: Path, values
      ("c = Conv(x, w, b)  m = Mul(s, c)  a = Add(m, t)  y = Add(a, c)", ["Conv", "Mul", "Add", "Add"]),
      ("c = Conv(x, w, b)  m = Mul(s, c)  a = Add(m, t)  y = Add(a, m)", ["Conv", "Add", "Add"]),
      ("c = Conv(x, w, b)  m = Mul(c, c)  y = Add(m, t)", ["Conv", "Mul", "Add"]),
+     ("c = Conv(x, w, b)  m = Mul(s, c)  y = Mul(m, t)", ["Conv"]),
      ("c = Relu(x)  m = Mul(s, c)  y = Add(m, t)", ["Relu", "Mul", "Add"])],
 )  # fmt: skip
 def test_numbers_that_scale_and_shift_a_convolution_are_folded(tmp_path: Path, nodes: str, left: list[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from onnx import numpy_helper, parser
+from onnx import TensorProto, numpy_helper, parser
 from quantize_models import make_model, make_samples, plan_model
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -26,6 +26,7 @@ from edgekit.quantize.gptq import (
     add_spread,
     damp_moment,
     find_step,
+    least_multiplier,
     lowest,
     refit_weights,
     round_comq,
@@ -149,6 +150,15 @@ def test_weights_on_no_grid_span_all_integers() -> None:
     assert find_step(wide) is None
     assert weight_scale(wide, per_channel=False).max() == pytest.approx(np.abs(wide).max() / LIMIT)
     assert weight_scale(matrix, per_channel=False, floor=1.0).min() == 1.0
+    # Of two rows on a grid of ones, the scale that two integers a step would give the second is too small.
+    rows = np.array([[[127, 1], [63, 1]]], np.float32)
+    assert weight_scale(rows, per_channel=True)[0, :, 0].tolist() == [1.0, 0.5]
+    assert weight_scale(rows, per_channel=True, floor=0.8)[0, :, 0] == pytest.approx([1.0, 0.8])
+
+
+def test_what_has_16_bits_on_both_sides_has_a_least_scale() -> None:
+    kinds = [(TensorProto.INT16, TensorProto.UINT16), (TensorProto.INT16, TensorProto.INT8)]
+    assert [least_multiplier(*pair) for pair in kinds] == [1.001 / 2**24, 0.0]
 
 
 FLOAT = "g (float[1,N] x) => (float[1,M] y) { y = Gemm<transB=1>(x, w BIAS) }"

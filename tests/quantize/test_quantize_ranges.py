@@ -11,7 +11,7 @@ from quantize_models import make_model, make_samples, make_search
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.data.samples import Samples, spread_indices
+from edgekit.data.samples import Samples
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import Model, load_model
@@ -71,6 +71,7 @@ def test_the_error_of_a_range_is_that_of_its_integers() -> None:
 def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:
     seen, span = few_values((-9.0, 1), (-1.0, 9), (1.0, 80), (5.0, 9), (9.0, 1)), TensorRange(low=-9.5, high=9.5)
     assert percentile_range(span, seen, 100) == TensorRange(low=-9.0, high=9.0)
+    assert percentile_range(span, seen, 98.5) == TensorRange(low=-9.0, high=9.0)
     assert percentile_range(span, seen, 97) == TensorRange(low=-1.0, high=5.0)
     assert percentile_range(span, seen, 78) == TensorRange(low=1.0, high=1.0)
     assert percentile_range(TensorRange(low=-0.5, high=0.5), seen, 97) == TensorRange(low=-0.5, high=0.5)
@@ -106,20 +107,6 @@ def test_mse_clips_a_long_tail_and_keeps_a_flat_one() -> None:
     heavy, flat = rng.laplace(size=100_000), rng.uniform(-1, 1, 100_000)
     assert mse_range(whole(heavy), histogram_of(heavy)).high < 0.9 * heavy.max()
     assert mse_range(whole(flat), histogram_of(flat)).high > 0.97 * flat.max()
-
-
-def test_mse_is_never_worse_than_minmax() -> None:
-    for seed in range(5):
-        values = np.random.default_rng(seed).standard_t(3, 20_000)
-        histogram, span = histogram_of(values), mse_range(whole(values), histogram_of(values))
-        error = quantization_error(histogram, lambda x: x)
-        assert error((span.low, span.high)) <= error((values.min(), values.max()))
-
-
-def test_a_percentile_cuts_off_both_ends() -> None:
-    values = np.random.default_rng(0).uniform(-1, 1, 100_000)
-    span = percentile_range(whole(values), histogram_of(values), 90)
-    assert (span.low, span.high) == pytest.approx((-0.9, 0.9), abs=0.01)
 
 
 def test_silu_gives_up_the_negative_tail() -> None:
@@ -265,40 +252,6 @@ def test_a_state_that_is_none_is_not_restored() -> None:
     other.add(np.zeros((1, 0), np.float32))
     other.add(np.array([[1.0]], np.float32))
     assert np.array_equal(collector.state(), state)
-
-
-def every_sample(kind: str, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(200, 256)).astype(np.float32)
-    scales, shifts, few = (
-        np.exp(0.4 * rng.normal(size=(200, 1))),
-        rng.normal(size=(200, 1)),
-        rng.random((200, 1)) < 0.08,
-    )
-    kinds: dict[str, np.ndarray] = {
-        "scales": rows * scales,
-        "shifts": np.maximum(rows + shifts, 0),
-        "few differ": rows * np.where(few, 4, 1),
-        "alike": rows,
-    }
-    return kinds[kind].astype(np.float32)
-
-
-@pytest.mark.parametrize("kind", ["scales", "shifts", "few differ", "alike"])
-def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: str) -> None:
-    held, turns = 0, 50
-    for seed in range(turns):
-        every = every_sample(kind, seed)
-        measured = every[list(spread_indices(len(every), 64))]
-        collector = HistogramCollector()
-        for block in np.split(measured, 4):
-            collector.add(block)
-        stated = collector.freeze().sample_error(len(measured), len(every))
-        points = np.quantile(every, np.linspace(0, 1, 201))
-        shares = [np.searchsorted(np.sort(part.reshape(-1)), points) / part.size for part in (every, measured)]
-        held += float(np.abs(shares[0] - shares[1]).max()) <= stated
-        assert stated < 0.25
-    assert held >= 0.92 * turns
 
 
 def test_the_stated_error_is_that_of_students_t() -> None:

@@ -206,6 +206,8 @@ def test_another_version_of_the_htp_is_named(bundle: Bundle) -> None:
     assert "built for HTP v79, the device is v68" in line
     assert list(list_traps(bundle, run_of(device="qnn-htp-sim:v79"), Path("m.ort"), "")) == []
     assert list(list_traps(bundle, run_of(device="qnn-htp-sim"), Path("m.ort"), "")) == []
+    unset = replace(bundle, manifest=replace(bundle.manifest, settings={}))
+    assert list(list_traps(unset, run_of(device="qnn-htp-sim:v68"), Path("m.ort"), "")) == []
 
 
 def test_saved_optimisations_that_were_ignored_are_a_finding() -> None:
