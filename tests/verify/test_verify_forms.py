@@ -17,6 +17,7 @@ from fixture_types import MakeOnce, present
 from group_models import make_speech
 from msgspec.structs import replace
 from onnx import numpy_helper
+from tiny_models import save_net
 from verify_devices import InProcess, from_list
 from verify_models import break_layer, find_weights
 
@@ -201,6 +202,20 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
     assert {file.file: set(file.provider_nodes) for file in run.files} == {
         "model.runtime.ort": {"CoreMLExecutionProvider"}
     }
+
+
+def test_a_model_in_float16_runs_on_core_ml_in_the_ort_format_too(tmp_path: Path) -> None:
+    """ONNX Runtime puts a Cast of the weights before a layer that its CPU provider has in float32 alone."""
+    require_device("ios-sim", "coreml")
+    rng, text = np.random.default_rng(0), "y = ConvTranspose<strides=[2,2], pads=[1,1,1,1]>(x, w)"
+    weights = rng.normal(size=(3, 4, 4, 4)).astype(np.float16)
+    model = save_net(f"(float16[1,3,8,8] x) => (float16[1,4,16,16] y) {{ {text} }}", tmp_path / "m.onnx", w=weights)
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(16, 1, 3, 8, 8)).astype(np.float16))
+    data = Data(source=str(tmp_path / "d.npz"))
+    (summary,) = build(model.path, data, tmp_path / "out", Recipe(targets=("coreml",))).bundles
+    report = present(summary.verify)
+    assert report.passed
+    assert [set(file.provider_nodes) for file in report.runs[0].files] == [{"CoreMLExecutionProvider"}]
 
 
 def test_android_s_own_binary_opens_the_files_of_a_bundle(bundles: dict[str, Bundle]) -> None:
