@@ -154,7 +154,7 @@ def test_shares_are_those_that_are_counted_by_hand(
     reading: Reading, wanted: list[Any], got: list[Any], shares: list[tuple[str, float]]
 ) -> None:
     reference, other = (from_list([{"y": np.asarray(row)} for row in side]) for side in (wanted, got))
-    found = measure_agreement(reference, other, {"y": reading}).get("y", ())
+    found = measure_agreement(reference, other, {"missing": reading, "y": reading}).get("y", ())
     assert [each.of for each in found] == [of for of, _ in shares]
     assert [each.share for each in found] == pytest.approx([share for _, share in shares])
     for each in found:

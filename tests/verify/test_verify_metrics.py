@@ -169,6 +169,7 @@ def test_sums_beyond_the_largest_float_are_no_perfect_score(count: int) -> None:
     errors = [measure(wanted, found)] * count
     assert metrics.sqnr_db(errors) <= 0.0
     assert metrics.cosine(errors) == 0.0
+    assert metrics.cosine([measure(wanted, wanted)] * count) == pytest.approx(1.0)
     assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors), metrics.psnr_db(errors)]).all()
     interval = bootstrap_sqnr(errors)
     assert interval is None or interval[1] <= 0.0
@@ -367,6 +368,8 @@ def test_masks_have_an_intersection_over_union() -> None:
     # Of booleans only True is a class: False would have two thirds.
     true: list[Tensors] = [{"y": np.array([True, True, False, False])}]
     assert compare([{"y": np.array([True, False, False, False])}], true).iou == 0.5
+    for least, iou in ((np.eye(2, dtype=np.int64), 1.0), (np.array([True, True]), 1.0), (np.array([True]), None)):
+        assert compare([{"y": least}], [{"y": least}]).iou == iou
 
 
 def test_distributions_have_a_divergence_and_ranks_a_correlation() -> None:
@@ -374,6 +377,8 @@ def test_distributions_have_a_divergence_and_ranks_a_correlation() -> None:
     report = compare([{"y": q}], [{"y": p}])
     assert report.kl_divergence == pytest.approx(0.5 * np.log(2) + 0.25 * np.log(0.5))
     assert report.rank_correlation == pytest.approx(np.corrcoef([2, 0.5, 0.5], [0.5, 2, 0.5])[0, 1])
+    two = compare([{"y": np.array([[0.25, 0.75]])}], [{"y": np.array([[0.5, 0.5]])}])
+    assert two.kl_divergence == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))
     assert compare(ROWS).kl_divergence is None
     assert compare(ROWS).rank_correlation == pytest.approx(1.0)
 

@@ -21,7 +21,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import DISABLED
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form
-from edgekit.verify.own_model import _limit_here, choose_settings, find_self_test_fault, run_own_model
+from edgekit.verify.own_model import _is_near, _limit_here, choose_settings, find_self_test_fault, run_own_model
 from edgekit.verify.run import verify_bundle
 
 
@@ -174,3 +174,17 @@ def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift:
     assert (shared.samples, run.outputs[0].samples) == (4 if shift else bundle.golden.samples, 4)
     assert any("the decisions of that model on" in note for note in run.notes) is not bool(shift)
     assert ("not proven" if run.gates[1].unproven else "pass") == verdict
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "is_near"),
+    [
+        ([1.0, 2.0], [1.5, 1.5], True), ([1.0, 2.0], [1.0, 2.6], False), ([1.0, 2.0], [1.0], False),
+        ([np.nan, np.inf], [np.nan, np.inf], True), ([np.nan], [1.0], False), ([1.0], [np.nan], False),
+        ([np.inf], [-np.inf], False),
+    ],
+)  # fmt: skip
+def test_each_value_is_near_within_half_or_the_same_one_that_is_no_number(
+    own: list[float], found: list[float], is_near: bool
+) -> None:
+    assert _is_near(np.array(own), np.array(found), 0.5) is is_near
