@@ -353,7 +353,7 @@ def test_weights_that_are_large_are_not_rounded_for_a_check(
     text = "(float[1,64,9,9] x) => (float[1,64,5,5] y) { a = Conv(x, u)  b = LeakyRelu(a)  y = Conv(b, v) }"
     command = ["check", str(save_net(text, tmp_path / "m.onnx", **weights).path), "--target", "nnapi"]
     assert answer(command)["recommended"]["loss"].startswith("as int8 it would be maybe")
-    monkeypatch.setattr("edgekit.quantize.qdq.LARGE_BYTES", weights["u"].nbytes)
+    monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", weights["u"].nbytes)
     assert answer(command)["recommended"]["loss"] == ""
 
 
