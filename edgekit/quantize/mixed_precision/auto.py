@@ -170,7 +170,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     lead = _learn(subject, prefer_draft(chosen, through_silu, relief.LEAST_GAIN_DB))
     drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
-    best = _finish(subject, lead.draft, lead.found.candidates[0])
+    best = _finish(subject, lead)
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
 
 
@@ -221,14 +221,16 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
     return _judge(subject, factors, method, reached.best_db)
 
 
-def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
-    found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
+def _finish(subject: _Subject, judged: Judged) -> Finished:
+    draft, lead, attempt = judged.draft, judged.found.candidates[0], subject.memo.budget.attempt
+    found = _relieve(subject, draft, lead)
     # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
     waits = not subject.relieve and found.ratio_db < relief.COLLAPSED_DB and is_relievable(found.plan)
     if waits or found.ratio_db >= GOOD_DB:
         return found
-    draft = msgspec.structs.replace(draft, plan=found.plan)
-    plan = attempt("ranges of inputs", partial(relief.fit_inputs, draft))
+    is_judged = found.plan == draft.choose(judged.found.method, lead.rounding).plan
+    draft, reached_db = msgspec.structs.replace(draft, plan=found.plan), judged.found.unrounded_db
+    plan = attempt("ranges of inputs", partial(relief.fit_inputs, draft, reached_db if is_judged else None))
     if plan is None or plan == found.plan:
         return found
     fitted = judge_plan(msgspec.structs.replace(draft, plan=plan))

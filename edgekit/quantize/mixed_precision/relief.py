@@ -141,13 +141,13 @@ def relieve_step(
     return fitted or relieved
 
 
-def fit_inputs(draft: candidates.Draft) -> QuantPlan:
+def fit_inputs(draft: candidates.Draft, reached_db: float | None = None) -> QuantPlan:
     """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
 
     Range methods clip rare values without regard to the outputs, and with 16 bits the only method is minmax. But the
     tail of an input, such as the powers of a spectrum, may be too long for any step size, while the layer that reads it
     is saturated there. Each end with such a tail is halved, which gives all other values one more bit, as long as that
-    gains NOTABLE_DB.
+    gains NOTABLE_DB. `reached_db` is the ratio of the draft with float weights, if it was judged before.
     """
     plan, ends = draft.plan, _find_tails(draft)
     if not ends:
@@ -156,7 +156,7 @@ def fit_inputs(draft: candidates.Draft) -> QuantPlan:
     graph, fed = candidates.plans_to_inputs(draft, {"": draft.plan}, candidates.place_draft(draft))
     effort = draft.effort
     judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
-    reached = judge(fed[""], -math.inf)
+    reached = judge(fed[""], -math.inf) if reached_db is None else reached_db
     for name, end in ends if reached < GOOD_DB else ():
         while True:
             span = plan.wide.get(name, plan.ranges[name])
