@@ -124,7 +124,7 @@ _SAMPLES = 6
 # The number of spans that activations are divided into at first, and the largest number of judged spans for each of the
 # worst activations that are sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# At how many cuts a run may start: a choice. The ranking of ViT-S takes 7.7 CPU s with 7 and 6.6 with 15; with 31 making
+# At how many cuts a run may start: a choice. The ranking of ViT-S takes 7.7 CPU s with 7, 6.6 with 15; with 31 making
 # its session takes as much more.
 _PARTS = 15
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
