@@ -195,7 +195,8 @@ def list_advice(advice: Iterable[Advice]) -> Iterator[tuple[str, str]]:
         subjects = ", ".join(dict.fromkeys(each.subject for each in group))
         message = f"{head} {subjects}:{tail}" if tail else head
         nodes, macs = sum(each.gain_nodes for each in group), sum(each.gain_macs for each in group)
-        yield id_, f"{message} ({fix}, {nodes:+d} nodes{f', {macs:+,} MACs' if macs else ''})"
+        gained = f"{'+' if nodes >= 0 else ''}{count_of(nodes, 'node')}{f', {macs:+,} MACs' if macs else ''}"
+        yield id_, f"{message} ({fix}, {gained})"
 
 
 def list_observed(seen: Observed | NotObserved) -> Iterator[str]:

@@ -18,6 +18,7 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
+from edgekit.check.report import count_of
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
@@ -244,7 +245,7 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
         config.pop(_FALLBACK, None)
         run = _run_watched(self, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
         left = [node.name or node.op for node in run.placement if node.provider != QNN]
-        note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
+        note = f"the provider refuses {count_of(len(left), 'node')}, which ran on the CPU: {', '.join(left[:8])}"
         return msgspec.structs.replace(run, notes=(note, *run.notes))
 
 
