@@ -4,6 +4,7 @@ A rule is one line of data with a `kind`; its `refuse` returns why a unit does n
 every unit of its operator. Rules for the meaning of single operators are in `operators.py`.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast
@@ -597,12 +598,13 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
                 yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
             parameters = read_parameters(graph, operand)
             scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
-            if self.zero_point is not None and set(zero) - {self.zero_point}:
-                yield f"the zero point of {what} is {zero[0]}; it must be {self.zero_point}"
-            if self.scale is not None and any(abs(entry - self.scale) > self.tolerance for entry in scale):
-                yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
-            if any(entry < self.least_scale for entry in scale):
-                yield f"the scale of {what} is {scale[0]:.6g}, below {self.least_scale:.6g}"
+            for point in [each for each in zero if self.zero_point is not None and each != self.zero_point][:1]:
+                yield f"the zero point of {what} is {point}; it must be {self.zero_point}"
+            off = [each for each in scale if self.scale is not None and abs(each - self.scale) > self.tolerance]
+            for entry in off[:1]:
+                yield f"the scale of {what} is {entry:.6g}; it must be {self.scale:g}"
+            if min(scale, default=math.inf) < self.least_scale:
+                yield f"the scale of {what} is {min(scale):.6g}, below {self.least_scale:.6g}"
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):
