@@ -95,7 +95,7 @@ def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
     run = device.run_job(make_job(model, "qnn", [{"x": np.ones((1, 4), np.float32)}]), work)
     assert run.failure is None
     assert [(node.op, node.provider) for node in run.placement if node.op == "Asinh"] == [("Asinh", CPU_PROVIDER)]
-    assert "refuses 1 nodes" in run.notes[0]
+    assert "refuses 1 node, " in run.notes[0]
     assert "n1" in run.notes[0]
 
 
