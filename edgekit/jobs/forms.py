@@ -65,7 +65,8 @@ def convert_to_half(
             worst = max(overflowing, key=overflowing.__getitem__)
             why = "values there come close to 65504, the largest of half precision, or exceed it"
             names = f"{', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at '{worst}'"
-            notes.append(f"{len(overflowing)} nodes stay in float32, because {why}: {names}; {keeps_all}")
+            stay = "1 node stays" if len(overflowing) == 1 else f"{len(overflowing)} nodes stay"
+            notes.append(f"{stay} in float32, because {why}: {names}; {keeps_all}")
         half_nodes = [name for name in taken if name not in overflowing]
         lossy, least_db = None, target.thresholds.min_sqnr_db
         with contextlib.suppress(RuntimeRefusal):

@@ -147,7 +147,8 @@ def _describe_loss(first: Strategy, strategy: Strategy) -> str:
     lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
     lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
     if strategy.kept:
-        lost.append(f"{len(strategy.kept)} nodes stay in float ({', '.join(strategy.kept[:3])})")
+        stay = "1 node stays" if len(strategy.kept) == 1 else f"{len(strategy.kept)} nodes stay"
+        lost.append(f"{stay} in float ({', '.join(strategy.kept[:3])})")
     plans = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
     return ", ".join([*lost, *([plans[strategy.plan]] if strategy.plan in plans else [])])
 
