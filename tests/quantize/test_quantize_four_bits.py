@@ -30,6 +30,7 @@ from edgekit.quantize.gptq import (
     weight_scale,
 )
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.graph.sessions import open_quantized
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
 from edgekit.quantize.mixed_precision.score import judge_candidate
@@ -93,10 +94,10 @@ def test_layers_that_mix_inputs_get_4_bits(
         assert len(scale) == values.shape[0]
         assert zero.shape == scale.shape
         assert not zero.astype(np.int8).any()
-    session = CpuSession(made.model.path, SessionSettings())
     reference = CpuSession(net.path, SessionSettings())
-    for sample in random_samples(net, 3, seed=5):
-        assert np.abs(session.run(sample)["y"] - reference.run(sample)["y"]).max() < 0.1
+    for session in (CpuSession(made.model.path, SessionSettings()), open_quantized(made.model.path)):
+        for sample in random_samples(net, 3, seed=5):
+            assert np.abs(session.run(sample)["y"] - reference.run(sample)["y"]).max() < 0.1
 
 
 def test_a_weight_taken_out_of_a_plan_keeps_8_bits(net: Model, calibration: Calibration, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _UNSATURATED: Mapping[str, str] = {"session.x64quantprecision": "1"}
 _LARGE_BYTES = 4 << 20
 
 _INT8, _WIDE = onnx.TensorProto.INT8, frozenset({onnx.TensorProto.INT16, onnx.TensorProto.UINT16})
+_FOUR_BITS, _CASTS_4 = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4}), 21
 
 
 def open_quantized(path: Path) -> CpuSession:
@@ -68,7 +69,9 @@ def _write_product(writer: Writer) -> None:
     zeros = (graph.constants.get((*each.input, "")[2]) for each in beside if each and each.op_type == node.op_type)
     is_wide = any(zero is not None and zero.data_type in _WIDE for zero in zeros)
     is_fixed = len(node.input) == 3 and graph.constants.keys() >= {*node.input}
-    if not is_wide or not is_fixed or node.integer("block_size", 0) > 0:
+    # A Cast takes 4 bits from opset 21 on; ONNX Runtime's own DequantizeLinear takes them before.
+    is_castable = is_fixed and (graph.constants[node.input[0]].data_type not in _FOUR_BITS or writer.opset >= _CASTS_4)
+    if not is_wide or not is_castable or node.integer("block_size", 0) > 0:
         return
     scale, zero = (graph.weight(name) for name in node.input[1:])
     rank, axis = len(graph.constants[node.input[0]].dims), node.integer("axis", 1)
