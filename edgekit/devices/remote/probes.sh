@@ -1,5 +1,4 @@
 # Prints what a phone has, a line of NAME=VALUE each: the fields of `PhoneFacts` in `examine.py`.
-# Qualcomm's library that reaches the NPU, and Android's list of the vendor libraries that apps may load.
 rpc=libcdsprpc.so
 public=/vendor/etc/public.libraries.txt
 echo "page_size=$(getconf PAGE_SIZE 2>/dev/null)"
