@@ -13,7 +13,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # The module of each name: the lines of the stub say `from MODULE import NAME as NAME`. Python reads it by itself, since
 # `python -m edgekit` must import nothing before it has left the working folder (`__main__.py`).
-with open(f"{__file__}i", encoding="utf-8") as _stub:  # noqa: PTH123 - see above
+with open(__file__.rpartition(".")[0] + ".pyi", encoding="utf-8") as _stub:  # noqa: PTH123 - see above
     _HOMES = {words[-1]: words[1] for words in map(str.split, _stub) if words[:1] == ["from"]}
 
 __all__ = list(_HOMES)

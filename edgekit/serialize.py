@@ -44,6 +44,15 @@ class NotebookPage:
         return type(self).draw_page(self)
 
 
+def read_own_toml(path: Path, kind: type[_T]) -> _T:
+    """Returns the content of a TOML file that is a part of edgekit.
+
+    Raises:
+        UsageError: edgekit is damaged.
+    """
+    return read_toml(path, kind, hint="edgekit is damaged: install it anew")
+
+
 def read_toml(
     path: Path,
     kind: type[_T],

@@ -16,7 +16,7 @@ import msgspec
 from edgekit._files import digest_file, safe_join
 from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, BundledFile, Manifest
 from edgekit.errors import BundleError, UsageError, suggest_name
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_own_toml
 from edgekit.target import Target, TaskLimit
 
 _MAX_NAME_BYTES = 512
@@ -174,7 +174,7 @@ class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _OPTIONS_FILE = Path(__file__).parent / "session_options.toml"
-_OPTIONS = read_toml(_OPTIONS_FILE, _SessionOptions, hint="edgekit is damaged: install it anew")
+_OPTIONS = read_own_toml(_OPTIONS_FILE, _SessionOptions)
 _SESSION: Mapping[str, str] = _OPTIONS.expand(_OPTIONS.session)
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     provider: _OPTIONS.expand(values) for provider, values in _OPTIONS.providers.items()

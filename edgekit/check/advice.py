@@ -224,14 +224,11 @@ def _find_missing(case: Case) -> Iterator[Finding]:
         yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
 
 
-def _find_cut(keep: Callable[[onnx.ModelProto, list[str]], None], case: Case) -> Iterator[Finding]:
-    """Yields where `keep` may cut the graph, if the rest has nearly all of the work and the target may take it whole.
-
-    The graph may end where `keep` keeps outputs, and begin where it keeps inputs.
-    """
+def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:
+    """Yields where a graph may end, or begin, if the rest has nearly all of the work and may be taken whole."""
     if not case.wants_whole:
         return
-    graph, ends = case.graph, keep is keep_outputs
+    graph, keep = case.graph, keep_outputs if ends else keep_inputs
     refused, cut = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
     macs, reached = {node.name: node.macs for node in case.nodes}, set[str]()
     for node in graph.nodes if ends else reversed(graph.nodes):
@@ -306,13 +303,13 @@ ADVISERS: tuple[Adviser, ...] = (
         "cut-end",
         "manual",
         "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
-        partial(_find_cut, keep_outputs),
+        partial(_find_cut, ends=True),
     ),
     Adviser(
         "cut-start",
         "manual",
         "begin the model behind {count}, which the app then computes: edgekit prepare --inputs {word}",
-        partial(_find_cut, keep_inputs),
+        partial(_find_cut, ends=False),
     ),
     Adviser(
         "float-interface",

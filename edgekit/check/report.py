@@ -246,6 +246,11 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def count_staying(number: int) -> str:
+    """Returns "1 node stays", or "2 nodes stay"."""
+    return f"{count_of(number, 'node')} {'stays' if number == 1 else 'stay'}"
+
+
 # What became of each node of the user's model in the graph that a provider sees. Preparation folds, fuses, rewrites and
 # removes nodes. Most nodes and values keep their names in both graphs. What became of the others follows from which
 # nodes now make and read the values around them.

@@ -17,7 +17,7 @@ from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.group.group import share_models
 from edgekit.bundle.manifest import Bucket, Buckets
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckReport, count_staying
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data.padding import pad_samples
 from edgekit.data.samples import Samples, select_samples, spread_indices
@@ -65,8 +65,7 @@ def convert_to_half(
             worst = max(overflowing, key=overflowing.__getitem__)
             why = "values there come close to 65504, the largest of half precision, or exceed it"
             names = f"{', '.join(list(overflowing)[:5])}; the largest is {overflowing[worst]:.3g} at '{worst}'"
-            stay = "1 node stays" if len(overflowing) == 1 else f"{len(overflowing)} nodes stay"
-            notes.append(f"{stay} in float32, because {why}: {names}; {keeps_all}")
+            notes.append(f"{count_staying(len(overflowing))} in float32, because {why}: {names}; {keeps_all}")
         half_nodes = [name for name in taken if name not in overflowing]
         lossy, least_db = None, target.thresholds.min_sqnr_db
         with contextlib.suppress(RuntimeRefusal):

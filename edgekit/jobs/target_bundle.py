@@ -16,7 +16,7 @@ from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport, count_of
+from edgekit.check.report import CheckReport, count_of, count_staying
 from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
@@ -147,8 +147,7 @@ def _describe_loss(first: Strategy, strategy: Strategy) -> str:
     lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
     lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
     if strategy.kept:
-        stay = "1 node stays" if len(strategy.kept) == 1 else f"{len(strategy.kept)} nodes stay"
-        lost.append(f"{stay} in float ({', '.join(strategy.kept[:3])})")
+        lost.append(f"{count_staying(len(strategy.kept))} in float ({', '.join(strategy.kept[:3])})")
     plans = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
     return ", ".join([*lost, *([plans[strategy.plan]] if strategy.plan in plans else [])])
 

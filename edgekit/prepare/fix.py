@@ -42,7 +42,7 @@ from edgekit.prepare.rewrites import (
     split_attention,
 )
 from edgekit.prepare.stripped import is_absent
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_own_toml
 from edgekit.target import INTEGERS, Target
 
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
@@ -148,7 +148,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     last: dict[str, str]
 
 
-_TABLE = read_toml(Path(__file__).parent / "rewrites.toml", _Table, hint="edgekit is damaged: install it anew")
+_TABLE = read_own_toml(Path(__file__).parent / "rewrites.toml", _Table)
 _MODULES = (
     activations, float16, fused, idle, join_attention, layout, norms, planes, products, recurrent, signs,
     split_attention,

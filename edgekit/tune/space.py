@@ -12,7 +12,7 @@ import msgspec
 
 from edgekit._ort import Level
 from edgekit.bundle.manifest import SessionSetting
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_own_toml
 from edgekit.target import Session
 
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]
@@ -102,7 +102,7 @@ class _Space(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     providers: dict[str, tuple[Change, ...]]
 
 
-_SPACE = read_toml(Path(__file__).parent / "space.toml", _Space, hint="edgekit is damaged: install it anew")
+_SPACE = read_own_toml(Path(__file__).parent / "space.toml", _Space)
 
 LEVELS = Group(name="optimization level", changes=_SPACE.levels)
 """The optimization levels below ONNX Runtime's default, `all`."""

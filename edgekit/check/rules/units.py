@@ -12,16 +12,14 @@ import numpy as np
 
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.model.tensors import Array
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_own_toml
 
 Selector = Literal[
     "drop", "drop_dq", "unary", "binary", "variadic", "split", "conv", "matmul", "gemm", "norm", "batchnorm",
     "compare", "where", "pad", "topk", "any", "first",
 ]  # fmt: skip
 
-_SELECTED = read_toml(
-    Path(__file__).parent / "selectors.toml", dict[Selector, list[str]], hint="edgekit is damaged: install it anew"
-)
+_SELECTED = read_own_toml(Path(__file__).parent / "selectors.toml", dict[Selector, list[str]])
 SELECTORS: dict[str, Selector] = {op: selector for selector, ops in _SELECTED.items() for op in ops}
 """Which of ORT's group selectors handles an operator (ORT 1.31)."""
 

@@ -22,7 +22,7 @@ from edgekit.devices.process.run import STANDALONE, check_options, describe_job,
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
-from edgekit.serialize import read_toml, ready_type
+from edgekit.serialize import read_own_toml, ready_type
 
 # Where Debian's and Ubuntu's Chromium install SwiftShader, with their own Vulkan loader.
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
@@ -91,9 +91,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return find_swiftshader() if self.swiftshader else {}
 
 
-PROVIDERS: Mapping[str, Provider] = read_toml(
-    Path(__file__).parent / "providers.toml", dict[str, Provider], hint="edgekit is damaged: install it anew"
-)
+PROVIDERS: Mapping[str, Provider] = read_own_toml(Path(__file__).parent / "providers.toml", dict[str, Provider])
 """The providers of this machine by the name of their device; to support another one, add a table to the file."""
 
 
