@@ -170,7 +170,7 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
     settings = ", ".join(f"{key}={options[key]}" for key in ("soc_model", "htp_arch") if key in options)
     left = re.findall(r"\{ name: (.*?), type: (\w+) \}", child.stderr)
     nodes = ", ".join(f"'{shorten_name(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])
-    reason = f"does not take the whole model, for one {nodes}" if nodes else f"refuses the model: {last[:300]}"
+    reason = f"does not take the whole model, for example not {nodes}" if nodes else f"refuses the model: {last[:300]}"
     hint = "edgekit check MODEL --target qnn tells why, and what to change"
     if _TAKES_NONE in last:
         reason, hint = "takes no node of the model", f"build it for the CPU: --target cpu; {hint}"

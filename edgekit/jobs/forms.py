@@ -5,6 +5,7 @@ the nodes that stay in float32 in half precision are found for each size.
 """
 
 import contextlib
+import math
 import shlex
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -71,10 +72,13 @@ def convert_to_half(
         with contextlib.suppress(RuntimeRefusal):
             lossy = find_lossy(prepared, half_nodes, choose_layer_samples(golden, _SAMPLES), least_db)
         if lossy is not None:
-            span = f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32"
-            kept_db = f"the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for"
+            ends = f"'{lossy.nodes[0]}'" + (f" to '{lossy.nodes[-1]}'" if len(lossy.nodes) > 1 else "")
+            lost = f"the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for"
+            if not math.isfinite(lossy.sqnr_db):
+                lost = "an output is NaN or infinite"
             expected = f"{lossy.kept_db:.1f} dB are expected"
-            notes.append(f"{span}: in half precision {kept_db}, so {expected}; {keeps_all}")
+            words = f"in float32, {ends}: in half precision {lost}; now {expected}; {keeps_all}"
+            notes.append(f"{count_staying(len(lossy.nodes))} {words}")
         kept += (*overflowing, *(lossy.nodes if lossy is not None else ()))
     converted = convert_to_fp16(prepared, kept, out)
     if converted.clamped:

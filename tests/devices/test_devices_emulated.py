@@ -28,8 +28,8 @@ def run_one(job: Job, work: Path) -> Array:
     return next(iter(run.outputs))["y"]
 
 
-def text_job(path: Path, body: str, x: Array, *, left: tuple[str, ...] = ()) -> Job:
-    return make_job(text_model(path, body), "coreml", [{"x": x}], precision="fp16", left=left)
+def text_job(path: Path, body: str, x: Array, *, left: tuple[str, ...] = (), target: str = "qnn") -> Job:
+    return make_job(text_model(path, body), target, [{"x": x}], precision="fp16", left=left)
 
 
 ADDED = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
@@ -41,6 +41,7 @@ BRANCHES = """(float[1,2] x) => (float[1,2] y) <float[1] big = {1}> {
         else_branch = e () => (float[1,2] b) { b = Add(x, big) }
     >
 }"""
+SQUARED = "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }"
 LEFT_IN_FLOAT = """(float16[1,1] x) => (float16[1,1] y) {
     h = Abs(x) a = Cast<to = 1>(h) b = Mul(a, a) c = Sqrt(b) d = Cast<to = 10>(c) y = Neg(d)
 }"""
@@ -52,13 +53,10 @@ CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
     "a taken node reads and gives halves": (ADDED, X, (), round_to_half(round_to_half(X) + round_to_half(W))),
     "a node that stays on the CPU is not rounded": (ADDED, X, ("n0",), X + W),
     "a value beyond half is infinite": (
-        "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }", HIGH, (), np.array([[np.inf]])
+        SQUARED, HIGH, (), np.array([[np.inf]])
     ),
     "a weight beyond half is infinite": (
         "(float[1,1] x) => (float[1,1] y) <float[1] w = {100000}> { y = Add(x, w) }", HIGH, (), np.array([[np.inf]])
-    ),
-    "what a float16 file leaves in float32 is not rounded": (
-        LEFT_IN_FLOAT, HIGH.astype(np.float16), (), np.array([[-300]])
     ),
     "integers and branches pass through": (BRANCHES, PAIR, ("n2",), -PAIR),
     "whole numbers are not rounded": (
@@ -77,6 +75,21 @@ CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
 def test_values_are_rounded_as_the_provider_would(case: str, tmp_path: Path, work: Path) -> None:
     body, x, left, wanted = CASES[case]
     np.testing.assert_array_equal(run_one(text_job(tmp_path / "m.onnx", body, x, left=left), work), wanted)
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "x", "wanted"),
+    [
+        ("coreml", LEFT_IN_FLOAT, HIGH.astype(np.float16), -300),
+        ("coreml", SQUARED, HIGH, 300),
+        ("qnn", LEFT_IN_FLOAT, HIGH.astype(np.float16), -np.inf),
+    ],
+)
+def test_what_a_file_keeps_in_float32_is_rounded_where_the_provider_computes_halves_only(
+    target: str, body: str, x: Array, wanted: float, tmp_path: Path, work: Path
+) -> None:
+    got = run_one(text_job(tmp_path / "m.onnx", body, x, target=target), work)
+    np.testing.assert_array_equal(got, [[wanted]])
 
 
 def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: Path) -> None:
@@ -104,7 +117,7 @@ def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
     body = f"{ENDS} {{ h = Cast<to=10>(x) s = Add(h, w) y = Cast<to=1>(s) }}"
     path = text_model(tmp_path / "w.onnx", body, w=np.array([0.3], np.float16))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
+    got = run_one(make_job(path, "qnn", [{"x": x}], precision="fp16"), work)
     np.testing.assert_array_equal(got, round_to_half(round_to_half(x) + np.float32(np.float16(0.3))))
 
 
@@ -112,7 +125,7 @@ def test_weights_that_are_graph_inputs_too_stay_optional(tmp_path: Path, work: P
     proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
     proto.graph.input.append(helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, (4, 4, 3, 3)))
     onnx.save(proto, str(tmp_path / "f.onnx"))
-    run_one(make_job(tmp_path / "f.onnx", "coreml", precision="fp16"), work)
+    run_one(make_job(tmp_path / "f.onnx", "qnn", precision="fp16"), work)
 
 
 def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> None:
@@ -121,7 +134,7 @@ def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> Non
     path = text_model(tmp_path / "r.onnx", body, s=np.array([1, 1, 1.1249, 1.1249], np.float32))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     expected = CpuSession(path, SessionSettings()).run({"x": round_to_half(x)})["y"]
-    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), expected)
+    np.testing.assert_array_equal(run_one(make_job(path, "qnn", [{"x": x}], precision="fp16"), work), expected)
 
 
 def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: Path) -> None:
@@ -130,7 +143,7 @@ def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: 
     path = text_model(tmp_path / "r.onnx", body, r=region, s=np.array([1, 4, 8, 8], np.int64))
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     expected = CpuSession(path, SessionSettings()).run({"x": round_to_half(x)})["y"]
-    got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
+    got = run_one(make_job(path, "qnn", [{"x": x}], precision="fp16"), work)
     np.testing.assert_array_equal(got, round_to_half(expected))
 
 
@@ -146,10 +159,10 @@ def test_a_quantized_unit_is_rounded_onto_its_grid(tmp_path: Path, work: Path) -
 
 
 def test_the_placement_is_predicted(tmp_path: Path, work: Path) -> None:
-    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16", left=("relu",))
+    job = make_job(float_conv(tmp_path / "f.onnx"), "qnn", precision="fp16", left=("relu",))
     run = Emulated().run_job(job, work)
     assert run.placement_source == "predicted"
-    assert [node.provider for node in run.placement] == ["CoreMLExecutionProvider", CPU_PROVIDER]
+    assert [node.provider for node in run.placement] == ["QNNExecutionProvider", CPU_PROVIDER]
 
 
 def test_nothing_is_fused(tmp_path: Path, work: Path) -> None:
@@ -160,7 +173,7 @@ def test_nothing_is_fused(tmp_path: Path, work: Path) -> None:
 
 
 def test_a_check_of_another_model_is_a_failure(tmp_path: Path, work: Path) -> None:
-    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16")
+    job = make_job(float_conv(tmp_path / "f.onnx"), "qnn", precision="fp16")
     proto = onnx.load(str(job.model))
     proto.graph.node[0].name = "renamed"
     onnx.save(proto, str(job.model))

@@ -80,8 +80,8 @@ def test_nodes_that_lose_the_values_of_the_outputs_stay_in_float32(tmp_path: Pat
     (summary,) = build(path, data, tmp_path / "out", Recipe(targets=("coreml",)), verify=False).bundles
     assert summary.failure is None
     (note,) = (note for note in summary.notes if "float32" in note)
-    assert note.startswith("2 nodes from 'square' to 'root' stay in float32: in half precision the outputs keep ")
-    assert " dB of the 25 that the target asks for, so " in note
+    assert note.startswith("2 nodes stay in float32, 'square' to 'root': in half precision the outputs keep ")
+    assert " dB of the 25 that the target asks for; now " in note
     assert summary.precision == "fp16"
     assert summary.path is not None
     types = {tensor.name: tensor.data_type for tensor in onnx.load(summary.path / "model.onnx").graph.initializer}

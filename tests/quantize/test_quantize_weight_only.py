@@ -426,6 +426,22 @@ def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got["z"], -got["y"])
 
 
+def test_kept_nodes_read_inputs_and_write_outputs_as_they_are(tmp_path: Path) -> None:
+    """Numbers beyond half precision reach a kept node, and leave it, though half nodes read them as well."""
+    text = f"""{HEAD} (float[2] x, float[2] v) => (float[2] y, float[2] z, float[2] w)
+        {{ [a] y = Mul(x, x) [b] t = Sigmoid(y) [c] z = Neg(t) [d] w = Abs(v) }}"""
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    kept = convert_to_fp16(model, ("a", "d"), tmp_path / "k.onnx").model
+    proto = read_proto(kept)
+    assert sum(node.op_type == "Cast" for node in proto.graph.node) == 2
+    onnx.checker.check_model(proto, full_check=True)
+    sample = {"x": np.array([300.1, -2.0], np.float32), "v": np.array([-1e9, 1e-9], np.float32)}
+    got = CpuSession(kept.path, SessionSettings(level=Level.DISABLED)).run(sample)
+    np.testing.assert_array_equal(got["y"], sample["x"] ** 2)
+    np.testing.assert_array_equal(got["w"], -sample["v"] * [1, -1])
+    np.testing.assert_allclose(got["z"], [-1, -0.982], rtol=1e-3)
+
+
 def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: Path) -> None:
     """Nothing tells onnx that it gives floats, and no cast stood between it and the nodes behind it."""
     text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[2] x) => (float[2] y)

@@ -109,8 +109,8 @@ class Emulated(Device, frozen=True, kw_only=True):
     """Emulates the target's arithmetic on this CPU, in the CPU provider with all optimisations off.
 
     A model with Q and DQ nodes runs unchanged: each quantized unit computes in float, and its output is then quantized.
-    For precision fp16, whether the file is in float32 or float16, values are rounded to half around each node that the
-    provider takes according to the check, except nodes that a file with float16 values keeps in float32.
+    For precision fp16 values are rounded to half around each node that the provider takes according to the check: all
+    of them if the provider computes all floats in half (`Target.float_bits`), otherwise those in float16 in the file.
     """
 
     replaced: ClassVar[Mapping[str, str]] = {"NnapiExecutionProvider": "android", "XnnpackExecutionProvider": "android"}
@@ -157,8 +157,9 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)
     types, taken = find_float_types(full), _taken_names(job)
-    # A file with float16 values keeps other nodes in float32 on purpose, and providers compute those in float32.
-    if halves := {name for name, dtype in types.items() if dtype == HALF}:
+    # A provider that also computes in float32 does so for the nodes that the file keeps in it.
+    if job.target.float_bits > 16:
+        halves = {name for name, dtype in types.items() if dtype == HALF}
         taken &= {node.name for node in full.graph.node if halves & {*node.input, *node.output}}
     round_to_half(full, taken, types)
     rounded = work / "half.onnx"

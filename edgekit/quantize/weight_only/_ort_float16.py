@@ -1,7 +1,7 @@
 """The adapter to onnxruntime's float16 converter, the only module that imports it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import onnx
@@ -14,8 +14,6 @@ from edgekit.model.model import order_nodes, refill, rename_tensors
 from edgekit.model.soundness import find_captured, iterate_reads, list_bodies
 
 _LOGGER = logging.getLogger(float16.__name__)
-# The converter names the casts after and before a kept node by the tensor's name and these suffixes.
-_TO_HALF, _TO_FLOAT = "_cast_to_fp16_node", "_cast_to_fp32_node"
 # ONNX's schemas have no float16 for these, and the function body of MeanVarianceNormalization has float32 constants.
 _FLOAT_ONLY = ("Celu", "IsInf", "MeanVarianceNormalization", "TfIdfVectorizer")
 
@@ -60,7 +58,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         nodes.setdefault(tuple(node.output), node)
     refill(converted.graph.node, nodes.values())
     refill(converted.graph.node, order_nodes(converted.graph))
-    _join_kept(converted.graph)
+    _join_kept(converted.graph, {node.name for node in proto.graph.node})
     rounded = made & {value.name for value in proto.graph.output} & stored.keys()
     rename_tensors(converted.graph, {name: f"{name}_half" for name in rounded})
     converted.graph.initializer.extend(stored[name] for name in sorted(rounded))
@@ -84,27 +82,26 @@ def _widen_captured(graph: onnx.GraphProto, halves: set[str], kept: Sequence[str
                 graph.node.append(helper.make_node("Cast", [name], [wide], name=wide, to=TensorProto.FLOAT))
 
 
-def _join_kept(graph: onnx.GraphProto) -> None:
-    """Connects kept nodes directly: between them the converter casts to float16 and back.
+def _join_kept(graph: onnx.GraphProto, own: Collection[str]) -> None:
+    """Connects kept nodes directly with each other and with the model's inputs and outputs.
 
-    That would round values, and turn those that float16 cannot represent into infinity.
+    Between them the converter casts to float16 and back, which rounds values, and makes infinities of those that
+    float16 cannot represent. `own` are the names of the nodes that are no casts of the converter.
     """
-    made = {node.name: node for node in graph.node}
-    names: dict[str, str] = {}
-    for name, restore in made.items():
-        half = made.get(restore.input[0] + _TO_HALF) if name.endswith(_TO_FLOAT) else None
-        if half is not None:
-            names[restore.output[0]] = half.input[0]
-    if not names:
-        return
-    restored = names.keys()
+    casts = [node for node in graph.node if node.op_type == "Cast" and node.name not in own]
+    halves = {
+        node.output[0]: node.input[0] for node in casts if helper.get_node_attr_value(node, "to") == TensorProto.FLOAT16
+    }
+    restored = {node.output[0]: halves[node.input[0]] for node in casts if node.input[0] in halves}
     read = {name for node in graph.node if node.output[0] not in restored for name in iterate_reads(node)}
-    read |= {output.name for output in graph.output}
+    inputs, outputs = ({value.name for value in values} for values in (graph.input, graph.output))
+    unread = halves.keys() - read - outputs
     # If nothing reads the float16 tensor, the float32 tensor takes its name, since layers are compared by tensor names.
-    unread = {node.output[0]: node.input[0] for node in made.values() if node.name == node.output[0] + _TO_HALF}
-    unread = {half: whole for half, whole in unread.items() if half not in read and whole in names.values()}
-    renamed = {whole: half for half, whole in unread.items()}
-    refill(graph.node, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
-    renaming = {**{old: renamed.get(new, new) for old, new in names.items()}, **renamed}
-    refill(graph.value_info, [value for value in graph.value_info if value.name not in {*restored, *unread}])
-    rename_tensors(graph, renaming)
+    names = {halves[half]: half for half in sorted(unread) if halves[half] not in inputs}
+    names |= {whole: name for name, whole in restored.items() if name in outputs}
+    names |= {name: names.get(whole, whole) for name, whole in restored.items() if name not in outputs}
+    gone = restored.keys() | unread
+    refill(graph.node, [node for node in graph.node if node.output[0] not in gone])
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in gone])
+    rename_tensors(graph, names)
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in outputs])
