@@ -119,6 +119,8 @@ def give_advice(case: Case) -> tuple[Advice, ...]:
             if advice.id in REWRITES and finding.changed is not None:
                 left = {node.name for node in finding.changed.nodes}
                 mended.update(finding.nodes, (node.name for node in case.graph.nodes if node.name not in left))
+            elif advice.id == "freeze-input":
+                mended.update(finding.nodes)
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
     return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
 
@@ -224,6 +226,24 @@ def _find_missing(case: Case) -> Iterator[Finding]:
         yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
 
 
+def _find_choices(case: Case) -> Iterator[Finding]:
+    """Yields each input that alone, as one number, decides which branch of an If runs, such as a sample rate."""
+    graph, refused = case.graph, set(case.refused())
+    found = dict[str, dict[str, None]]()
+    for choice in (node for node in graph.nodes if node.op_type == "If" and node.name in refused):
+        names, steps, fed = [choice.input[0]], dict[str, None](), dict[str, None]()
+        for name in names:
+            if (node := graph.producers.get(name)) is not None and node.name not in steps:
+                steps[node.name] = None
+                names.extend(node.reads)
+            elif node is None and name not in graph.constants:
+                fed[name] = None
+        if len(fed) == 1 and graph.value(name := next(iter(fed))).elements == 1:
+            found.setdefault(name, {}).update({choice.name: None, **steps})
+    for name, steps in found.items():
+        yield Finding(nodes=tuple(step for step in steps if step in refused), word=shlex.quote(name), subject=name)
+
+
 def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:
     """Yields where a graph may end, or begin, if the rest has nearly all of the work and may be taken whole."""
     if not case.wants_whole:
@@ -298,6 +318,12 @@ ADVISERS: tuple[Adviser, ...] = (
         _find_float,
     ),
     Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
+    Adviser(
+        "freeze-input",
+        "manual",
+        "one input alone decides which branch of an If runs; make it a constant: --freeze {word}=NUMBER",
+        _find_choices,
+    ),
     Adviser("no-builder", "manual", "the provider has no {word}", _find_missing),
     Adviser(
         "cut-end",

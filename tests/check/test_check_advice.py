@@ -58,6 +58,26 @@ def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
     assert advice["no-builder"].subject == "Acos"
 
 
+_CHOICE = """(float[4] x, int64 rate, bool loud) => (float[4] y) <int64 low = {{8000}}, float level = {{2}}> {{
+    a = Relu(x) b = ReduceMean<keepdims=0>(x) d = Equal(rate, low) c = {choice}
+    y = If(c)<then_branch = t () => (float[4] u) {{ u = Relu(a) }}, else_branch = e () => (float[4] v) {{ v = Neg(a) }}>
+    }}"""
+
+
+def test_a_choice_by_one_number_is_told_to_be_made_in_advance(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, _CHOICE.format(choice="Not(d)"), "nnapi")
+    assert (advice["freeze-input"].subject, advice["freeze-input"].nodes) == ("rate", ("If_y", "Not_c", "Equal_d"))
+    assert advice["freeze-input"].message.endswith("--freeze rate=NUMBER")
+    assert "no-builder" not in advice
+    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "p.onnx", constants={"rate": 8000})
+    assert check_file(prepared.path, "nnapi").taken > 0
+
+
+@pytest.mark.parametrize("choice", ["Greater(b, level)", "Or(loud, d)"])
+def test_a_choice_by_the_data_or_by_two_inputs_is_not(tmp_path: Path, choice: str) -> None:
+    assert "freeze-input" not in _advice(tmp_path, _CHOICE.format(choice=choice), "nnapi")
+
+
 def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
     body = (
         "(float[4,1,3] x) => (float[4,1,1,2] y) <float[1,8,3] w = {{{}}}, float[1,8,2] r = {{{}}}> "
