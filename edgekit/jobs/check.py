@@ -140,6 +140,10 @@ def check_targets(
                     sized, assumed = _assume_sizes(source, prepared, recipe.dims, sizes, work / "sized.onnx")
                 shipped, models[target.name] = _check_shipped(report, sized, target, work / target.name)
                 built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
+                if shipped.taken == shipped.nodes:
+                    # A build brings every node: there is nothing left for the user to change.
+                    left = tuple(advice for advice in report.advice if advice.fix == "automatic")
+                    reports[target.name] = msgspec.structs.replace(report, advice=left)
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
         refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]

@@ -130,6 +130,16 @@ def built_share(path: Path, target: str) -> int | None:
     return built[target].taken if built else None
 
 
+@pytest.mark.parametrize(("last", "manual"), [("Relu(f)", []), ("Det(f)", ["no-builder"])])
+def test_a_user_is_told_to_change_only_what_a_build_does_not(tmp_path: Path, last: str, manual: list[str]) -> None:
+    """The provider takes no integers as they are; a build writes Q and DQ around the Gather."""
+    text = f"""net (int64[2] i) => (float[N,M] y) <uint8[2,2] t = {{1, 2, 3, 4}}, float s = {{0.1}}, uint8 z = {{3}}>
+        {{ e = Gather(t, i) f = DequantizeLinear(e, s, z) y = {last} }}"""
+    report = check_targets(parse_model(text, tmp_path / "net.onnx"), Recipe(targets=("qnn",))).targets["qnn"]
+    assert "spread-quantizers" in {advice.id for advice in report.advice}
+    assert sorted(advice.id for advice in report.advice if advice.fix == "manual") == manual
+
+
 def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -> None:
     samples = Samples(source="", count=1, read=partial(iter, [{"x": images()[:1]}]))
     model = load_model(parse_model(SMALL, tmp_path / "net.onnx"))
