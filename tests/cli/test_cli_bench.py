@@ -19,6 +19,12 @@ KEYS = {
 BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
 
 
+@pytest.fixture(autouse=True)
+def two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares in two rounds of processes, not in eight."""
+    monkeypatch.setattr("edgekit.bench.bench.ROUNDS", 2)
+
+
 def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
     report = answer([*BENCH, "--threads", "1"])
     (run,) = report["runs"]
@@ -27,10 +33,7 @@ def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
     assert (run["iterations"], run["threads"]) == (10, 1)
 
 
-def test_bench_compares_two_models_in_alternation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgekit.bench.bench.ROUNDS", 2)
+def test_bench_compares_two_models_in_alternation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.md"
     assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out

@@ -171,9 +171,11 @@ def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_take
     assert {name for name in COMMANDS if _takes(name, "--dim")} == {*ways}
     assert {name for name in COMMANDS if _takes(name, "--shape")} == {*ways}
     assert {name for name in COMMANDS if _takes(name, "--freeze")} == {*ways}
+    monkeypatch.setattr("edgekit.profile.measure.ROUNDS", 1)
     for name, way in ways.items():
         given = [name, "m.onnx", *way]
-        for size in ("--dim=T=6", "--shape=x=1,6"):
+        # Those that start processes take one of the two; that they read the other shows below, where it is refused.
+        for size in ("--dim=T=6", "--shape=x=1,6")[: 1 if name in {"bench", "profile", "tune"} else 2]:
             assert run_command([*given, size, "--freeze", "k=2"]) == 0, (name, capsys.readouterr().err)
         wrong: dict[tuple[str, ...], str] = {
             ("--dim", "T=6", "--freeze", "q=2"): "no input 'q'",

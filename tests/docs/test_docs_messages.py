@@ -16,20 +16,27 @@ from edgekit.prepare.fix import REWRITES
 sys.path.insert(0, str(ROOT / "tools"))
 
 from docs_messages import ROOMS, render_messages
-from docs_texts import Message, list_messages, read_module
+from docs_texts import Message, list_messages, read_module, walk
 
 _QUOTED = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
 
 @functools.cache
-def _walk(file: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(file.read_text())))
+def _read_sources() -> tuple[set[str], set[str]]:
+    """Returns the texts of all modules, and the parts of their errors; to keep the trees would cost more than this."""
+    texts, literals = set[str](), set[str]()
+    for file in (ROOT / "edgekit").rglob("*.py"):
+        nodes = walk(ast.parse(file.read_text()))
+        texts |= _list_texts(nodes)
+        if "standalone" not in file.parts:
+            literals.update(" ".join(text.split()) for text in _list_literals(nodes))
+    return texts, literals
 
 
-def _list_texts(file: Path) -> set[str]:
+def _list_texts(nodes: list[ast.AST]) -> set[str]:
     """Returns the texts of a module, with `…` for each value that is put into them."""
     found: set[str] = set()
-    for node in _walk(file):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(re.sub(r"\{\w+\}", "…", node.value))
         elif isinstance(node, ast.JoinedStr):
@@ -45,15 +52,15 @@ def test_the_page_quotes_messages() -> None:
 
 def test_quoted_messages_are_those_of_the_code() -> None:
     """In one test: to read the code takes seconds, and each worker would do it."""
-    texts = {text for file in (ROOT / "edgekit").rglob("*.py") for text in _list_texts(file)}
-    texts |= {message.text for message in list_messages()}
+    texts, _ = _read_sources()
+    texts = texts | {message.text for message in list_messages()}
     reworded = "there is no such model file '…'"
     assert [quoted for quoted in (*_QUOTED, reworded) if not any(quoted in text for text in texts)] == [reworded]
 
 
 def _list_ids(file: Path) -> Iterator[str]:
     """Yields the ids that calls in a module name, with `…` for a value that is put into one."""
-    for node in _walk(file):
+    for node in walk(ast.parse(file.read_text())):
         given = node.value if isinstance(node, ast.keyword) and node.arg == "id" else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Adviser":
             given = node.args[0]
@@ -71,9 +78,9 @@ def test_every_id_of_advice_and_of_a_cause_has_a_row() -> None:
     assert [name for name in REWRITES if f"`{name}`" not in rewrites] == []
 
 
-def _list_literals(file: Path) -> Iterator[str]:
+def _list_literals(nodes: list[ast.AST]) -> Iterator[str]:
     """Yields the parts of messages that a module writes out where it makes an error, which is what has a hint."""
-    for node in _walk(file):
+    for node in nodes:
         if isinstance(node, ast.Call) and node.args and any(given.arg == "hint" for given in node.keywords):
             yield from (
                 part.value
@@ -84,10 +91,8 @@ def _list_literals(file: Path) -> Iterator[str]:
 
 
 def test_every_error_has_a_row() -> None:
-    page, files = render_messages(), (ROOT / "edgekit").rglob("*.py")
-    written = {
-        " ".join(text.split()) for file in files if "standalone" not in file.parts for text in _list_literals(file)
-    }
+    page, (_, written) = render_messages(), _read_sources()
+    assert len(written) > 900
     assert {text for text in written if text.replace("|", "\\|") not in page} == set()
     assert {message.room for message in list_messages()} <= set(ROOMS)
 
