@@ -17,14 +17,14 @@ from edgekit.devices.local.provider import OfferedProvider, list_offered
 from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
 from edgekit.devices.remote.examine import PhoneReport, examine_phone
 from edgekit.devices.remote.remote import AdbDevice, check_address
-from edgekit.devices.self_test import SelfTest, try_device
+from edgekit.devices.self_test import try_device
 from edgekit.errors import UsageError
 from edgekit.jobs.check import list_versions
 from edgekit.phones import read_phones
 from edgekit.progress import Progress
 from edgekit.report.tables import make_table
 from edgekit.report.text import color_verdict
-from edgekit.target import Target, load_target, target_names
+from edgekit.target import load_target, target_names
 
 
 @click.group(invoke_without_command=True)
@@ -73,16 +73,16 @@ def test_command(name: Annotated[str, Argument()], progress: Progress) -> Answer
     Exit code 0: every check passed. 1: one did not, or the device is not here. 2: there is no such device.
     """
     test = try_device(serve_device(name), progress)
-    return Answer(test, lambda: _show_test(test), YES if test.passed else NO)
 
+    def show() -> None:
+        rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
+        if rows:
+            print_table(make_table("check", "result", "what was seen", rows=rows))
+        if test.skipped is not None:
+            show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
+        show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
-def _show_test(test: SelfTest) -> None:
-    rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
-    if rows:
-        print_table(make_table("check", "result", "what was seen", rows=rows))
-    if test.skipped is not None:
-        show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
-    show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
+    return Answer(test, show, YES if test.passed else NO)
 
 
 @as_command
@@ -100,18 +100,18 @@ def targets_command(name: Annotated[str | None, Argument()], settings: options.S
         table = make_table("target", "what it is", "precision", "verified here by", rows=rows)
         return Answer({"targets": targets}, lambda: print_table(table))
     target = load_target(name, settings)
-    return Answer(target, lambda: _show_target(target))
 
+    def show() -> None:
+        show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
+        table = make_table("--set", "value", "allowed", "what it is")
+        for parameter_name, parameter in target.parameters.items():
+            allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
+            if parameter.names:
+                allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
+            table.add_row(parameter_name, target.settings.get(parameter_name, ""), allowed, parameter.description)
+        print_table(table)
 
-def _show_target(target: Target) -> None:
-    show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
-    table = make_table("--set", "value", "allowed", "what it is")
-    for parameter_name, parameter in target.parameters.items():
-        allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
-        if parameter.names:
-            allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
-        table.add_row(parameter_name, target.settings.get(parameter_name, ""), allowed, parameter.description)
-    print_table(table)
+    return Answer(target, show)
 
 
 @click.group

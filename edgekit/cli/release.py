@@ -13,7 +13,7 @@ from edgekit.cli.options import AcceptUnproven, require_suffix
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
-from edgekit.package.package import Kind, PackageReport
+from edgekit.package.package import Kind
 from edgekit.package.variant import Identity, parse_extras
 from edgekit.report.tables import list_size_remarks, table_files
 from edgekit.serialize import to_builtins
@@ -74,18 +74,18 @@ def package_command(
     added = parse_extras(extras)
     report, doubts = package_verified(bundles, kind, out, allowed=allowed, key=key, names=names, extras=added)
     show_doubts(doubts)
-    return Answer({**to_builtins(report), "allowed": doubts}, lambda: _show_package(report))
 
+    def show() -> None:
+        for variant in report.bundles:
+            show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
+        print_table(table_files(report.sizes))
+        for excluded in report.left_out:
+            show_line(f"left out: {excluded.path}: {excluded.reason}")
+        show_lines(report.remarks if report.store is None else report.store.remarks)
+        show_lines(list_size_remarks(report))
+        show_line(f"{report.out} (sha256 {report.sha256})")
 
-def _show_package(report: PackageReport) -> None:
-    for variant in report.bundles:
-        show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
-    print_table(table_files(report.sizes))
-    for excluded in report.left_out:
-        show_line(f"left out: {excluded.path}: {excluded.reason}")
-    show_lines(report.remarks if report.store is None else report.store.remarks)
-    show_lines(list_size_remarks(report))
-    show_line(f"{report.out} (sha256 {report.sha256})")
+    return Answer({**to_builtins(report), "allowed": doubts}, show)
 
 
 @as_command

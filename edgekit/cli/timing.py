@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from edgekit._files import work_folder, write_file
-from edgekit.bench.bench import BenchReport, Effort, bench_on
+from edgekit.bench.bench import Effort, bench_on
 from edgekit.bench.history import compare_with_last, record_bench
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, number
@@ -18,7 +18,7 @@ from edgekit.cli.options import Devices, ModelOpening, Threads
 from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.devices.device import Queue
 from edgekit.errors import UsageError
-from edgekit.forecasts.forecast import BITS, ForecastReport, KnownTime, read_precisions
+from edgekit.forecasts.forecast import BITS, KnownTime, read_precisions
 from edgekit.jobs.forecast import CpuTime, forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
@@ -31,7 +31,7 @@ from edgekit.report import profiles, timing
 from edgekit.report.ci import render_bench_markdown
 from edgekit.serialize import to_json
 from edgekit.tune.space import Goal
-from edgekit.tune.tune import TuneReport, Tuning, tune_on
+from edgekit.tune.tune import Tuning, tune_on
 
 _MAX_SIZE = 65536
 _WAIT_MS = 5.0
@@ -126,13 +126,13 @@ def bench_command(
         report = compared
     options.write_page(markdown, lambda: render_bench_markdown(report))
     options.write_page(series, lambda: to_json(timing.list_series(report)))
-    return Answer(report, lambda: _show_bench(report), YES if report.succeeded else NO)
 
+    def show() -> None:
+        if report.runs or report.skipped:
+            print_table(timing.table_bench(report))
+        show_remarks(timing.list_bench_remarks(report))
 
-def _show_bench(report: BenchReport) -> None:
-    if report.runs or report.skipped:
-        print_table(timing.table_bench(report))
-    show_remarks(timing.list_bench_remarks(report))
+    return Answer(report, show, YES if report.succeeded else NO)
 
 
 def _list_efforts(
@@ -265,13 +265,13 @@ def tune_command(
     )
     report = tune_on(subject, choice, tuning_options, opening, progress=progress)
     options.write_page(html, lambda: timing.render_tuning(report))
-    return Answer(report, lambda: _show_tuning(report))
 
+    def show() -> None:
+        print_table(*timing.list_tables(report))
+        show_line(timing.headline_tuning(report))
+        show_remarks(timing.list_tuning_remarks(report))
 
-def _show_tuning(report: TuneReport) -> None:
-    print_table(*timing.list_tables(report))
-    show_line(timing.headline_tuning(report))
-    show_remarks(timing.list_tuning_remarks(report))
+    return Answer(report, show)
 
 
 @as_command
@@ -319,11 +319,10 @@ def forecast_command(
             progress("compile the model as QNN does")
         report = forecast(frozen, devices, precisions, known, dims=dims, every=every, max_ms=max_ms, compiles=compiles)
     options.write_page(html, lambda: text.render_forecast(report))
-    code = NO if report.too_slow else UNPROVEN if report.unproven else YES
-    return Answer(report, lambda: _show_forecast(report), code)
 
+    def show() -> None:
+        show_line(text.headline_forecast(report))
+        print_table(text.table_forecast(report))
+        show_remarks(text.list_forecast_remarks(report))
 
-def _show_forecast(report: ForecastReport) -> None:
-    show_line(text.headline_forecast(report))
-    print_table(text.table_forecast(report))
-    show_remarks(text.list_forecast_remarks(report))
+    return Answer(report, show, NO if report.too_slow else UNPROVEN if report.unproven else YES)
