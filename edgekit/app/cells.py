@@ -277,12 +277,20 @@ def find_kept(app: App, cell: Cell, digests: Digests, store: Store | None = None
 def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ...]]:
     """Returns the current content key of a cell, and the external data files of its model.
 
-    For a group they are the files of its models, with their external data.
+    For a group they are the files of its models, with their external data, relative to the folder of its `group.toml`.
 
     Raises:
         EdgekitError: the model cannot be read.
     """
-    external = _list_group_files(cell.path) if cell.is_group else load_model(cell.path).external_files
+    if cell.is_group:
+        names: list[str] = []
+        for member in read_group_file(cell.path).members.values():
+            place = Path(member.model)
+            weights = load_model(cell.path.parent / place).external_files
+            names += [place.as_posix(), *((place.parent / name).as_posix() for name in weights)]
+        external = tuple(dict.fromkeys(names))
+    else:
+        external = load_model(cell.path).external_files
     return make_key(app, cell, external, digests), external
 
 
@@ -364,20 +372,6 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: B
         "evidence": describe_evidence(bundle.verify),
     }
     return bundle.path, report.report, facts
-
-
-def _list_group_files(path: Path) -> tuple[str, ...]:
-    """Returns the files that a `group.toml` names and their external data, relative to its folder.
-
-    Raises:
-        EdgekitError: the file or a model cannot be read.
-    """
-    names: list[str] = []
-    for member in read_group_file(path).members.values():
-        place = Path(member.model)
-        weights = load_model(path.parent / place).external_files
-        names += [place.as_posix(), *((place.parent / name).as_posix() for name in weights)]
-    return tuple(dict.fromkeys(names))
 
 
 def _build_group(app: App, cell: Cell, folder: Path, progress: Progress, external: Sequence[str]) -> _Built:

@@ -129,7 +129,13 @@ def build_on_worker(
         distributed = importlib.import_module("distributed")
         worker, store = distributed.get_worker(), open_store(place)
         folder = Path(worker.local_directory) / "edgekit"
-        cell = _use_local_files(cell, {what: fetch_files(each, store, folder) for what, each in inputs.items()})
+        paths = {what: fetch_files(each, store, folder) for what, each in inputs.items()}
+        data = msgspec.structs.replace(
+            cell.data, **{what: path for what, path in paths.items() if what in Data.__struct_fields__}
+        )
+        targets = (str(paths["target"]),) if "target" in paths else cell.recipe.targets
+        recipe = msgspec.structs.replace(cell.recipe, targets=targets)
+        cell = msgspec.structs.replace(cell, path=paths["model"], data=data, recipe=recipe)
         # A folder for each key, because another app may have a cell of this name. All keys share the calibration cache.
         app, digests = App(path=folder / key / "edgekit.toml", table=table), Digests(folder / "digests.json")
         if find_key(app, cell, digests)[0] != key:
@@ -201,15 +207,6 @@ def _collect_result(app: App, cell: Cell, future: Any, store: Store, scheduler: 
     if (fetched := fetch_cell(app, cell, future.key.removeprefix(_KEY), store)) is None:
         return fail_cell(cell, f"store '{store.place}' does not hold what its worker found")
     return msgspec.structs.replace(fetched, state="kept" if result is None else "built")
-
-
-def _use_local_files(cell: Cell, paths: Mapping[str, Path]) -> Cell:
-    """Returns a cell with the paths of the files that a worker unpacked."""
-    data_paths = {what: path for what, path in paths.items() if what in Data.__struct_fields__}
-    data, recipe = msgspec.structs.replace(cell.data, **data_paths), cell.recipe
-    if "target" in paths:
-        recipe = msgspec.structs.replace(recipe, targets=(str(paths["target"]),))
-    return msgspec.structs.replace(cell, path=paths["model"], data=data, recipe=recipe)
 
 
 # A week: planning has a time budget of its own, and so has each device.

@@ -30,14 +30,6 @@ def count_macs(graph: Graph, node: Node) -> int:
     return counter(graph, node) if counter else 0
 
 
-def has_unknown_work(graph: Graph, node: Node) -> bool:
-    """Returns True if a node multiplies and a dimension that its work depends on is unknown."""
-    if node.op_type not in _COUNTERS:
-        return False
-    shapes = (graph.value(name).sizes for name in (*node.input[:2], *node.output[:1]) if name)
-    return any(shape is None or None in shape for shape in shapes)
-
-
 def count_bytes(graph: Graph, node: Node) -> int:
     """Returns the bytes of the computed values that a node reads and writes, without weights."""
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name and name not in graph.constants)
@@ -184,5 +176,11 @@ def assume_sizes(graph: Graph) -> Graph:
 
 
 def count_unsized(graph: Graph) -> int:
-    """Returns how many nodes that multiply have an unknown amount of work, subgraphs included."""
-    return sum(has_unknown_work(each, node) for each in graph.iterate() for node in each.nodes)
+    """Returns how many nodes that multiply read or make a tensor of unknown size, subgraphs included."""
+    count = 0
+    for each in graph.iterate():
+        for node in each.nodes:
+            names = (*node.input[:2], *node.output[:1]) if node.op_type in _COUNTERS else ()
+            shapes = (each.value(name).sizes for name in names if name)
+            count += any(shape is None or None in shape for shape in shapes)
+    return count

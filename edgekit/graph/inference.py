@@ -70,7 +70,12 @@ def _round_pools(model: onnx.ModelProto) -> bool:
     Returns True if there are any. Inference wants a function with as many outputs as its call has: their number is in
     the domain, and the name stays.
     """
-    nodes = [node for node in iterate_nodes(model.graph) if _is_rounded(node)]
+    pools = (node for node in iterate_nodes(model.graph) if node.op_type in {"AveragePool", "LpPool", "MaxPool"})
+    nodes = [
+        node
+        for node in pools
+        if node.domain in MAIN_DOMAINS and any(each.name == "ceil_mode" and each.i for each in node.attribute)
+    ]
     versions = [each.version for each in model.opset_import if each.domain in MAIN_DOMAINS]
     if not nodes or max(versions, default=1) >= _ROUNDED_SINCE:
         return False
@@ -90,11 +95,6 @@ def _round_pools(model: onnx.ModelProto) -> bool:
     for domain in sorted({node.domain for node in nodes}):
         model.opset_import.append(onnx.OperatorSetIdProto(domain=domain, version=1))
     return True
-
-
-def _is_rounded(node: onnx.NodeProto) -> bool:
-    is_pool = node.op_type in {"AveragePool", "LpPool", "MaxPool"} and node.domain in MAIN_DOMAINS
-    return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
 
 
 def has_long_vector(model: onnx.ModelProto) -> bool:

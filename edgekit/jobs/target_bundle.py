@@ -129,17 +129,13 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         hint = "edgekit check --observe MODEL shows which nodes the provider takes"
         strategies.failed = ModelError(words, hint=hint)
         first_reason = first_reason or strategies.failed.message
-    if isinstance(strategies.failed, EdgekitError):
-        raise _say_where_to_cut(strategies.failed, inputs.prepared, target)
+    if isinstance(failed := strategies.failed, EdgekitError):
+        # A check may say where to cut the model, or which interface the provider would take.
+        found = check_model(inputs.prepared, target).advice
+        ends = [advice.message for advice in found if advice.id in {"cut-end", "cut-start", "float-interface"}]
+        raise ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
     words = f"no model can be made for '{target.name}': {first_reason}"
     raise ModelError(words, hint="take its fallback") from strategies.failed
-
-
-def _say_where_to_cut(failed: EdgekitError, model: Model, target: Target) -> EdgekitError:
-    """Returns the error, with the advice of a check to change the model's ends as its hint, if there is some."""
-    found = check_model(model, target).advice
-    ends = [advice.message for advice in found if advice.id in {"cut-end", "cut-start", "float-interface"}]
-    return ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
 
 
 def _describe_loss(first: Strategy, strategy: Strategy) -> str:
@@ -174,7 +170,10 @@ class _Strategies:
             fixed = self._fixed.get(precision not in INTEGERS, self._inputs)
             unrewritten = [] if fixed is self._inputs else [Strategy(precision=precision, is_rewritten=False)]
             # Rewrites with which the target takes more of the work are worth more than a few quantized nodes.
-            is_last = bool(unrewritten) and self._takes_more(fixed)
+            check = partial(check_model, target=self._target, advises=False)
+            is_last = bool(unrewritten) and (
+                check(fixed.prepared).taken_macs > check(self._inputs.prepared).taken_macs + SAME_SHARE
+            )
             yield from () if is_last else unrewritten
             planned = self._plans.get(strategy.is_rewritten)
             for _ in range(_MAX_ATTEMPTS if takes_plans else 0):
@@ -248,11 +247,6 @@ class _Strategies:
             if wider == names:
                 return ()
             region = [node for node in graph.nodes if node.name in wider]
-
-    def _takes_more(self, fixed: BuildInputs) -> bool:
-        """Returns True if the target takes more of the work of the rewritten model than of the unchanged one."""
-        check = partial(check_model, target=self._target, advises=False)
-        return check(fixed.prepared).taken_macs > check(self._inputs.prepared).taken_macs + SAME_SHARE
 
     def _refuse(self, strategy: Strategy, check: CheckReport) -> None:
         if not check.is_refused:

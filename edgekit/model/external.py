@@ -192,13 +192,6 @@ _OTHER_KINDS = (
 )
 
 
-def _tell_kind(path: Path) -> str:
-    """Returns what to do with a file of another kind, "" if it is not known."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    return next((hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic)), "")
-
-
 def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
         # Mapped, so that skipped weights are never read from the disk.
@@ -208,8 +201,11 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
+        with path.open("rb") as file:
+            head = file.read(8)
+        known = (hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic))
         # A file that lists several models is no model itself.
-        hint = _tell_kind(path) or "give the path of an .onnx file, or export it again"
+        hint = next(known, "give the path of an .onnx file, or export it again")
         if path.suffix == ".toml":
             hint = "edgekit group takes a .toml, edgekit run an edgekit.toml"
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error

@@ -85,16 +85,13 @@ def find_turned(graph: onnx.GraphProto) -> tuple[str, ...]:
     """
     turned = set[str]()
     for node in graph.node:
-        if (node.op_type == "Transpose" and _turns(node)) or (node.op_type == "Reshape" and node.input[0] in turned):
+        perms = [list(item.ints) for item in node.attribute if item.name == "perm"]
+        # A Transpose without the attribute may be of a matrix.
+        turns = node.op_type == "Transpose" and perms in ([], [[1, 0]])
+        if turns or (node.op_type == "Reshape" and node.input[0] in turned):
             turned.add(node.output[0])
     products = (node for node in graph.node if node.op_type in {"Gemm", "MatMul"})
     return tuple(node.name for node in products if node.input[0] in turned)
-
-
-def _turns(transpose: onnx.NodeProto) -> bool:
-    """Returns True for a Transpose of a matrix; one without the attribute may be of a matrix."""
-    perms = [list(item.ints) for item in transpose.attribute if item.name == "perm"]
-    return perms in ([], [[1, 0]])
 
 
 def find_harmful(graph: onnx.GraphProto, provider: str = "") -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit.graph.graph import Graph, Shape
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import measure_powers
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, RAW, read_output_kinds
@@ -55,8 +55,10 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     found = list[ComparedTensor]()
     for each in compared:
         reading, node = readings.get(each.tensor), readers.get(each.reader)
-        family, axis = "", 0
-        if node is not None and _has_positions(graph.dims(each.tensor)):
+        family, axis, dims = "", 0, graph.dims(each.tensor)
+        # [1, classes] has one position; [steps, classes], without an axis of rows, has several.
+        has_positions = len(dims) > 2 or (len(dims) == 2 and isinstance(dims[0], int) and dims[0] > 1)
+        if node is not None and has_positions:
             if node.op_type in _DECIDING:
                 family, axis = "classes", node.integer("axis", _DECIDING[node.op_type])
             elif node.op_type == "Sigmoid" and stated_values.isdisjoint(_list_following(graph, node.output[0])):
@@ -67,15 +69,10 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
         shape = graph.static_shape(each.tensor)
         # [1, 1, 1, 1] and [1, classes, 1, 1] are one decision.
         is_one = shape is not None and math.prod(shape) == (shape[axis] if family == "classes" else 1)
-        is_apart = each.part is None or each.part[0] != axis % len(graph.dims(each.tensor))
+        is_apart = each.part is None or each.part[0] != axis % len(dims)
         decides = family and is_apart and not is_one
         found.append(msgspec.structs.replace(each, family=family, axis=axis, centred=False) if decides else each)
     return tuple(found)
-
-
-def _has_positions(dims: Shape) -> bool:
-    """Returns True if an output decides at several positions: [1, classes] does not, [steps, classes] without rows."""
-    return len(dims) > 2 or (len(dims) == 2 and isinstance(dims[0], int) and dims[0] > 1)
 
 
 def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:

@@ -315,11 +315,15 @@ def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedN
         whole = printable(report.placed_whole)
         return tuple(PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=whole) for node in nodes)
 
-    def clean(node: PlacedNode) -> PlacedNode:
-        op, domain, provider = printable(node.op), printable(node.domain), printable(node.provider)
-        return PlacedNode(name=printable(node.name, MAX_LOG), op=op, domain=domain, provider=provider)
-
-    return tuple(map(clean, report.placement))
+    return tuple(
+        PlacedNode(
+            name=printable(node.name, MAX_LOG),
+            op=printable(node.op),
+            domain=printable(node.domain),
+            provider=printable(node.provider),
+        )
+        for node in report.placement
+    )
 
 
 def quote_last_line(stderr: str) -> str:

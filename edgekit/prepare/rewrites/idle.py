@@ -182,13 +182,10 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return tuple(sorted({node.name for node in single} | {node.proto.name for node in dropped}))
 
 
-def _moves_nothing(node: Node) -> bool:
-    perm = node.entries("perm")
-    return perm is not None and list(perm) == list(range(len(perm)))
-
-
 def _only_copies(graph: Graph, node: Node) -> bool:
-    copies = {"Identity", "Dropout", *(("Transpose",) if _moves_nothing(node) else ())}
+    perm = node.entries("perm")
+    moves_nothing = perm is not None and list(perm) == list(range(len(perm)))
+    copies = {"Identity", "Dropout", *(("Transpose",) if moves_nothing else ())}
     if node.domain or node.op_type not in copies or not node.input[0] or not node.output[0]:
         return False
     hidden = graph.outputs | graph.captured

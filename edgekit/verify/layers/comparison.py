@@ -2,7 +2,7 @@
 
 A layer's own error is measured on the inputs that it would have if all layers before it were exact. A build compares
 the layers with the float model's and stores the figures in the bundle, because the bundle does not contain the float
-model. Of the first layer that stands out, its nodes and its result tell in what way it is not the expected one.
+model. For the first layer that stands out, its nodes and its result are examined for the cause, such as a wrong weight.
 """
 
 import math
@@ -59,7 +59,9 @@ def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool
         return
     ours, theirs = _read_attributes(node), _read_attributes(wanted)
     for name in sorted(ours.keys() & theirs.keys()):
-        if not _is_same(ours[name], theirs[name]):
+        is_float = isinstance(ours[name], float) and isinstance(theirs[name], float)
+        is_same = math.isclose(ours[name], theirs[name], rel_tol=1e-5) if is_float else ours[name] == theirs[name]
+        if not is_same:
             yield f"its attribute '{name}' is {_show(ours[name])}, in the reference {_show(theirs[name])}"
     for place, (its, mine) in enumerate(zip(wanted.input, node.input, strict=False)):
         expected, stored = _read_weight(its, a), _read_weight(mine, b)
@@ -81,12 +83,6 @@ def _read_attributes(node: Node) -> dict[str, Any]:
     values = {name: onnx.helper.get_attribute_value(value) for name, value in known.items()}
     defaults = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
     return defaults | node.attributes
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-5)
-    return bool(one == other)
 
 
 def _show(value: Any) -> str:
@@ -124,11 +120,11 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     large. None stands for values that are not finite. `offset_steps` (the mean) and `channel_steps` (the root of the
     mean square of the worst channel and of the middle one) tell how many steps the layer's own result is from the float
     values rounded to its grid, if it has one; a step is that of an 8-bit grid, or a 255th of the range of the values.
-    `arithmetic` is the coarsest that the layer computes in, `roundings` counts the Q nodes inside it, `jumps` means
-    that a small change of input may change its result abruptly, and `overflows` that A's values exceed half precision
-    there, if B computes in that. `name` and `op` are those of B's node, `tensor` is the name in A. `rounding_steps` is
-    the error expected from rounding weights and result, of one channel and of all. `causes` say in what way the result
-    is not the expected one, and what its nodes have otherwise in A.
+    `arithmetic` is the coarsest that the layer computes in, and `roundings` counts the Q nodes inside it. `jumps` means
+    that a small change of input may change its result abruptly, `overflows` that B computes here in half precision, and
+    that A's values exceed its range. `name` and `op` are those of B's node, `tensor` is the name in A. `rounding_steps`
+    is the error expected from rounding weights and result, of one channel and of all. `causes` say how the result
+    differs (for example, it has another scale), and how the layer's nodes and weights differ from those of A.
     """
 
     name: str
@@ -179,7 +175,9 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of a layer in one sample: the accumulated one, its own, and its own in steps of its grid, if any.
+    """The errors of a layer in one sample: accumulated (`found`), of the layer alone (`own`), and these in `steps`.
+
+    `steps` are those of the grid to which the layer's result is rounded, None without a grid.
 
     `reach` is the largest value of the tensor and of the layer's inputs, `size` the largest RMS of these inputs.
     """
@@ -241,8 +239,8 @@ class _Comparison:
         protos = read_proto(a, weights=False), read_proto(b, weights=False)
         self._models = a, b
         self._graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
-        before, self._grids = grids.find_grids(b)
-        self._scaling, self._moved_grids = read_scaling(protos[1]), grids.follow_moves(before, self._graphs[1])
+        self._scaling = read_scaling(protos[1])
+        self._grids, self._moved_grids = grids.find_grids(self._graphs[1])
         matched = matching.match_tensors(*self._graphs)
         self._matched = tuple(item for item in matched if kept is None or item.tensor in kept)
         self._traced_a = matching.open_part(a, [tensor.in_a for tensor in self._matched])

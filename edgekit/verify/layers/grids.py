@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 from onnx import TensorProto
 
-from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.model.model import Model, read_proto
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes, walk_back
 from edgekit.verify.metrics.tensor_metrics import Floats
@@ -68,11 +67,12 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
         return max((float(roots.max()), float(np.median(roots))) for roots in self._find_roots(step))
 
     def expect_rounding(self, step: float, noise: Floats, sigmas: float) -> tuple[float, float]:
-        """Returns the error, in steps, to be expected of a channel and of the mean of all if weights are rounded.
+        """Returns the errors, in steps, that rounded weights explain: that of one channel, and that of the mean of all.
 
-        `noise` is the independent error that the weights add to each channel, or to all if it is one number. The
-        expected error is the one by whose `sigmas` the worst channel exceeds the largest excess of a channel over its
-        own. The mean of n rounded values has an error smaller by the root of n than a single value.
+        `noise` is the independent error that the rounded weights add: one number for each channel, or one for all.
+        Rounding explains up to `sigmas` times the noise of a channel; the rest of the channel's error is its excess.
+        The first result is the worst channel's error without the largest excess, divided by `sigmas`. The error of the
+        mean of n rounded values is smaller than that of a single value by the root of n.
         """
         middle = math.sqrt(float(np.square(noise).mean())) / step
         excess = max(
@@ -127,29 +127,19 @@ def add_steps(found: Iterable[StepErrors | None]) -> StepErrors | None:
     )
 
 
-def find_grids(model: Model) -> tuple[dict[str, Grid | None], dict[str, Grid | None]]:
-    """Returns the grids of all tensors that are rounded later, by the name before the Q node, and of those after a DQ.
+def find_grids(graph: Graph) -> tuple[dict[str, Grid | None], dict[str, Grid | None]]:
+    """Returns the grids of the tensors after a DQ, and those of all tensors that are rounded later.
 
-    A QLinear operator reads integers: then there is no DQ. None stands for an unknown grid, such as one with several
-    scales.
+    A tensor is rounded later if a Q reads it, or an operator that only moves its elements before a Q. A QLinear
+    operator reads integers: then there is no DQ. None stands for an unknown grid, such as one with several scales.
     """
-    graph = view_model(read_proto(model, weights=False))
     rounded = {node.output[0]: read_grid(node, graph) for node in graph.nodes if node.op_type == QUANTIZE}
-    before = {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
-    return before, {
-        node.output[0]: rounded[node.input[0]]
-        for node in graph.nodes
-        if node.op_type == DEQUANTIZE and node.input[0] in rounded
-    }
-
-
-def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Grid | None]:
-    """Returns the grids, with those of tensors whose elements are only moved before they are rounded."""
-    found = dict(grids)
+    later = {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
     for node in reversed(sort_nodes(graph)):
-        if node.op_type in _MOVERS and node.output[0] in found:
-            found.setdefault(node.input[0], found[node.output[0]])
-    return found
+        if node.op_type in _MOVERS and node.output[0] in later:
+            later.setdefault(node.input[0], later[node.output[0]])
+    after = (node for node in graph.nodes if node.op_type == DEQUANTIZE and node.input[0] in rounded)
+    return {node.output[0]: rounded[node.input[0]] for node in after}, later
 
 
 def read_grid(node: Node, graph: Graph) -> Grid | None:
@@ -203,9 +193,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that compute a tensor from given tensors.
 
     `reads` are the given tensors, by their names in the first model. `roundings` counts the Q nodes before the tensor's
-    own, `results` names what the nodes compute. `jumps` means that an operator's result is no smooth function of its
-    inputs, or that it computes on integers only, so that no value between two of them can be given. Operators that read
-    only the model's own inputs do not count: they give the same in both models.
+    own, `results` names what the nodes compute. `jumps` means that a small change of an input may change the result
+    abruptly, as where ArgMax chooses another index, or that an operator computes on integers, which have no values
+    between them. Operators that read only the model's own inputs do not count: these are the same in both models.
     """
 
     arithmetic: Arithmetic = "float"

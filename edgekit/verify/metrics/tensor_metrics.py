@@ -242,7 +242,9 @@ def _measure_rows(wanted: Array, found: Array) -> list[SampleErrors]:
         columns = {name: _ENDS.get(name, np.add).reduce(values) for name, values in stacked.items()}
         is_bad = columns["non_finite"] > 0
         for name in columns.keys() - _COUNTS:
-            columns[name] = np.where(is_bad, 0.0, _finite(columns[name]))
+            # Limited so that a million million sums stay finite; NaN becomes the least value.
+            sums = np.nan_to_num(columns[name], nan=-_LARGEST).clip(-_LARGEST, _LARGEST)
+            columns[name] = np.where(is_bad, 0.0, sums)
         # The first part with a value that is not finite, or with the largest error.
         first = np.where(is_bad, stacked["non_finite"] > 0, stacked["max_abs"]).argmax(axis=0)
         columns["position"] = first * _AT_ONCE + stacked["position"][first, np.arange(count)]
@@ -373,8 +375,3 @@ def _energy(first: Floats, second: Floats) -> Floats:
     # Not np.dot: the threads of BLAS compete with those of a waiting session, at 20 times the cost.
     found: Floats = np.einsum("ij,ij->i", first, second)
     return found
-
-
-def _finite(values: Floats) -> Floats:
-    """Returns sums limited so that a million million of them stay finite; NaN becomes the least value."""
-    return np.nan_to_num(values, nan=-_LARGEST).clip(-_LARGEST, _LARGEST)
