@@ -143,10 +143,10 @@ def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:
 
 
 def tells_refusal(step: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a step that reads a model: if it fails on one that ONNX Runtime refuses too, that refusal is raised.
+    """Decorates a step that reads a model: if the step fails and ONNX Runtime refuses the model, the refusal is raised.
 
-    A model may contradict itself where a step does not look, as a Conv does whose weight has an axis too few. If ONNX
-    Runtime loads the model, the exception stays as it is: then the fault is in the step.
+    A step does not check everything that it relies on: the weight of a Conv may have an axis too few, for example. If
+    ONNX Runtime loads the model, the step's exception is raised unchanged, because the fault is in the step.
     """
 
     @functools.wraps(step)

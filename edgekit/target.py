@@ -244,8 +244,9 @@ class Target(_Strict, frozen=True, kw_only=True):
 
     `fallback` are the targets that an app tries next if this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others if there is no bundle for it. `socs` names the values of the
-    parameter `soc_model`. `rewrites` are those that its models need although the provider takes no more by them;
-    `float_rewrites` are more of these for models that stay float, into operators that only this provider has too.
+    parameter `soc_model`. `rewrites` are the rewrites that every model for the target gets, also where the provider
+    takes no more nodes by them. `float_rewrites` are further ones for models that stay float: they may write operators
+    that only this provider has.
     `float_bits` is the width in which its provider computes floats, whatever their type in the file. `shape_profiles`
     names the parameters with the smallest, the usual and the largest shapes of inputs: if they are set, dimensions may
     stay dynamic.

@@ -81,8 +81,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that a piece of advice concerns, and the graph after the change.
 
-    `changed` is None if only a person can make the change. `word` fills in the message; `subject` replaces the names of
-    the nodes in it where that reads better.
+    `changed` is None if only a person can make the change. `word` takes the place of {word} in the adviser's message.
+    `subject` is shown in place of the nodes' names if it is not "", such as the operator that the nodes have in common.
     """
 
     nodes: tuple[str, ...]

@@ -16,9 +16,10 @@ _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The partition of each unit (None: not taken), and by unit, why a supported one is not taken all the same.
+    """The partition of each unit, None for a unit that is not taken.
 
-    `broken` holds, for units that the provider claims, why their partition cannot be built.
+    `reasons` say, by unit, why it is not taken although the rules support it: for example, it would be alone in its
+    partition. `broken` says, for units that the provider claims, why it then cannot build their partition.
     """
 
     partitions: tuple[int | None, ...]

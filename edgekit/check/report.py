@@ -286,7 +286,7 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, Trace]]:
-    """Yields each node of `source` with its graph and what became of it, a body's nodes after the node that has it."""
+    """Yields each node of `source` with its graph and what became of it; nodes of its subgraphs follow a node."""
     names = {node.name: node for node in prepared.nodes}
     constant, needed = set[int](), set[int]()
     results: set[str] = set()

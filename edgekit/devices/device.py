@@ -216,9 +216,9 @@ class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Something that can run a job.
 
-    It runs the targets of its `providers` (empty: of all), except those of the providers in `replaced`, for each of
-    which it names a device that proves more. A bare model is opened as one of its `targets`, by default the first;
-    without any, as the target `cpu`.
+    It runs the targets of its `providers`, or of all providers if that is empty. `replaced` maps the providers that it
+    does not run to the device that runs them, because a run there proves more. A bare model is opened as on the first
+    of its `targets`, if the user names none, and as on the target `cpu` if it has none.
     """
 
     targets: ClassVar[tuple[str, ...]] = ()
@@ -248,7 +248,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def as_seen(self, target: Target) -> Target:
-        """Returns a target with the settings by which the rules describe this device itself."""
+        """Returns a target with the settings for which the rules describe this device, not the user's."""
         return target
 
     def with_settings(self, settings: Mapping[str, str], target: Target) -> Sequence["Device"] | None:  # noqa: ARG002

@@ -162,9 +162,10 @@ def guard_half(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def restore_types(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto], types: Mapping[str, int]) -> None:
-    """Adds the casts of a model that ONNX Runtime merged with inserted ones, in place.
+    """Adds the casts again that ONNX Runtime merged with casts of its own, in place.
 
-    A node gets each input in the type that it had among `nodes`, and gives each output in that of the output's name.
+    Inputs and outputs of a node get the types that they had before the optimization: `nodes` are the nodes as they were
+    then, `types` the types of tensors by name.
     """
     originals = {node.name: node for node in nodes}
     pair, made = {TensorProto.FLOAT, TensorProto.FLOAT16}, dict[tuple[str, int], str]()

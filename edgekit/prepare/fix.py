@@ -191,10 +191,11 @@ ADVICE = {id_: text for id_, text in (_TABLE.every | _TABLE.some | _TABLE.requir
 def list_required(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """Returns the ids of the rewrites that a target needs, whatever the check finds of the float model.
 
-    For a target with weights in blocks, Gemm becomes MatMul. A model to be quantized must compute in float32: other
-    floats get no ranges. A model that `stays_float` gets the target's `float_rewrites`, which fuse patterns that the
-    quantizer needs in parts. One that is quantized for QNN has HardSwish in one node, which is rounded once, no
-    BatchNormalization, and no Pad whose value is zero. The target's `rewrites` are applied in both.
+    Every model gets the target's `rewrites`. For a target with weights in blocks, Gemm becomes MatMul. A model to be
+    quantized must compute in float32, because tensors of other float types get no ranges. A model that `stays_float`
+    gets the target's `float_rewrites`, which fuse patterns that the quantizer needs in parts. In a model that is to be
+    quantized for QNN, HardSwish becomes one node, which is rounded once, and BatchNormalization and Pad with the value
+    zero are replaced.
     """
     # Only a MatMul with an input of three dimensions has its weights in blocks.
     blocks = any(types.weight_block for types in target.quantization.precisions.values())

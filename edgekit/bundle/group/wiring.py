@@ -254,9 +254,10 @@ def _judge_outputs(stage: Stage, interface: Interface) -> Iterator[Fault]:
 def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     """Returns the wiring with every source stated; what it states already does not change.
 
-    An input without a source is fed by the output of its name from the nearest earlier stage, else by an output that
-    `match_state` finds there, else by the group's input of its name. A stage that repeats feeds its own outputs back as
-    `match_state` finds them. Text is aligned right if any stage has state.
+    An input without a source is fed by the first of these that exists: the output of the same name of an earlier stage,
+    the nearest one; an output of an earlier stage that `match_state` pairs with it; the group's input of the same name.
+    A stage that repeats gets those of its own outputs back that `match_state` pairs with its inputs. Text is aligned
+    right if any stage has state.
     """
     stages: list[Stage] = []
     for stage in wiring.stages:

@@ -201,8 +201,8 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
 class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
     """Ranks allowed for inputs or outputs by position; no position means all.
 
-    Values inside a chain of the operators in `unless_chain`, one after the other, pass, because the provider fuses it
-    if what goes in and what comes out have ranks of `chain_ends`.
+    With `unless_chain`, values inside a chain of these operators, in this order, may have any rank: the provider fuses
+    the chain into one operator if its first input and its last output have ranks in `chain_ends`.
     """
 
     of: Side = "inputs"
@@ -539,11 +539,11 @@ class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
 
 
 class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
-    """Quantized inputs must come from a Q or a graph input: an integer node in between loses the quantization.
+    """Quantized inputs must come from a Q or a graph input: an integer node in between loses scale and zero point.
 
-    The operators in `sources` make it, those in `through` (one of them) keep it, and so do operators that do not change
-    the shape, unless `any_shape`. In QNN an integer Reshape between Q and DQ loses it, as was seen on three TFLite
-    conversions (targets/qnn/NOTES.md).
+    An operator in `sources` counts as a Q. One operator in `through` may lie between, and so may any operator that does
+    not change the shape, unless `any_shape` is set. In QNN an integer Reshape between Q and DQ loses them, as was seen
+    on three TFLite conversions (targets/qnn/NOTES.md).
     """
 
     at: tuple[int, ...] = (0,)

@@ -507,11 +507,12 @@ _MOST_DENOMINATOR, _SAME_PLACE = 1000, 1e-4
 
 @node_rewrite("exact-resize", {"Resize"}, since=13)
 def exact_resize(writer: Writer) -> None:
-    """Rewrites a linear Resize whose scales are not the quotients of its sizes to one of which they are.
+    """Rewrites a linear Resize to one whose scales are the quotients of its sizes, after / before, on each axis.
 
-    Providers compute with the quotients: half of 33 elements is 16, and not 16/33 of them. The last elements that no
-    result reads are cut off before it, or the last one is repeated, as ONNX does beyond the end, and the results that
-    this adds are cut off behind it. The last bits may differ (1e-6 relative).
+    Providers compute with the quotient in place of the scale. For example, a scale of 1/2 makes 16 of 33 elements, and
+    a provider takes 16/33 for the scale. So the last element, which no result reads, is cut off before the Resize,
+    since 16/32 is 1/2. Where the input is too short, its last element is repeated, as ONNX does beyond the end, and the
+    results that this adds are cut off behind the Resize. The last bits may differ (1e-6 relative).
     """
     graph, node, given = writer.graph, writer.node, writer.node.attributes
     before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))

@@ -167,7 +167,10 @@ def _spell_out(terms: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
 
 
 def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:
-    """Adds what turns a tensor whose axes are the letters of `term` into one with an axis for each group of them."""
+    """Adds a Transpose and a Reshape, where needed, after which a tensor has one axis for each group of letters.
+
+    The letters of `term` name the axes of the tensor: for "abc" and the groups "b", "ac", [2, 3, 4] becomes [3, 8].
+    """
     shape, perm = [math.prod(sizes[each] for each in group) for group in groups], list(map(term.index, "".join(groups)))
     is_turned, is_joined = perm != sorted(perm), any(len(group) != 1 for group in groups)
     value = writer.graph.inline(name) if is_turned or is_joined else None

@@ -374,10 +374,10 @@ def _is_wrong(layer: LayerReport) -> bool:
 
 
 def plan_cuts(graph: Graph, probes: Sequence[Probe]) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns each layer with the outputs of the part of a model up to there; for the last one those of the model.
+    """Returns each layer with the outputs of the model's part that ends there; the last part is the whole model.
 
-    They are the tensors that later nodes read. Of a quantized one it is the value after its DQ node, so that no cut
-    separates a node from the Q and DQ after it: the node would then compute in float.
+    The outputs of a part are the tensors that later nodes read. A quantized tensor is cut after its DQ node: a cut that
+    separates a node from the Q and DQ behind it would let the node compute in float.
     """
     stops = {probe.tensor for probe in probes}
     last_read: dict[str, int] = {}

@@ -72,12 +72,13 @@ def find_unfaithful(
 ) -> dict[str, str]:
     """Returns, for each output that does not come from the bundle's own model, in words what came back instead.
 
-    `may_be_equal` names the outputs that an honest device may give as the source model does, to the bit, while the
-    bundle's own model rounds otherwise: those of a source that computes in integers, as the device's kernels do, and
-    those that the model only moves, where a compiler cancels a Q and the DQ behind it.
+    `own`, `reference` and `got` are the outputs of the bundle's own model, of the source model and of the device, for
+    the same samples. An output that is missing, not finite or of another shape is left out: its figures fail it.
 
-    All three arguments hold the same samples: the outputs of the bundle's own model, of the float model, and of the
-    device. An output that is missing, not finite or of another shape is left out: its figures fail it.
+    `may_be_equal` names outputs that an honest device may compute exactly as the source model does, although the
+    bundle's own model rounds them on this machine. There are two kinds: outputs of a source that computes in integers,
+    as the device's kernels do, and outputs that hold only elements of the inputs, where a compiler drops a Q and the DQ
+    after it.
     """
     every = _read_sides(own, reference, got).items()
     found = {
@@ -110,8 +111,9 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
 def find_distance(sides: Sides) -> str | None:
     """Returns the words for outputs that are clearly not the own model's; None if rounding may explain them.
 
-    Less than nine tenths of their energy is left, beyond chance, and they are farther from the own model's outputs than
-    these are from the float model's, which is what all the arithmetic of the model cost.
+    They are clearly others if two things hold: their error has more than a tenth of the energy of the own model's
+    outputs, by more than chance explains, and it is larger than the error of the own model itself, which all of the
+    model's rounding causes.
     """
     error, own = (np.square(side).sum(axis=1) for side in (sides.got - sides.own, sides.own))
     share, interval = bootstrap_share(np.stack([own - error, own], axis=1))
