@@ -53,8 +53,11 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.ask("Emulation.setEmulatedMedia", media=media, features=features)
 
-    def find_cut_off(self, page: str, width: int) -> list[str]:
-        """Opens a page in a window of some width, and returns what lies beyond its right edge."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    def find_cut_off(self, page: str) -> list[tuple[int, str]]:
+        """Opens a page in windows as wide as a phone, a tablet and a screen; returns what is beyond their right edges."""
         self.open(page)
+        return [(width, part) for width in (380, 800, 1400) for part in self._find_beyond(width)]
+
+    def _find_beyond(self, width: int) -> list[str]:
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         return list(self.run(_CUT_OFF))
