@@ -10,13 +10,15 @@ from onnx import numpy_helper, parser
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe
 
-# The mean over all tokens; "masked" leaves out the padding. `t` has a row for each token, `half` for every other.
+# The mean over all tokens; "masked" leaves out the padding. `t` has a row for each token, `half` for every other, and
+# `total` is a scalar.
 NET = """<ir_version: 8, opset_import: ["" : 17]>
   g (int64[batch,sequence] ids, float[batch,sequence] mask) => (float[batch,8] y, float[batch,sequence,32] t,
-     float[batch,every_other,32] half)
+     float[batch,every_other,32] half, float total)
   <int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] nothing = {{0}}, int64[1] ends = {{9999}}> {{
     e = Gather(table, ids) h = MatMul(e, w1) r = Relu(h) o = MatMul(r, w2) m = Unsqueeze(mask, two) {pool}
-    y = MatMul(p, w3) t = Identity(o) half = Slice(e, nothing, ends, one, two) }}"""
+    total = ReduceSum<keepdims = 0>(mask) y = MatMul(p, w3) t = Identity(o)
+    half = Slice(e, nothing, ends, one, two) }}"""
 POOLS = {
     "masked": "k = Mul(o, m) s = ReduceSum<keepdims = 0>(k, one) n = ReduceSum<keepdims = 0>(m, one) p = Div(s, n)",
     "plain": "k = Add(o, m) p = ReduceMean<keepdims = 0, axes = [1]>(k)",

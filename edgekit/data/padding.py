@@ -173,4 +173,4 @@ def cut_samples(padding: Padding, outputs: Samples, lengths: Sequence[int], size
 def _take(value: Array, sizes: Mapping[int, int]) -> Array:
     for axis, size in sizes.items():
         value = value.take(range(min(size, value.shape[axis])), axis)
-    return np.ascontiguousarray(value)
+    return np.asarray(value, order="C")

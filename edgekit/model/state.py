@@ -141,7 +141,7 @@ def feed_back(spec: TensorSpec, held: Array, output: Array) -> Array:
             output = np.concatenate([held, output], axis)
         # By positions, since a slice of the last 0 rows would be all of them.
         output = output.take(range(output.shape[axis] - size, output.shape[axis]), axis)
-    return np.ascontiguousarray(output)
+    return np.asarray(output, order="C")
 
 
 def run_steps(

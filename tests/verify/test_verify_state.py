@@ -18,6 +18,7 @@ from verify_devices import InProcess, from_list, open_loader, restate
 import edgekit
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
+from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import Manifest, decode_manifest, encode_json
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
@@ -27,8 +28,8 @@ from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.outputs import Reading
-from edgekit.model.state import State
-from edgekit.model.tensors import Tensors
+from edgekit.model.state import State, feed_back
+from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks, table_verify
 from edgekit.serialize import to_json
@@ -221,12 +222,24 @@ def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bu
         np.testing.assert_allclose(got["y"], wanted["y"], rtol=1e-4, atol=1e-5)
 
 
+LOADER = Path(edgekit.__file__).parent / "package" / "standalone" / "python" / "edgekit_loader.py"
+loaders_feed_back = runpy.run_path(str(LOADER))["feed_back"]
+
+
 @pytest.mark.parametrize(("rows", "wanted"), [(1, [2, 3, 9]), (4, [7, 8, 9]), (3, [7, 8, 9])])
 def test_the_python_loader_keeps_a_window(rows: int, wanted: list[int]) -> None:
-    place = Path(edgekit.__file__).parent / "package" / "standalone" / "python" / "edgekit_loader.py"
-    feed_back = runpy.run_path(str(place))["feed_back"]
     output = np.arange(10 - rows, 10)[None]
-    assert feed_back([1, 3], np.array([[1, 2, 3]]), output).tolist() == [wanted]
+    assert loaders_feed_back([1, 3], np.array([[1, 2, 3]]), output).tolist() == [wanted]
+
+
+def test_a_scalar_as_state_stays_a_scalar() -> None:
+    held, output = np.array(3), np.array(4)
+    for got in (
+        loaders_feed_back([], held, output),
+        feed_back(TensorSpec(name="count", dtype="int64", shape=()), held, output),
+        edgekit_pipeline._feed_back([], held, output),
+    ):
+        assert (got.shape, int(got)) == ((), 4)
 
 
 def test_other_sequences_verify_with_the_float_models_state(bundle: Bundle, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def _feed_back(shape: list[Any], held: Any, output: Any) -> Any:
             output = output if output.shape[axis] > size else np.concatenate([held, output], axis)
             # By positions, since a slice of the last 0 rows would be all of them.
             output = output.take(range(output.shape[axis] - size, output.shape[axis]), axis)
-    return np.ascontiguousarray(output)
+    return np.asarray(output, order="C")
 
 
 def _find_length(specs: Table, name: str, given: Tensors) -> int | None:

@@ -204,7 +204,7 @@ def _pad(value: Any, size: int, padded: dict[str, Any]) -> Any:
 def _cut(value: Any, length: int, size: int, cut: dict[str, Any]) -> Any:
     for axis in cut["axes"]:
         value = value.take(range(-(-length * value.shape[axis] // size)), axis)
-    return np.ascontiguousarray(value)
+    return np.asarray(value, order="C")
 
 
 class Warm:
@@ -226,7 +226,7 @@ class Warm:
         """Returns the outputs for inputs, which may be a batch if the bundle's first axis is dynamic."""
         shapes = {name: value.shape for name, value in inputs.items()}
         for name, value in inputs.items():
-            self._binding.bind_cpu_input(name, np.ascontiguousarray(value))
+            self._binding.bind_cpu_input(name, np.asarray(value, order="C"))
         if shapes != self._shapes:
             for name in self._names:
                 self._binding.bind_output(name)
@@ -277,7 +277,7 @@ def feed_back(shape: list[int], held: Any, output: Any) -> Any:
             output = np.concatenate([held, output], axis)
         if output.shape[axis] > size:
             output = output.take(range(output.shape[axis] - size, output.shape[axis]), axis)
-    return np.ascontiguousarray(output)
+    return np.asarray(output, order="C")
 
 
 def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
