@@ -54,7 +54,7 @@ class Browser:
         self.ask("Emulation.setEmulatedMedia", media=media, features=features)
 
     def find_cut_off(self, page: str) -> list[tuple[int, str]]:
-        """Opens a page in windows as wide as a phone, a tablet and a screen; returns what is beyond their right edges."""
+        """Opens a page in windows of three widths; returns what is beyond their right edges."""
         self.open(page)
         return [(width, part) for width in (380, 800, 1400) for part in self._find_beyond(width)]
 
