@@ -123,6 +123,11 @@ def test_pictures_that_were_reshaped_and_not_transposed_are_named() -> None:
     assert check_samples(samples_of(*transposed.reshape(8, 1, 1, 72, 24))).warnings == ()
 
 
+def test_print_whose_strokes_stand_three_values_apart_is_in_order() -> None:
+    strokes = np.arange(24, dtype=np.float32) % 3 == 0
+    assert check_samples(samples_of(*(pictures(8) + strokes))).warnings == ()
+
+
 def test_gray_pictures_for_a_model_of_colors_are_named() -> None:
     gray = pictures(8, 1)
     (warning,) = check_samples(samples_of(*gray.repeat(3, 2))).warnings

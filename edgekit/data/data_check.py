@@ -146,9 +146,9 @@ class _Input:
         self._whole = True
         self._rank = self._size = 0
         self._values = 0
-        # For each lag, the sum of the correlations of values with those `lag` places later in their row.
+        # For each lag, the sums of the correlations of values with those `lag` places later in their row, or rows below.
         self._alike = {1: 0.0, 3: 0.0}
-        self._below = 0.0
+        self._below = {1: 0.0, 3: 0.0}
         # For NHWC images, the correlation at a distance of `width` values minus that at a whole row of 3 * `width`
         # values: positive if the data are NCHW.
         self._folded = 0.0
@@ -192,7 +192,7 @@ class _Input:
         self._values += value.size
         for lag in self._alike:
             self._alike[lag] += float((centred[..., lag:] * centred[..., :-lag]).sum()) / power
-        self._below += float((centred[:, 1:] * centred[:, :-1]).sum()) / power
+            self._below[lag] += float((centred[:, lag:] * centred[:, :-lag]).sum()) / power
 
     def _fold(self, value: Array) -> None:
         """Adds the evidence that the data of an NHWC image are NCHW, where a row of pixels is a third as long."""
@@ -208,11 +208,12 @@ class _Input:
         if not self._values:
             return ""
         chance = _CHANCE / self._values**0.5
-        near, third, below = (total / self._values for total in (self._alike[1], self._alike[3], self._below))
+        (near, third), (below, deep) = ([sums[lag] / self._values for lag in (1, 3)] for sums in (self._alike, self._below))
         if max(abs(near), abs(below)) < chance:
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
-        # In any image nearer neighbours are more alike; if three channels are interleaved, every third value is.
-        if self._colored and third > near + chance:
+        # If three channels are interleaved, every third value is more alike than the next one, and every third row, since
+        # a row of pixels fills three. In print the first may be so, as strokes stand that far apart.
+        if self._colored and third > near + chance and deep > below + chance:
             mistake = "as NHWC pictures do that were reshaped and not transposed to NCHW"
             return f"repeats every third value in a row, {mistake}"
         if self._folded / self._values > chance:
