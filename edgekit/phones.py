@@ -53,7 +53,11 @@ def find_phone(name: str, known: Sequence[Phone]) -> Phone:
     # The shortest of those that have the words: "Galaxy S24" is not the S24 Ultra.
     found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
     if not found:
-        raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(_near(name, known))}")
+        full = {phone.name.casefold(): phone.name for phone in known}
+        full |= {low.removeprefix("samsung ").removeprefix("snapdragon "): each for low, each in full.items()}
+        close = get_close_matches(name.casefold(), full, n=3, cutoff=0.4)
+        near = list(dict.fromkeys(full[each] for each in close)) or sorted({*full.values()})[:3]
+        raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(near)}")
     # The first is meant if it has at most one word more, such as the maker's name, and the others have still more.
     lengths = [len(phone.name.split()) for phone in found]
     is_meant = lengths[0] <= len(words) + 1 and lengths[0] < min(lengths[1:2], default=lengths[0])
@@ -67,10 +71,3 @@ def _has(phone: Phone, words: Iterable[str]) -> bool:
     own = {*phone.name.casefold().split(), *phone.marketing.casefold().replace("®", "").replace("™", "").split()}
     wanted = list(words)
     return bool(wanted) and all(word in own for word in wanted)
-
-
-def _near(name: str, known: Iterable[Phone]) -> list[str]:
-    names = {phone.name.casefold(): phone.name for phone in known}
-    short = {low.removeprefix("samsung ").removeprefix("snapdragon "): full for low, full in names.items()}
-    close = get_close_matches(name.casefold(), {**names, **short}, n=3, cutoff=0.4)
-    return list(dict.fromkeys({**names, **short}[each] for each in close)) or sorted(names.values())[:3]

@@ -121,8 +121,8 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     return _write_manifest(describe_contents(contents, golden, _files.digest_file(out / CHECK)), contents.target, out)
 
 
-def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: Path, out: Path) -> Bundle:
-    """Writes a bundle again into the folder `out`, with other files for one form of its model.
+def replace_model(bundle: Bundle, files: Sequence[Path], templates: Path, out: Path) -> Bundle:
+    """Writes a bundle again into the folder `out`, with other files for the ONNX form of its model.
 
     The outputs of the model must stay bit-equal, because the self-test is copied. `templates` is the folder of the
     target, from which pages and code that name the files are rendered.
@@ -131,12 +131,12 @@ def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: 
         OutputError: `out` cannot be written, or two files have the same name.
     """
     manifest = bundle.manifest
-    old = set(manifest.forms[form])
+    old = set(manifest.forms["onnx"])
     for name in manifest.files:
         if name not in old and name != README and not name.startswith(f"{APP}/"):
             _files.replace_file(bundle.folder / name, out / name)
-    _copy_models({form: tuple(files)}, out)
-    forms = {**manifest.forms, form: tuple(path.name for path in files)}
+    _copy_models({"onnx": tuple(files)}, out)
+    forms = {**manifest.forms, "onnx": tuple(path.name for path in files)}
     draft = msgspec.structs.replace(manifest, forms=forms, files={})
     size_bytes = sum((out / name).stat().st_size for name in forms[manifest.form])
     target = msgspec.structs.replace(read_target(bundle), folder=templates)

@@ -191,7 +191,7 @@ def _prepare(
     try:
         return write(source, out, recipe.dims, may_stay_open=True), None
     except (ModelError, RuntimeRefusal) as error:
-        return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error
+        return sketch_unloaded(source, out, recipe.dims), error
 
 
 def _assume_sizes(

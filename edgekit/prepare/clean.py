@@ -425,18 +425,18 @@ def _write_sketch(
     return models.load_model(out, custom_ops=model.custom_ops)
 
 
-def sketch_unloaded(
-    model: models.Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False
-) -> models.Model:
+def sketch_unloaded(model: models.Model, out: Path, dims: Mapping[str, int]) -> models.Model:
     """Writes the graph of a model that ONNX Runtime cannot load, without large weights and without optimization.
 
+    Dimensions without a number stay open.
+
     Raises:
-        UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
+        UsageError: there is no such dimension.
         OutputError: `out` cannot be written.
     """
     proto = skim_model(model.path)
     _clean_interface(proto, (), {})
-    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+    fix_dims(proto.graph, dims, may_stay_open=True)
     for tensor in proto.graph.initializer:
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")

@@ -88,7 +88,7 @@ def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Arr
         axis, start, stop = compared.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
     if compared.family and one.size:
-        one, two = (_list_decisions(value, compared, _MOST_VALUES) for value in (one, two))
+        one, two = (_list_decisions(value, compared) for value in (one, two))
         signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
         return np.array([signal, noise.sum()])
     if compared.centred:
@@ -96,13 +96,13 @@ def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Arr
     return measure_powers(one, two)
 
 
-def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
+def _list_decisions(value: Array, compared: ComparedTensor) -> Array:
     """Returns logits [decisions, classes], or scores [decisions, 1], at positions spread over the whole tensor."""
     if compared.family == "classes":
         rows = np.moveaxis(value, compared.axis, -1).reshape(-1, value.shape[compared.axis])
     else:
         rows = value.reshape(-1, 1)
-    return rows[sample_positions(len(rows), max(1, most // rows.shape[1]))]
+    return rows[sample_positions(len(rows), max(1, _MOST_VALUES // rows.shape[1]))]
 
 
 def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:

@@ -120,7 +120,10 @@ def table_check(report: CheckReport) -> Table:
     for node in [*listed, *(node for node in report.node_list if node.name not in named)]:
         if not node.taken:
             why = "\n".join(node.reasons) or (node.note if isinstance(node, ModelNode) else "")
-            groups.setdefault(_generalize(why, node.op), []).append((node, why))
+            # Without the operator and the numbers of dimensions, so that similar nodes share a row.
+            lines = dict.fromkeys(_DYNAMIC.sub("a dimension is dynamic", why).split("\n"))
+            reason = "\n".join(line.removesuffix(f" for {node.op}") for line in lines)
+            groups.setdefault(reason, []).append((node, why))
     rows: list[tuple[int, tuple[str, ...]]] = []
     for reason, group in groups.items():
         nodes, whys = [node for node, _ in group], {why for _, why in group}
@@ -132,12 +135,6 @@ def table_check(report: CheckReport) -> Table:
         rows.append((macs, (ops, str(len(nodes)), format_count(macs), why, which)))
     rows.sort(key=lambda row: -row[0])
     return make_table("op", "nodes", "MACs", "why not", "which", rows=[row for _, row in rows])
-
-
-def _generalize(reasons: str, op: str) -> str:
-    """Returns reasons without the operator and the numbers of dimensions, so that similar nodes share a row."""
-    lines = _DYNAMIC.sub("a dimension is dynamic", reasons).split("\n")
-    return "\n".join(line.removesuffix(f" for {op}") for line in dict.fromkeys(lines))
 
 
 def _name_few(names: Sequence[str], limit: int, hint: str) -> str:

@@ -308,7 +308,7 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
     models = {name: load_model(bundle.find_model("onnx")) for name, bundle in loading.items()}
     shared, size_bytes = share_models(models, folder)
     replaced = {
-        name: folders.replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
+        name: folders.replace_model(bundles[name], files, templates, folder / name / "bundle")
         for name, files in shared.items()
     }
     return {**bundles, **replaced}, size_bytes

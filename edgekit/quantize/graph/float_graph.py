@@ -64,8 +64,8 @@ def _free_name(name: str, names: set[str]) -> str:
 _OPSET = 13  # the lowest opset that is quantized
 
 
-def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
-    """Splits each Gemm with a computed bias into MatMul and Add, in place; returns the names of the changed Gemms.
+def split_gemms(graph: onnx.GraphProto, folder: Path) -> None:
+    """Splits each Gemm with a computed bias into MatMul and Add, in place.
 
     ONNX Runtime itself fuses the sum of two products in a recurrent cell into such a Gemm (MatMulAddFusion). Its
     integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and DQ nodes
@@ -73,10 +73,8 @@ def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...
     into its values: ONNX Runtime's quantizer drops the attribute (`set_default_beta` in quantization/operators/gemm.py)
     and leaves the values as they are.
     """
-    split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
-    if split:
+    if replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder):
         models.drop_unread(graph)
-    return split
 
 
 def _write_product(writer: Writer) -> None:
@@ -142,7 +140,7 @@ class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
     added: tuple[str, ...] = ()
 
 
-def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
+def clamp_masks(graph: onnx.GraphProto, folder: Path) -> None:
     """Raises constants that mask the input of a Softmax, including minus infinity, to at least MASK_VALUE.
 
     Masks are added to scores, selected in their place (Where), or computed as the product of 0 or 1 and such a
