@@ -154,9 +154,10 @@ class TaskLimit(_Strict, frozen=True, kw_only=True):
     text. `positive` is the class whose score an AUC ranks, `ignore` the class of a mask that does not count, `peak` the
     largest value of an image. `higher_is_better` is for a `module:function`.
 
-    `max_drop` is an absolute limit, in points (hundredths of a share, decibels, or the function's own unit),
-    `min_share` a limit relative to the float model (0.98: at least 98 % of it), `at_least` one on the value itself. The
-    95 % interval must keep the first two, or with `gate = "estimate"` the point estimate.
+    There are three limits. `max_drop` is the largest drop below the float model, in points (hundredths of a share,
+    decibels, or the function's own unit). `min_share` is the least share of the float model's value: 0.98 is 98 % of
+    it. `at_least` is the least value. The whole 95 % interval must keep the first two limits; with `gate = "estimate"`
+    only the measured value must.
     """
 
     name: str

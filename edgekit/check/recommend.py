@@ -191,10 +191,10 @@ def explain_difference(opinion: OrtOpinion, report: CheckReport) -> Iterator[str
 def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: Callable[[], CheckReport]) -> str | None:
     """Returns why integers gain nothing on a target, or None.
 
-    The reason is that nothing can be quantized, as in trees, or that the target would take less of the work in integers
-    than in float, and less than its `min_taken_macs`. The result is None for a model that is quantized already, and if
-    the operators alone do not rule integers out. `check` returns what the target takes of the graph as it is, and is
-    called only if the operators do not decide.
+    There are two reasons. Nothing can be quantized, as in a model of decision trees; or the target would take less of
+    the work in integers than in float, and less than its `min_taken_macs`. The result is None for a model that is
+    quantized already, and if the operators alone do not rule integers out. `check` returns what the target takes of the
+    graph as it is, and is called only if the operators do not decide.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.

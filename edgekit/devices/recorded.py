@@ -38,9 +38,9 @@ _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file claims about a run, with the digests of the bundle, the model file, the inputs and the outputs.
 
-    `samples` is the number of outputs that follow, and `turns` that of the outputs after them, which are those of a
-    session that was run step by step. `waited_ms` is how long the device took to answer; the other fields are those of
-    `DeviceRun`, but bounded, because the file may be untrusted.
+    The outputs of `samples` samples follow, and then those of the `turns` of a session that was run step by step.
+    `waited_ms` is how long the device took to answer. The other fields are those of `DeviceRun`, but bounded, because
+    the file may be untrusted.
     """
 
     bundle_sha256: _Sha256

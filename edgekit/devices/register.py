@@ -140,10 +140,10 @@ _AUTO = "auto"
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device as a file describes it.
 
-    `device` is a name as for `--on`. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
-    Runtime's library to use in place of those that edgekit finds (relative to the file's folder), and `provider` is one
-    to use in place of the target's, which proves less. `settings` are those of `--set`. `labgrid` is the device's place
-    in a laboratory that shares its devices through Labgrid: it is acquired while the device runs.
+    `device` is a name as for `--on`, and `settings` are those of `--set`. Three fields are for devices over adb or ssh:
+    `runner` and `library` replace the runner and the library of ONNX Runtime that edgekit finds (paths are relative to
+    the file's folder), and `provider` replaces that of the target, so that a run proves less. `labgrid` is the device's
+    place in a laboratory that shares its devices through Labgrid: it is acquired while the device runs.
     """
 
     device: str

@@ -66,10 +66,10 @@ def spare_for_bias(kind: int) -> float:
 
 
 def least_multiplier(kind: int, made: int) -> float:
-    """Returns the least product of the scales of a weight and of its input, in steps of the output; of these types.
+    """Returns the smallest value of scale of weight * scale of input / scale of output that is computed rightly.
 
-    Where input and output have 16 bits, QNN's HTP is wrong below 2**-24 (targets/qnn/NOTES.md), and a weight that is
-    rounded so moves the output by less than 2**-9 steps.
+    Where input and output have 16 bits, QNN's HTP computes wrong results below 2**-24 (targets/qnn/NOTES.md). Weights
+    are rounded more coarsely there to stay above it, which moves the output by less than 2**-9 of its steps.
     """
     return 1.001 * 2.0**-24 if {kind, made} <= _WIDE else 0.0
 

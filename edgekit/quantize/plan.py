@@ -84,13 +84,17 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     range method. `ranges` holds the range of every float activation, `grids` the scales and zero points that operators
     demand whatever the range. `factors` holds the channel factors of each equalized tensor: its producer is multiplied
     by them, the weights of its readers are divided. `axes` holds the channel axis of each weight with a scale per
-    channel, `bits` the bits of each weight that has not 8: 4, where such weights of MatMuls with inputs of three
-    dimensions share a scale in blocks of `block` values (0: no blocks), or 16, as the sum of two weights of 8 bits,
-    between tensors of 16 bits. `float_nodes` are the nodes kept float. `wide`
-    holds the tensors that get 16 bits although other activations get 8, with their range. `judged` lists the candidates
-    that were tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output
-    get one scale, `unsigned_ops` those whose weights are stored as uint8. With `float_bias` biases stay floats.
-    `narrow` are the constants of float nodes that are stored as integers.
+    channel.
+
+    `bits` holds the bits of each weight that does not have 8: 4 or 16. In a MatMul with inputs of three dimensions,
+    `block` weights of 4 bits share a scale (0: no blocks). A weight of 16 bits is the sum of two weights of 8 bits, and
+    its layer reads and makes tensors of 16 bits. `wide` holds the tensors that get 16 bits although other activations
+    get 8, with their range.
+
+    `float_nodes` are the nodes kept float. `judged` lists the candidates that were tried, best first. `reduce_range`
+    gives weights 7 bits. `shared_ops` are operators whose inputs and output get one scale, `unsigned_ops` those whose
+    weights are stored as uint8. With `float_bias` biases stay floats. `narrow` are the constants of float nodes that
+    are stored as integers.
     """
 
     model_sha256: str

@@ -91,9 +91,9 @@ _INT32_MARGIN = 1.001 / (2**31 - 1)
 class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     """The names of a layer's initializers in a QDQ graph, and the step of its quantized input.
 
-    `limit` is the largest magnitude of the weight's integers, `source` the tensor that the layer reads in that graph,
-    `spare` how far the integers of the bias stay below their limit, as a factor, `least` the smallest scale of the
-    weight that is computed rightly.
+    `limit` is the largest magnitude of the weight's integers. `source` is the tensor that the layer reads in the graph.
+    The integers of the bias stay below the limit of int32 by the factor `spare`. With a scale of the weight below
+    `least` the provider computes wrong results.
     """
 
     source: str

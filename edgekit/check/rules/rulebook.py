@@ -80,13 +80,17 @@ class Units(_Strict, frozen=True, kw_only=True):
 class Placing(_Strict, frozen=True, kw_only=True):
     """How supported units become partitions.
 
-    `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself. A group is given back if it is
-    one node of `drop_alone`, if all its nodes are of `drop_if_only`, or if none of its inputs is computed and
-    `drop_constant` is set. Everything after a node of `stop_ops` is left out. `fused` are activations taken only with
-    the operator in `fusers` that feeds them. Quantized units of `first_input_only` cannot be built if an input other
-    than the first comes from outside their partition: then no session is made. Results of `host_results` are in the
-    CPU's memory; nodes that read only those and small constants go to the CPU, unless the kernel reads that input there
-    (`host_inputs`, positions by operator).
+    `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself.
+
+    The provider gives a group of nodes back in three cases: it is a single node of `drop_alone`; all its nodes are of
+    `drop_if_only`; or `drop_constant` is set, and the group reads only constants. Everything after a node of `stop_ops`
+    is left out. An activation of `fused` is taken only right after an operator of `fusers`. A quantized unit of
+    `first_input_only` cannot be built if an input other than the first comes from outside its partition: then no
+    session is made.
+
+    Operators of `host_results` leave their results in the CPU's memory. A node that reads only such results and small
+    constants goes to the CPU. `host_inputs` are exceptions: by operator, the positions of inputs that the provider's
+    own kernel reads from the CPU's memory.
     """
 
     style: Literal["wave", "node"]

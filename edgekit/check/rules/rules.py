@@ -58,10 +58,11 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class When(_Strict, frozen=True, kw_only=True):
     """The condition of a rule: every given field must hold.
 
-    `settings`, `below` and `at_least` look at the target's settings and at `ort_minor`, the 31 of ORT 1.31; `attribute`
-    at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs by position,
-    `single` at inputs that hold one element, `since` at the operator version, `fed_by` and `feeds` at the operators of
-    which one must make an input or read an output, `leaves` at whether an output is a graph output.
+    `settings`, `below` and `at_least` compare the target's settings and `ort_minor`, the 31 of ORT 1.31. `attribute`
+    compares the node's attributes; an absent one meets only `attribute_absent`. `dtypes` and `ranks` give the types and
+    ranks of inputs by position, and `single` the inputs that must hold one element. `since` gives the versions of the
+    operator. One of the operators in `fed_by` must make an input, one of those in `feeds` must read an output. `leaves`
+    says whether an output must be a graph output.
     """
 
     settings: dict[str, tuple[str, ...]] = {}

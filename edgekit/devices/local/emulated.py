@@ -34,9 +34,9 @@ _UNTOUCHED = frozenset({
 def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping[str, int]) -> None:
     """Rewrites a graph in place so that the `taken` nodes read halves, compute in float32 and return halves.
 
-    Their outputs are rounded even if the whole graph is float16: ONNX Runtime's CPU provider keeps such values in
-    float32 between nodes, so that neither the rounding nor the overflow of values beyond 65504 to infinity would show.
-    `types` are the ONNX element types of the graph's values.
+    Outputs are rounded even if the whole graph is float16: ONNX Runtime's CPU provider keeps float16 values in float32
+    between nodes, so that without it no value would be rounded, and none beyond 65504 would become infinity. `types`
+    are the ONNX element types of the graph's values.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in {FLOAT, HALF}}

@@ -123,10 +123,10 @@ _IMAGE_AXES = 4
 def part_silu(writer: Writer) -> None:
     """Lets the product in x * Sigmoid(x) of 16 bits read x through a second pair of Q and DQ, for QNN.
 
-    QNN fuses the two nodes only if they read the same tensor. For shape [N, C, H, W] its fused kernel is wrong at some
-    sizes, which depend on the operators around it (targets/qnn/NOTES.md), so it is never used there. For tensors of
-    three axes it was right. The second pair has the same zero point and a scale that is larger by 2^-16, because the
-    provider drops a pair that changes nothing: a value changes by one step at most.
+    QNN fuses the two nodes only if they read the same tensor. Its fused kernel computes tensors of three axes rightly,
+    but for shape [N, C, H, W] it is wrong at some sizes, which depend on the operators around it
+    (targets/qnn/NOTES.md); so it is not used for four axes at all. The provider drops a second pair that changes
+    nothing, so the scale of the second one is larger by a factor of 1 + 2^-16: a value changes by one step at most.
     """
     graph, node = writer.graph, writer.node
     shape = graph.value(node.output[0]).shape

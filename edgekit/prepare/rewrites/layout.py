@@ -355,10 +355,10 @@ _MOST_WEIGHTS = 2**24
 def plain_average(writer: Writer) -> None:
     """Writes a padded AveragePool as a Conv of each channel, times a constant for each place, for QNN.
 
-    Which paddings the HTP's float kernels compute rightly depends on the window, the channels and the size
-    (targets/qnn/NOTES.md). The weights are one over the size of the window, and the constant is that size over how much
-    of the window counts: what lies in the input or, with `count_include_pad`, in the stated pads. What a `ceil_mode`
-    adds never counts.
+    The HTP's float kernels compute some paddings wrongly; which ones depends on the window, the channels and the size
+    (targets/qnn/NOTES.md). The Conv divides by the size of the whole window, and the constant corrects that at the
+    borders: for a window of 9 elements of which 4 count, it is 9/4. Elements of the input count and, with
+    `count_include_pad`, the stated pads; what a `ceil_mode` adds never does.
     """
     node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
     kernel = node.entries("kernel_shape") or ()

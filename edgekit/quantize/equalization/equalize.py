@@ -265,10 +265,10 @@ def choose_factors(
 ) -> dict[str, tuple[float, ...]]:
     """Returns channel factors that balance channel ranges with the weights that read them, for each tensor to scale.
 
-    The weights named in `per_channel` have a scale for each channel. If those that make a tensor have one for all, a
-    channel's weights count like its range: otherwise a channel that is always zero would be scaled up until its weights
-    are the largest. With `through_silu` channels are scaled through x * sigmoid(x) too, if they differ enough to be
-    worth a Mul before the sigmoid.
+    The weights named in `per_channel` have a scale for each channel. Where the weights that make a tensor share one
+    scale, the size of a channel's weights counts as its range does: otherwise a channel that is always zero would be
+    scaled up until its weights are the largest of all. With `through_silu` channels are scaled through x * sigmoid(x)
+    too, if they differ enough to be worth a Mul before the sigmoid.
     """
     pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}

@@ -322,10 +322,11 @@ class _Comparison:
     def _run_isolated(
         self, sample: Tensors, wanted: Tensors, found: Tensors, of_a: CpuSession | None, of_b: CpuSession
     ) -> tuple[Tensors, Tensors]:
-        """Returns what A's layers and B's make of A's values, scaled as in B: A's in `wanted`, B's in `found`.
+        """Returns the results of A's and of B's layers when each layer reads A's values, scaled as in B.
 
-        If B rounds tensors inside a layer that A does not have, both get values rounded to B's grid, so that this
-        rounding does not count as the layer's error.
+        `wanted` and `found` are the values of A and of B. If a layer of B rounds tensors that A does not have (then
+        `of_a` is given), both models read A's values rounded to B's grid, so that this rounding does not count as the
+        layer's error.
         """
         values = {item.tensor: wanted[item.in_a] for item in self._matched}
         reference = wanted

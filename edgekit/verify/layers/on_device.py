@@ -287,8 +287,8 @@ def _find_changed(wanted: Samples, found: Samples) -> LayerReport | None:
 def find_wrong_layer(layers: Sequence[LayerReport], least_db: float) -> str | None:
     """Returns the name of the first layer that is wrong by itself, or None.
 
-    If none is, but the outputs are wrong (`least_db` is the least SQNR of them), the layer with the lowest SQNR of its
-    own is named, if it is clearly below the median.
+    If no layer is, but the outputs are (`least_db` is the lowest SQNR among them), it is the layer with the lowest SQNR
+    of its own, provided that this is clearly below the median of all layers.
     """
     if (bad := next((layer for layer in layers if _is_wrong(layer)), None)) is not None:
         return bad.name

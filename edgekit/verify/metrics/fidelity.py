@@ -127,8 +127,8 @@ def find_replay(sides: Sides) -> str | None:
     """Returns the words for outputs that are the float model's, if the bundle's own model gives others.
 
     Kernels differ by much less than quantization costs, so an honest device is seldom 20 dB nearer to the float model
-    than the bundle's model is. A few values may be so by chance, and so may values whose type rounds as coarsely as the
-    bundle's model errs: float16 outputs of a model in 16 bits.
+    than the bundle's model is. Two cases are excluded: a few values may be so near by chance, and so may values whose
+    type is as coarse as the bundle's model is accurate, such as the float16 outputs of a model in 16 bits.
     """
     apart, near = _energy(sides.own - sides.reference), _energy(sides.got - sides.reference)
     least = _energy((0.5 * _spacing(sides.reference))[sides.own != sides.reference])
