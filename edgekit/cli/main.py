@@ -3,6 +3,7 @@
 import ctypes
 import difflib
 import errno
+import gc
 import importlib
 import os
 import signal
@@ -93,7 +94,13 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
-        module = importlib.import_module(f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        # Its objects stay, so no time is spent on looking for garbage among them, now or later.
+        gc.disable()
+        try:
+            module = importlib.import_module(f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        finally:
+            gc.freeze()
+            gc.enable()
         command: click.Command = getattr(module, f"{cmd_name}_command")
         command.short_help = COMMANDS[cmd_name]
         return command

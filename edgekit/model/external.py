@@ -292,18 +292,21 @@ def write_varint(value: int) -> bytes:
     return bytes(parts)
 
 
+# So many bytes of the arrays in a file may stay in memory while none is used: to free and map pages again takes longer
+# than to use a small array. Chosen by hand.
+_HELD_BYTES = 2 << 20
+
+
 class FileArray:
     """An array whose `values` lie in a file; `release` frees their memory until they are used again."""
 
-    def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
-        self._mapping = mapping
+    def __init__(self, file: "ArrayFile", mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
+        self._file, self._mapping = file, mapping
         self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
 
-    def release(self) -> None:
-        """Frees memory if the system supports it: the file holds the values."""
-        # Only Linux promises that this writes the pages of a shared mapping to the file (madvise(2)).
-        if sys.platform == "linux":
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+    def release(self, used_bytes: int | None = None) -> None:
+        """Says that no value is used now, of `used_bytes` that were, by default of all: the file holds them."""
+        self._file.release(self._mapping, len(self._mapping) if used_bytes is None else used_bytes)
 
 
 class ArrayFile:
@@ -312,6 +315,19 @@ class ArrayFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._size_bytes = 0
+        self._held, self._held_bytes = dict[mmap.mmap, None](), 0
+
+    def release(self, mapping: mmap.mmap, used_bytes: int) -> None:
+        """Frees the memory of released arrays, if the system supports it, once `used_bytes` add up to 2 MB."""
+        self._held[mapping] = None
+        self._held_bytes += used_bytes
+        if self._held_bytes < _HELD_BYTES:
+            return
+        # Only Linux promises that this writes the pages of a shared mapping to the file (madvise(2)).
+        for each in self._held if sys.platform == "linux" else ():
+            each.madvise(mmap.MADV_DONTNEED)
+        self._held.clear()
+        self._held_bytes = 0
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> FileArray:
         """Returns an array of zeros.
@@ -327,4 +343,4 @@ class ArrayFile:
                 os.posix_fallocate(file.fileno(), start, self._size_bytes - start)
             else:
                 file.truncate(self._size_bytes)
-            return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)
+            return FileArray(self, mmap.mmap(file.fileno(), length, offset=start), shape, dtype)

@@ -6,7 +6,7 @@ of an operator, such as a Concat, share one range if a provider requires that.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -287,21 +287,24 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | N
     50 factors are tried for both ends together, then for each end by itself (a search as in OMSE, Y. Choukroun et al.,
     arXiv:1902.06822, for two ends).
     """
-    exact = _clip_saturated(exact, reader)
+    exact, measure = _clip_saturated(exact, reader), quantization_errors(histogram, reader)
 
-    error = quantization_error(histogram, reader)
-    low, high = min(((exact.low * factor, exact.high * factor) for factor in _FACTORS), key=error)
+    def choose(tried: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        errors = measure(tried)
+        return tried[errors.index(min(errors))]
+
+    low, high = choose([(exact.low * factor, exact.high * factor) for factor in _FACTORS])
     if exact.low < 0:
-        low, high = min([(low, high), *((exact.low * factor, high) for factor in _FACTORS)], key=error)
+        low, high = choose([(low, high), *((exact.low * factor, high) for factor in _FACTORS)])
     if exact.high > 0:
-        low, high = min([(low, high), *((low, exact.high * factor) for factor in _FACTORS)], key=error)
+        low, high = choose([(low, high), *((low, exact.high * factor) for factor in _FACTORS)])
     return TensorRange(low=low, high=high)
 
 
-def quantization_error(
+def quantization_errors(
     histogram: Histogram, reader: Nonlinearity | None = None
-) -> Callable[[tuple[float, float]], float]:
-    """Returns a function of the two ends of a range, extended to zero: the summed squared error of 8-bit integers.
+) -> Callable[[Sequence[tuple[float, float]]], list[float]]:
+    """Returns a function of ranges by their ends, extended to zero: the summed squared error of 8-bit integers of each.
 
     The error is that of the histogram's values, after `reader`.
     """
@@ -309,19 +312,21 @@ def quantization_error(
     values, counts = histogram.centers, histogram.counts.astype(np.float64)
     wanted = values if reader is None else reader(values)
 
-    def measure(ends: tuple[float, float]) -> float:
-        low, high = min(ends[0], 0.0), max(ends[1], 0.0)
+    def measure(ranges: Sequence[tuple[float, float]]) -> list[float]:
+        ends = np.array(ranges)
+        low, high = np.minimum(ends[:, :1], 0.0), np.maximum(ends[:, 1:], 0.0)
         step = (high - low) / LEVELS
-        if step > 0:
-            zero = round(-low / step)
-            rounded = np.rint(values / step)
-            np.maximum(rounded, -zero, out=rounded)
-            np.minimum(rounded, LEVELS - zero, out=rounded)
-            rounded *= step
-        else:
-            rounded = np.zeros_like(values)
+        # A range of nothing but zero has no step.
+        divisor = np.where(step > 0, step, 1.0)
+        zero = np.rint(-low / divisor)
+        rounded = values / divisor
+        np.rint(rounded, out=rounded)
+        np.maximum(rounded, -zero, out=rounded)
+        np.minimum(rounded, LEVELS - zero, out=rounded)
+        rounded *= step
         error = (rounded if reader is None else reader(rounded)) - wanted
-        return float(np.dot(counts, error * error))
+        error *= error
+        return [float(np.dot(counts, each)) for each in error]
 
     return measure
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import replacing_file
+from edgekit._files import writing
 from edgekit.data.npz import MALFORMED
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
@@ -73,7 +73,11 @@ def store_rounded(statistics: Path, key: str, arrays: Mapping[str, Array]) -> No
     Raises:
         OutputError: the folder of statistics cannot be written.
     """
-    with replacing_file(_locate(statistics, key)) as temporary, temporary.open("wb") as file:
+    path = _locate(statistics, key)
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+    # Not through a temporary file, which takes longer: `load_rounded` finds a file that was cut off.
+    with writing(path), path.open("wb") as file:
         # numpy names each stored array by its keyword.
         np.savez(file, allow_pickle=False, **arrays)
 

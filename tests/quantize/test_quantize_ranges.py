@@ -32,7 +32,7 @@ from edgekit.quantize.ranges import (
     find_nonlinearities,
     mse_range,
     percentile_range,
-    quantization_error,
+    quantization_errors,
     saturation_of,
     sigmoid,
     snap_range,
@@ -60,12 +60,11 @@ def few_values(*pairs: tuple[float, int]) -> Histogram:
 
 def test_the_error_of_a_range_is_that_of_its_integers() -> None:
     seen = few_values((-0.6, 1), (0.0, 5), (1.4, 2), (300.0, 1))
+    ranges = [(-55.0, 200.0), (55.0, 255.0), (-255.0, -55.0), (0.0, 0.0)]
     # Steps of 1 from -55 to 200: 0.6 errs by 0.4, 1.4 twice by 0.4, 300 is cut to 200.
-    assert quantization_error(seen)((-55.0, 200.0)) == pytest.approx(0.16 + 2 * 0.16 + 100.0**2)
-    assert quantization_error(seen)((55.0, 255.0)) == pytest.approx(0.36 + 2 * 0.16 + 45.0**2)
-    assert quantization_error(seen)((-255.0, -55.0)) == pytest.approx(0.16 + 2 * 1.96 + 300.0**2)
-    assert quantization_error(seen)((0.0, 0.0)) == pytest.approx(0.36 + 2 * 1.96 + 300.0**2)
-    assert quantization_error(seen, lambda x: 2 * x)((-55.0, 200.0)) == pytest.approx(4 * (0.16 + 2 * 0.16 + 100.0**2))
+    errors = [0.48 + 100.0**2, 0.68 + 45.0**2, 4.08 + 300.0**2, 4.28 + 300.0**2]
+    assert quantization_errors(seen)(ranges) == pytest.approx(errors)
+    assert quantization_errors(seen, lambda x: 2 * x)(ranges) == pytest.approx([4 * error for error in errors])
 
 
 def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:

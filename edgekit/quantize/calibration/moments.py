@@ -116,7 +116,7 @@ class MomentCollector:
         self._filled = stop
         if stop >= _FLUSH_ROWS:
             self._flush()
-        self._pending.release()
+        self._pending.release(rows.nbytes)
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
         """Returns the moments of all patches, given the source's extremes [2, channels], or [2, 1] for all channels."""

@@ -13,9 +13,8 @@ from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, 
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
-# Picked values of this many samples are counted at once, so that the cost of each numpy call is small; this many bytes
-# are in memory at a time. Both chosen by hand.
-_FLUSH_SAMPLES, _HELD_BYTES = 8, 2 << 20
+# Picked values of this many samples are counted at once, so that the cost of each numpy call is small. Chosen by hand.
+_FLUSH_SAMPLES = 8
 
 
 class ActivationStatistics:
@@ -49,7 +48,7 @@ class ActivationStatistics:
         picked = {output: part for output, part in self._pick_outputs if output in values}
         for output, part in picked.items():
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
-            self._picked.release()
+            self._picked.release(values[output].nbytes)
         self._pending += bool(picked)
         if self._pending == _FLUSH_SAMPLES:
             self._flush()
@@ -174,15 +173,10 @@ class ActivationStatistics:
     def _flush(self) -> None:
         if not self._pending:
             return
-        held = 0
         for collector, start, stop in zip(self._collectors, self._ends, self._ends[1:], strict=False):
             values = np.ascontiguousarray(self._picked.values[: self._pending, start:stop])
             collector.add(values)
-            held += values.nbytes
-            if held > _HELD_BYTES:
-                self._picked.release()
-                held = 0
-        self._picked.release()
+            self._picked.release(values.nbytes)
         self._pending = 0
 
 
