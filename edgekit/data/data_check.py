@@ -146,7 +146,8 @@ class _Input:
         self._whole = True
         self._rank = self._size = 0
         self._values = 0
-        # For each lag, the sums of the correlations of values with those `lag` places later in their row, or rows below.
+        # For each lag, the sums of the correlations of values with those `lag` places later in their row, and those of
+        # values with those `lag` rows below.
         self._alike = {1: 0.0, 3: 0.0}
         self._below = {1: 0.0, 3: 0.0}
         # For NHWC images, the correlation at a distance of `width` values minus that at a whole row of 3 * `width`
@@ -208,11 +209,12 @@ class _Input:
         if not self._values:
             return ""
         chance = _CHANCE / self._values**0.5
-        (near, third), (below, deep) = ([sums[lag] / self._values for lag in (1, 3)] for sums in (self._alike, self._below))
+        near, third = (total / self._values for total in self._alike.values())
+        below, deep = (total / self._values for total in self._below.values())
         if max(abs(near), abs(below)) < chance:
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
-        # If three channels are interleaved, every third value is more alike than the next one, and every third row, since
-        # a row of pixels fills three. In print the first may be so, as strokes stand that far apart.
+        # If three channels are interleaved, every third value is more alike than the next one, and every third row,
+        # since a row of pixels fills three. In print the first may be so, as strokes stand that far apart.
         if self._colored and third > near + chance and deep > below + chance:
             mistake = "as NHWC pictures do that were reshaped and not transposed to NCHW"
             return f"repeats every third value in a row, {mistake}"
