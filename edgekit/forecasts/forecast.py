@@ -59,11 +59,14 @@ class Placing(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
     """A forecast for a device in a precision; times in ms, memory in MB, None if there is no basis for it.
 
-    80 % of the networks of families that were left out of the fit lie between `low_ms` and `high_ms`. `basis` is
-    "networks" if the figure comes from the times of other networks, "compiled" if it also comes from a plan of QNN's
-    compiler, "measured" for a time given for this very device, "recalibrated" for a time transferred from another
-    device, "scaled" for a CPU, from the time of another model there. `note` says why there is no figure, or what widens
-    the interval.
+    80 % of the networks of families that were left out of the fit lie between `low_ms` and `high_ms`. `note` says why
+    there is no figure, or what widens the interval. `basis` says where the figure comes from:
+
+    - "networks": the times of other networks;
+    - "compiled": those, and a plan of QNN's compiler;
+    - "measured": a time given for this very device;
+    - "recalibrated": a time that was measured on another device;
+    - "scaled": for a CPU, the time of another model there.
     """
 
     device: str

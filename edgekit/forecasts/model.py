@@ -116,12 +116,16 @@ class Fitted(Fit, frozen=True, kw_only=True):
     """The fit for a precision: milliseconds on the reference device for each amount of `list_amounts`.
 
     `devices` holds the logarithm of each device's factor. `low` and `high` are stored divided by 1 + distance;
-    `farthest` is the largest distance of a left-out family. `faster` is the share of networks, of those whose times
-    differ by more than a tenth, that were faster in this precision than in another. `spread` is, by device, the
-    uncertainty (quantile 0.8) if the time on another device is known. `over` compares precisions: the median of
-    log(time in this one / time in the other), and the quantile 0.8 around it. `compiled` is the fit to the compiler's
-    plans of the float networks, for each amount of `list_planned`; its `low` and `high` apply to the mean of the
-    logarithms of that forecast and of the forecast from the graph. It is None if plans do not improve the forecast.
+    `farthest` is the largest distance of a left-out family. `spread` is, by device, the uncertainty (quantile 0.8) if
+    the time on another device is known.
+
+    `over` and `faster` compare this precision with others. `over` holds the median of log(time in this one / time in
+    the other), and the quantile 0.8 around it. `faster` holds the share of networks that were faster in this one, among
+    those whose times differ by more than a tenth.
+
+    `compiled` is the fit to the compiler's plans of the float networks, for each amount of `list_planned`; its `low`
+    and `high` apply to the mean of the logarithms of that forecast and of the forecast from the graph. It is None if
+    plans do not improve the forecast.
     """
 
     devices: dict[str, float]

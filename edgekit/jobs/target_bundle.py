@@ -104,9 +104,15 @@ class _NoSessionError(ModelError):
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
     """Yields the contents of the bundle of one target: the best that is expected to start, by the target's rules.
 
-    If a device makes no session of it, send the reason: then the next best is yielded. First the rewrites for the
-    target are left out, then nodes that stop the session stay in float (in the other order if the target takes more of
-    the work with the rewrites), then the plan is simplified. Last comes the next precision, unless the user named one.
+    If a device makes no session of it, send the reason: then the next best is yielded. These are given up, in
+    this order:
+
+    1. the rewrites for the target;
+    2. integers for the nodes that stop the session, which stay in float (before the rewrites, if the target takes more
+       of the work with them);
+    3. constants of float nodes stored as integers, then the ranges and the rounding that the plan chose;
+    4. the precision, unless the user named one.
+
     A note says what was given up, and the first reason.
 
     Raises:

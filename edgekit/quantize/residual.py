@@ -1,12 +1,12 @@
-"""Weights with 16 bits, as the sum of two with 8 bits each, which every device takes that takes weights of 8 bits.
+"""Weights of 16 bits, each as the sum of two weights of 8 bits: every device that takes those can run it.
 
-W is about W1 + W2: W1 is W in 8 bits, W2 the rest W - W1 in 8 bits, with steps 254 times finer (REx, E. Yvinec et al.,
-arXiv:2203.14645). The layer becomes two, whose outputs are added in 16 bits, for twice its products.
+W is about W1 + W2: W1 is W in 8 bits, and W2 is the rest, W - W1, in 8 bits with steps 254 times finer (REx, E. Yvinec
+et al., arXiv:2203.14645). The layer becomes two, whose outputs are added in 16 bits. It costs twice the products.
 
-No output needs a calibration. A channel x of the input lies within [l, h], and 0 where it is padded, so W2 x lies
-within [p, q], the sums of min(w l, w h, 0) and of max(w l, w h, 0). If the layer's output has the range [a, b], which
-may clamp it in place of a Relu, its part W1 x + bias needs [a - q, b - p]: what lies beyond ends beyond [a, b] for each
-W2 x.
+The ranges of the new outputs follow without a calibration. A channel x of the input lies within [l, h], and is 0 where
+it is padded. So W2 x lies within [p, q]: p is the sum of min(w l, w h, 0), q that of max(w l, w h, 0). The layer's
+output has the range [a, b], which may clamp it in place of a Relu. Then W1 x + bias needs the range [a - q, b - p]: a
+value beyond it gives a sum beyond [a, b], whatever W2 x is.
 """
 
 import math

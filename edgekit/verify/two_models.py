@@ -118,8 +118,8 @@ def compare_on_device(
 ) -> ModelComparison:
     """Runs model `a` here and model `b` on a device, and returns how far apart they are.
 
-    With `layers` the first layer that the device computes differently from this machine is looked for, by the tensors
-    inside, or, if the device cannot return these, by cutting model `b`.
+    With `layers` it also looks for the first layer that the device computes differently from this machine. It compares
+    the tensors inside; if the device cannot return these, it cuts model `b` into parts.
 
     Raises:
         DeviceError: the device is not there.

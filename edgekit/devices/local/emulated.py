@@ -109,8 +109,9 @@ class Emulated(Device, frozen=True, kw_only=True):
     """Emulates the target's arithmetic on this CPU, in the CPU provider with all optimisations off.
 
     A model with Q and DQ nodes runs unchanged: each quantized unit computes in float, and its output is then quantized.
-    For precision fp16 values are rounded to half around each node that the provider takes according to the check: all
-    of them if the provider computes all floats in half (`Target.float_bits`), otherwise those in float16 in the file.
+    For precision fp16, values are rounded to half before and after each node that the provider takes according to the
+    check. If the provider does not compute all floats in half (`Target.float_bits`), this holds only for nodes that
+    read or make float16 in the file.
     """
 
     replaced: ClassVar[Mapping[str, str]] = {"NnapiExecutionProvider": "android", "XnnpackExecutionProvider": "android"}

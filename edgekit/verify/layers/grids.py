@@ -193,9 +193,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that compute a tensor from given tensors.
 
     `reads` are the given tensors, by their names in the first model. `roundings` counts the Q nodes before the tensor's
-    own, `results` names what the nodes compute. `jumps` means that a small change of an input may change the result
-    abruptly, as where ArgMax chooses another index, or that an operator computes on integers, which have no values
-    between them. Operators that read only the model's own inputs do not count: these are the same in both models.
+    own, `results` names what the nodes compute.
+
+    `jumps` means that a small change of an input may change the result abruptly: ArgMax may choose another index, and
+    an operator on integers knows no values between them. Operators that read only the model's own inputs do not count,
+    because these inputs are the same in both models.
     """
 
     arithmetic: Arithmetic = "float"

@@ -70,15 +70,14 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
 def find_unfaithful(
     own: Samples, reference: Samples, got: Samples, *, may_be_equal: Collection[str] = ()
 ) -> dict[str, str]:
-    """Returns, for each output that does not come from the bundle's own model, in words what came back instead.
+    """Finds outputs that do not come from the bundle's own model; returns by name what came back instead, in words.
 
     `own`, `reference` and `got` are the outputs of the bundle's own model, of the source model and of the device, for
     the same samples. An output that is missing, not finite or of another shape is left out: its figures fail it.
 
     `may_be_equal` names outputs that an honest device may compute exactly as the source model does, although the
-    bundle's own model rounds them on this machine. There are two kinds: outputs of a source that computes in integers,
-    as the device's kernels do, and outputs that hold only elements of the inputs, where a compiler drops a Q and the DQ
-    after it.
+    bundle's own model rounds them on this machine. There are two kinds. The source may compute in integers, as the
+    device's kernels do. Or an output holds only elements of the inputs, and a compiler drops a Q and the DQ after it.
     """
     every = _read_sides(own, reference, got).items()
     found = {
@@ -111,9 +110,9 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
 def find_distance(sides: Sides) -> str | None:
     """Returns the words for outputs that are clearly not the own model's; None if rounding may explain them.
 
-    They are clearly others if two things hold: their error has more than a tenth of the energy of the own model's
-    outputs, by more than chance explains, and it is larger than the error of the own model itself, which all of the
-    model's rounding causes.
+    Their error must be larger than rounding can make it, in two ways: it has more than a tenth of the energy of the own
+    model's outputs, by more than chance explains, and it is larger than the error of the own model, whose only cause is
+    the rounding of that model.
     """
     error, own = (np.square(side).sum(axis=1) for side in (sides.got - sides.own, sides.own))
     share, interval = bootstrap_share(np.stack([own - error, own], axis=1))
@@ -223,10 +222,10 @@ def _find_moved(
 ) -> tuple[int, int] | None:
     """Returns the first row that came back in another's place, and that place; None if chance may explain all matches.
 
-    A row has moved if it is four times nearer (in energy) to another of the own model's rows, and farther from its own
-    than half of the distance between rows, whose mean square is `apart`. Only closed cycles of moved rows count,
-    because an error that all rows share moves them in one direction. `weigh` returns the chance of a match, from the
-    distances to all rows; `pairs` is how many matches could be found.
+    A row has moved if two things hold: it is four times nearer (in energy) to another row of the own model than to its
+    own row, and its distance from its own row is more than half of that between rows (`apart` is the mean square of the
+    latter). Only closed cycles of moved rows count, because an error that all rows share moves them in one direction.
+    `weigh` returns the chance of a match, from the distances to all rows; `pairs` is how many matches could be found.
     """
     error = np.square(got - own).sum(axis=1)
     nearest, chances = np.arange(len(own)), np.ones(len(own))
