@@ -79,16 +79,21 @@ def write_slope_as_leaky(writer: Writer) -> None:
 _HARD_SWISH_SINCE = 14
 
 
-@node_rewrite("split-hard-swish", {"HardSwish"}, since=_HARD_SWISH_SINCE, floats=True)
+@node_rewrite("split-hard-swish", {"HardSigmoid", "HardSwish"}, since=13, floats=True)
 def split_hard_swish(writer: Writer) -> None:
-    """Rewrites HardSwish(x) to x * (Clip(x + 3, 0, 6) * (1 / 6)).
+    """Rewrites HardSigmoid(x) to Clip(a * x + b, 0, 6) * (1 / 6), and HardSwish(x) to x times that with a = 1, b = 3.
 
-    NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
+    NNAPI has neither, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
-    x = writer.node.input[0]
-    three, low, high, sixth = writer.constants({"three": 3, "low": 0, "six": 6, "sixth": 1 / 6})
-    gate = writer.add("Clip", [writer.add("Add", [x, three], "moved"), low, high], "gate")
-    writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
+    node, x, is_gate = writer.node, writer.node.input[0], writer.node.op_type == "HardSigmoid"
+    slope, offset = (6 * node.number("alpha", 0.2), 6 * node.number("beta", 0.5)) if is_gate else (1.0, 3.0)
+    sloped = x if is_near(slope, 1) else writer.add("Mul", [x, *writer.constants({"slope": slope})], "sloped")
+    three, low, high, sixth = writer.constants({"three": offset, "low": 0, "six": 6, "sixth": 1 / 6})
+    gate = writer.add("Clip", [writer.add("Add", [sloped, three], "moved"), low, high], "gate")
+    if is_gate:
+        writer.add("Mul", [gate, sixth])
+    else:
+        writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
 
 
 @node_rewrite("join-hard-swish", {"Mul", "Div"}, since=_HARD_SWISH_SINCE)
