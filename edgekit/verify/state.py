@@ -10,6 +10,7 @@ import numpy as np
 
 from edgekit.bundle.golden import Golden, write_rows
 from edgekit.bundle.manifest import Manifest
+from edgekit.check.report import count_of
 from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.process.session import open_session
@@ -104,7 +105,7 @@ def describe_state(report: StateReport) -> Iterator[str]:
     for drift in report.read:
         first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
         if first is not None and last is not None and lost is not None:
-            ran = f"{report.sequences} sequences of {report.steps} steps with its own state"
+            ran = f"{count_of(report.sequences, 'sequence')} of {report.steps} steps with its own state"
             ends = f"output '{drift.output}' has {first:.1f} dB at the first step and {last:.1f} dB at the last"
             yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
 

@@ -12,6 +12,7 @@ from android_parts import find_runtime
 from package_loaders import MakeOnce, compile_java, find_library, join_jars, load_program, require_program, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
+from verify_devices import open_loader
 
 import edgekit.package
 from edgekit._ort import CpuSession, SessionSettings
@@ -31,13 +32,21 @@ def test_python_s_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_s
     loader = load_program(LOADER)
     session = onnxruntime.InferenceSession(str(batches.find_model("onnx")))
     rng = np.random.default_rng(0)
-    warm = loader.Warm(session, {"x": np.zeros((1, 4), np.float32)})
+    gain = np.array(2, np.float32)
+    warm = loader.Warm(session, {"x": np.zeros((1, 4), np.float32), "gain": gain})
     for count in (1, 1, 4, 4, 1):
         # A slice that is not contiguous is bound too.
         x = rng.normal(size=(count, 8)).astype(np.float32)[:, ::2]
-        wanted = session.run(None, {"x": x})
-        for got, value in zip(warm.run({"x": x}).values(), wanted, strict=True):
+        sample = {"x": x, "gain": gain}
+        for got, value in zip(warm.run(sample).values(), session.run(None, sample), strict=True):
+            assert got.shape == value.shape
             np.testing.assert_array_equal(got, value)
+
+
+def test_pythons_self_test_passes_for_a_model_of_scalars(batches: Bundle, tmp_path: Path) -> None:
+    loader, variant = open_loader(batches, tmp_path)
+    folder = loader.find_folder(variant)
+    assert loader.run_self_test(variant, folder, loader.open_session(variant, folder)) == []
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +61,14 @@ def stepped(make_once: MakeOnce) -> Bundle:
 
 @pytest.fixture(scope="session")
 def batches(make_once: MakeOnce) -> Bundle:
-    """A bundle for the CPU whose first axis is open."""
+    """A bundle for the CPU whose first axis is open; an input and an output are scalars."""
 
     def fill(folder: Path) -> None:
-        text = "g (float[N,4] x) => (float[N,4] y, float[N,4] z) { y = Softmax(x)  z = Mul(x, x) }"
+        text = """g (float[N,4] x, float gain) => (float[N,4] y, float[N,4] z, float top)
+            { s = Mul(x, gain) y = Softmax(s) z = Mul(x, x) top = ReduceMax<keepdims = 0>(x) }"""
         path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', folder / "batches.onnx")
-        np.savez(folder / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
+        rows = np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32)
+        np.savez(folder / "d.npz", x=rows, gain=np.ones(8, np.float32))
         recipe = Recipe(targets=("cpu",), precision="fp32")
         build(path, Data(source=str(folder / "d.npz")), folder / "out", recipe, verify=False)
 
@@ -142,7 +153,9 @@ def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
     samples = [
         (np.arange(rows * 4, dtype=np.float32) + first).reshape(rows, 4) for rows in (1, 1, 3, 3, 1) for first in (1, 2)
     ]
-    assert_close(read_arrays(shown), [session.run({"x": sample}) for sample in samples])
+    assert_close(
+        read_arrays(shown), [session.run({"x": sample, "gain": np.array(2, np.float32)}) for sample in samples]
+    )
 
 
 @pytest.fixture

@@ -51,10 +51,12 @@ int main(int, char** argv) {
       }
       if (std::strcmp(argv[3], "warm") == 0 && variant.name == "batches-cpu") {
         const edgekit::Session session = edgekit::OpenSession(ort, variant, folder);
-        edgekit::Warm warm(ort, session, variant, {{"x", Make<float>("float32", {1, 4}, 4, 0, 1)}});
+        const edgekit::Array gain = Make<float>("float32", {}, 1, 2, 0);
+        edgekit::Warm warm(ort, session, variant, {{"x", Make<float>("float32", {1, 4}, 4, 0, 1)}, {"gain", gain}});
         for (const std::int64_t rows : {std::int64_t{1}, std::int64_t{1}, number, number, std::int64_t{1}})
           for (const float first : {1.0f, 2.0f})
-            Print(warm.Run({{"x", Make<float>("float32", {rows, 4}, static_cast<std::size_t>(rows) * 4, first, 1)}}));
+            Print(warm.Run({{"x", Make<float>("float32", {rows, 4}, static_cast<std::size_t>(rows) * 4, first, 1)},
+                            {"gain", gain}}));
       }
     } catch (const edgekit::Error& error) {
       std::printf("refused: %s\n", error.what());

@@ -318,7 +318,8 @@ def _rows(tensors: list[Any], file: Path, count: int) -> Iterator[dict[str, Any]
     with np.load(file, allow_pickle=False) as archive:
         arrays = {spec["name"]: archive[spec["name"]] for spec in tensors}
     for index in range(count):
-        yield {name: array[index] for name, array in arrays.items()}
+        # The ellipsis keeps a scalar an array, as a session wants it.
+        yield {name: array[index, ...] for name, array in arrays.items()}
 
 
 def _compare(name: str, expected: Any, got: Any, limit: float | None) -> list[str]:
