@@ -120,7 +120,10 @@ def find_unread_types(source: str) -> list[str]:
     """Returns the calls that give msgspec a type that does not come from ready_type."""
     positional = {"msgspec.convert", "msgspec.json.Decoder"}
     decoders = {"msgspec.json.decode", "msgspec.toml.decode", "msgspec.msgpack.decode", *positional}
-    found = []
+    found = list[str]()
+    # To read each module costs seconds.
+    if not any(name in source for name in decoders):
+        return found
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         name, kinds = ast.unparse(call.func), [word.value for word in call.keywords if word.arg == "type"]
         if name in positional:

@@ -65,7 +65,10 @@ def test_the_runner_is_small(abi: str) -> None:
 
 @pytest.mark.parametrize(
     ("native", "python", "kind"),
-    [("host:native", "host", "float"), ("host:native", "host", "qdq"), ("arm64:native", "arm64", "qdq")],
+    [
+        *(("host:native", "host", kind) for kind in ("float", "qdq")),
+        pytest.param("arm64:native", "arm64", "qdq", marks=pytest.mark.long),
+    ],
 )
 def test_the_native_runner_gives_the_same_bits_as_the_one_in_python(
     tmp_path: Path, native: str, python: str, kind: str

@@ -95,7 +95,7 @@ def test_no_node_is_said_to_stay_in_float32_where_the_provider_computes_halves(
     """Qualcomm's HTP computes float32 nodes in half precision too."""
     np.savez(tmp_path / "data.npz", x=images())
     path, data = write_net(tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
-    recipe = Recipe(targets=("qnn",), precision=precision)
+    recipe = Recipe(targets=("qnn",), precision=precision, forms=("onnx",))
     (summary,) = build(path, data, tmp_path / "out", recipe, verify=False).bundles
     assert summary.precision == precision
     assert not any("stay in float32" in note for note in summary.notes)
@@ -178,7 +178,8 @@ def test_a_float_part_that_half_precision_does_not_hold_is_named(
     assert bool(told) == bool(report.float_warning) == is_lost
     assert not is_lost or re.match(r"warning: '[pa]' stays float, which qnn .* of its values, down to 1\.\d", told[0])
     if is_lost:
-        (summary,) = build(path, data, tmp_path / "out", Recipe(targets=(target,)), verify=False).bundles
+        recipe = Recipe(targets=(target,), forms=("onnx",))
+        (summary,) = build(path, data, tmp_path / "out", recipe, verify=False).bundles
         assert report.float_warning in summary.notes
         assert report.float_warning.endswith("let the app compute it before the model: edgekit prepare --inputs l")
 

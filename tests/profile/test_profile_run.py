@@ -97,8 +97,9 @@ print(json.dumps(total))
 
 
 def test_the_profilers_own_file_is_written_next_to_the_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("edgekit.profile.measure.ROUNDS", 1)
     trace = tmp_path / "t.json"
     arguments = [str(MODEL), "--on", "host", "--runs", "5", "--no-roofline", "--trace", str(trace)]
     (found,) = profile(arguments, capsys)["profiles"]
