@@ -49,7 +49,7 @@ precision = "fp32"
 [targets.coreml]
 
 [verify]
-on = ["{device}"]
+on = ["host"]
 accept_unproven = true
 
 [packages.board]
@@ -61,7 +61,7 @@ as = "tar"
 def app(tmp_path: Path) -> Path:
     """An app of one model and two targets: what no run of Core ML's provider proves is accepted."""
     write_small_net(tmp_path / "model.onnx", tmp_path / "samples.npz")
-    (tmp_path / "edgekit.toml").write_text(TEXT.replace("{device}", 'host", "emulated'))
+    (tmp_path / "edgekit.toml").write_text(TEXT)
     return tmp_path / "edgekit.toml"
 
 
@@ -70,7 +70,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Such an app after its first run; tests must not change it."""
     folder = tmp_path_factory.mktemp("built")
     write_small_net(folder / "model.onnx", folder / "samples.npz")
-    (folder / "edgekit.toml").write_text(TEXT.replace("{device}", 'host", "emulated'))
+    (folder / "edgekit.toml").write_text(TEXT)
     run_app(load_app(folder / "edgekit.toml"))
     return folder
 
@@ -166,11 +166,11 @@ def test_an_interrupted_run_keeps_its_finished_cells(app: Path, answer: Answer) 
 
 
 def test_devices_of_the_file_must_be_there_and_run(app: Path, answer: Answer) -> None:
-    app.write_text(TEXT.replace('on = ["{device}"]', 'on = ["emulated"]\nrequire = ["emulated"]'))
+    app.write_text(TEXT.replace('on = ["host"]', 'on = ["emulated"]\nrequire = ["emulated"]'))
     report = answer(["run", str(app), "--only", "coreml"])
     assert report["cells"][0]["evidence"] == "emulated"
     assert "emulated" in (app.parent / "build" / report["cells"][0]["report"]).read_text()
-    app.write_text(TEXT.replace('on = ["{device}"]', 'require = ["adb:1234"]'))
+    app.write_text(TEXT.replace('on = ["host"]', 'require = ["adb:1234"]'))
     report = answer(["run", str(app), "--only", "coreml"], 1)
     assert "device 'adb:1234' was asked for and did not run" in report["cells"][0]["headline"]
 
@@ -211,7 +211,7 @@ def test_only_and_watch_refuse_unknown_names(app: Path) -> None:
 def test_several_processes_give_the_result_of_one_though_one_is_killed(known: Path, answer: Answer) -> None:
     app, report = known, json.loads((known.parent / "build" / "report.json").read_bytes())
     alone = {cell["target"]: cell["sha256"] for cell in report["cells"]}
-    app.write_text(app.read_text().replace('on = ["host", "emulated"]', "enabled = false"))
+    app.write_text(app.read_text().replace('on = ["host"]', "enabled = false"))
     killed = list[int]()
 
     def kill() -> None:
