@@ -264,6 +264,7 @@ def _describe_equality(found: Equality) -> str:
     """Returns in words how a file compares with its source."""
     if found.skipped:
         return f"not compared with its source: {found.skipped}"
+    samples = count_of(found.samples, "sample")
     if found.bit_equal:
-        return f"bit-equal to its source on {found.samples} samples"
-    return f"error {found.error:.1g} of {found.tolerance:g} allowed against its source on {found.samples} samples"
+        return f"bit-equal to its source on {samples}"
+    return f"error {found.error:.1g} of {found.tolerance:g} allowed against its source on {samples}"

@@ -123,14 +123,16 @@ def _parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:
     """Prints the prepared model, the rewrites and their gain, and the images that an app passes to it."""
-    show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
+    show_line(f"{out}: {count_of(report.model.node_count, 'node')}, opset {report.model.opsets.get('ai.onnx')}")
     show_remarks((*report.model.inputs, *report.model.outputs) if report.is_refaced else ())
     for fix in report.fixes:
         show_line(f"- {fix.id}: {count_of(len(fix.nodes), 'node')}")
     if report.gain is not None:
         for when, share in (("before", report.gain.before), ("after", report.gain.after)):
             taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"
-            show_line(f"{when}: {report.gain.target}: {share.verdict}; {taken} in {share.partitions} partitions")
+            show_line(
+                f"{when}: {report.gain.target}: {share.verdict}; {taken} in {count_of(share.partitions, 'partition')}"
+            )
     if report.preprocess is not None:
         left = report.preprocess
         show_line(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")

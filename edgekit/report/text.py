@@ -95,7 +95,7 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
     if run.sizes:
         # The worst SQNR for each size, against the float model run at the samples' own lengths.
         worst = ((size, _describe_worst(size.outputs)) for size in run.sizes.sizes)
-        sizes = ", ".join(f"{size.size} ({len(size.lengths)} samples{ratio})" for size, ratio in worst)
+        sizes = ", ".join(f"{size.size} ({count_of(len(size.lengths), 'sample')}{ratio})" for size, ratio in worst)
         yield f"each sample compared with the float model at its own '{run.sizes.dim}': {sizes}"
     for file in (file for file in run.files if file.failure is None):
         nodes = ", ".join(f"{count_of(count, 'node')} on {provider}" for provider, count in file.provider_nodes.items())
@@ -230,8 +230,8 @@ def table_layers(layers: Sequence[LayerReport]) -> Table:
 
 def list_located(found: Located) -> Iterator[str]:
     """Yields the first layer whose result is wrong on a device, how it was found, and what the device did otherwise."""
-    how = f"{found.cuts} cuts" if found.found_by == "cuts" else f"{len(found.layers)} layers"
-    yield f"first bad layer: {found.layer or 'none'} ({found.runs} runs, {how})"
+    how = count_of(found.cuts, "cut") if found.found_by == "cuts" else count_of(len(found.layers), "layer")
+    yield f"first bad layer: {found.layer or 'none'} ({count_of(found.runs, 'run')}, {how})"
     if operations := found.operations.get(found.layer or "", ()):
         yield f"'{found.layer}' in Core ML's program: {', '.join(operations)}"
     yield from found.notes

@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
-from edgekit.check.report import Placed
+from edgekit.check.report import Placed, count_of
 from edgekit.data.samples import order_for_runs
 from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
 from edgekit.target import Thresholds
@@ -293,7 +293,9 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
     if run.placement_source == "predicted" or not run.provider_nodes:
         return (f"placement was not observed, so {run.provider} may have taken no node",)
     if not run.provider_nodes.get(run.provider):
-        used = ", ".join(f"{provider} ({nodes} nodes)" for provider, nodes in sorted(run.provider_nodes.items()))
+        used = ", ".join(
+            f"{provider} ({count_of(nodes, 'node')})" for provider, nodes in sorted(run.provider_nodes.items())
+        )
         return (f"silent fallback: {run.provider} took no node, the run used {used}",)
     found: list[str] = []
     gap, most = run.gap, run.thresholds.max_lost_share
