@@ -40,16 +40,19 @@ class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
 
 
 class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
-    """The axis must be the last one."""
+    """The axis must be the last one, or become it where the change to NHWC behind one of the `layers` permutes axes."""
 
     default: int = -1
+    layers: tuple[str, ...] = ()
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
-        axis, shape = subject.unit.node.integer("axis", self.default), subject.shape(0)
+        node, shape = subject.unit.node, subject.shape(0)
         if shape is None:
             yield "the rank of input 0 is unknown"
-        elif axis not in {-1, len(shape) - 1}:
-            yield f"axis {axis} is not the last of {len(shape)}"
+        elif (axis := node.integer("axis", self.default)) not in {-1, len(shape) - 1}:
+            order = find_orders(subject.graph, self.layers).get(node.input[0]) if self.layers else None
+            if order is None or not -len(order) <= axis < len(order) or order[axis] != len(shape) - 1:
+                yield f"axis {axis} is not the last of {len(shape)}"
 
 
 class AxisSize(BaseRule, frozen=True, kw_only=True, tag="axis_size"):
