@@ -227,8 +227,9 @@ WITH = {
         { y = MatMul(x, w) z = MatMul(v, x) t = MatMul(v, r) }""",
     "join-hard-swish": """g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }""",
-    "split-hard-swish": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u)
-        { y = HardSwish(x) z = HardSigmoid(x) u = HardSigmoid<alpha=0.16666667,beta=0.4>(x) }""",
+    "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
+    "split-hard-sigmoid": """g (float[2,9] x) => (float[2,9] y, float[2,9] z)
+        { y = HardSigmoid(x) z = HardSigmoid<alpha=0.16666667,beta=0.4>(x) }""",
     "split-layer-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}>
         { y = LayerNormalization<epsilon=0.001>(x, w, b) }""",
     "split-rms-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}>
@@ -536,7 +537,8 @@ WITHOUT = {
     "join-hard-swish": """
         g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }""",
-    "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = Sigmoid(x) }",
+    "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSigmoid(x) }",
+    "split-hard-sigmoid": "g (float[2,9] x) => (float[2,9] y) { y = Sigmoid(x) }",
     "split-layer-norm": (
         "g (float[2,3] x) => (float[2,3] y, float[2,1] m) <float[3] w = {1, -2, 3}> { y, m = LayerNormalization(x, w) }"
     ),
@@ -690,6 +692,7 @@ TOLERANCE = {
     "affine-grid-to-matmul": 1e-6,
     "join-hard-swish": 1e-6,
     "split-hard-swish": 1e-6,
+    "split-hard-sigmoid": 1e-6,
     "split-lstm": 1e-6,
     "split-layer-norm": 1e-5,
     "split-rms-norm": 1e-5,
@@ -732,7 +735,7 @@ SITES = {
     "plain-gather": 5, "floor-pool": 5, "pad-axes": 2, "planar-resize": 3, "widen-kernel": 2, "narrow-mask": 2,
     "exact-resize": 4,
     "plain-nearest": 4, "pad-transposed": 3, "plain-pad": 2, "zero-pad": 2, "transposed-to-conv": 3,
-    "matmul-to-2d": 3, "split-hard-swish": 3, "plain-power": 3, "bounded-exp": 2,
+    "matmul-to-2d": 3, "split-hard-sigmoid": 2, "plain-power": 3, "bounded-exp": 2,
     "cast-by-floor": 2, "pad-edge": 2, "plain-average": 8, "scale-to-conv": 4, "split-qlinear": 13,
     "spread-quantizers": 4, "uint8-activations": 5, "int8-activations": 4, "split-bias-gelu": 2,
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
@@ -1096,7 +1099,7 @@ def test_an_operator_is_written_only_for_opsets_that_have_it(
     assert bool(rewrite(tmp_path, text, id_, opset=opset).fixes) == joined
 
 
-@pytest.mark.parametrize("id_", ["join-hard-swish", "split-hard-swish"])
+@pytest.mark.parametrize("id_", ["join-hard-swish", "split-hard-swish", "split-hard-sigmoid"])
 def test_a_hard_swish_of_doubles_stays(tmp_path: Path, id_: str) -> None:
     assert rewrite(tmp_path, WITH[id_].replace("float", "double"), id_).fixes == ()
 

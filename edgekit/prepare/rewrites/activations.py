@@ -79,21 +79,30 @@ def write_slope_as_leaky(writer: Writer) -> None:
 _HARD_SWISH_SINCE = 14
 
 
-@node_rewrite("split-hard-swish", {"HardSigmoid", "HardSwish"}, since=13, floats=True)
+@node_rewrite("split-hard-swish", {"HardSwish"}, since=_HARD_SWISH_SINCE, floats=True)
 def split_hard_swish(writer: Writer) -> None:
-    """Rewrites HardSigmoid(x) to Clip(a * x + b, 0, 6) * (1 / 6), and HardSwish(x) to x times that with a = 1, b = 3.
+    """Rewrites HardSwish(x) to x * (Clip(x + 3, 0, 6) * (1 / 6)).
 
-    NNAPI has neither, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
+    NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
-    node, x, is_gate = writer.node, writer.node.input[0], writer.node.op_type == "HardSigmoid"
-    slope, offset = (6 * node.number("alpha", 0.2), 6 * node.number("beta", 0.5)) if is_gate else (1.0, 3.0)
-    sloped = x if is_near(slope, 1) else writer.add("Mul", [x, *writer.constants({"slope": slope})], "sloped")
+    x = writer.node.input[0]
+    writer.add("Mul", [x, _add_gate(writer, x, 3, "scaled")])
+
+
+@node_rewrite("split-hard-sigmoid", {"HardSigmoid"}, since=13, floats=True)
+def split_hard_sigmoid(writer: Writer) -> None:
+    """Rewrites HardSigmoid(x), which is Clip(a * x + b, 0, 1), to Clip(6 * a * x + 6 * b, 0, 6) * (1 / 6), as above."""
+    node, x = writer.node, writer.node.input[0]
+    slope = 6 * node.number("alpha", 0.2)
+    if not is_near(slope, 1):
+        x = writer.add("Mul", [x, *writer.constants({"slope": slope})], "sloped")
+    _add_gate(writer, x, 6 * node.number("beta", 0.5))
+
+
+def _add_gate(writer: Writer, x: str, offset: float, part: str = "") -> str:
     three, low, high, sixth = writer.constants({"three": offset, "low": 0, "six": 6, "sixth": 1 / 6})
-    gate = writer.add("Clip", [writer.add("Add", [sloped, three], "moved"), low, high], "gate")
-    if is_gate:
-        writer.add("Mul", [gate, sixth])
-    else:
-        writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
+    gate = writer.add("Clip", [writer.add("Add", [x, three], "moved"), low, high], "gate")
+    return writer.add("Mul", [gate, sixth], part)
 
 
 @node_rewrite("join-hard-swish", {"Mul", "Div"}, since=_HARD_SWISH_SINCE)
