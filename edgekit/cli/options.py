@@ -254,13 +254,15 @@ Sizes = Annotated[dict[str, int], From(choose_sizes)]
 def _parse_shapes(pairs: tuple[str, ...], path: Path) -> dict[str, int]:
     """Returns --shape INPUT=1,3,224,224 pairs as sizes of the dynamic dimensions, by name or as INPUT:AXIS.
 
+    A name that gets several sizes, as exporters give axes that have nothing in common, does not count.
+
     Raises:
         EdgekitError: a pair is malformed, names no input, or contradicts a dimension that the model fixes.
     """
     if pairs and path.is_dir():
         raise UsageError(f"--shape is for a model, and '{path}' is a folder", hint="a bundle has its sizes")
     specs = {spec.name: spec for spec in load_model(path).inputs} if pairs else {}
-    sizes: dict[str, int] = {}
+    sizes, named = dict[str, int](), dict[str, dict[str, int]]()
     for name, text in parse_assignments(pairs, "--shape").items():
         if name not in specs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
@@ -272,7 +274,9 @@ def _parse_shapes(pairs: tuple[str, ...], path: Path) -> dict[str, int]:
             raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint=hint)
         for axis, (dim, size) in enumerate(zip(dims, given, strict=True)):
             if not isinstance(dim, int):
-                sizes[dim or f"{name}:{axis}"] = size
+                named.setdefault(dim or f"{name}:{axis}", {})[f"{name}:{axis}"] = size
+    for dim, own in named.items():
+        sizes |= own if len({*own.values()}) > 1 else {dim: next(iter(own.values()))}
     return sizes
 
 
