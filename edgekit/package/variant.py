@@ -22,6 +22,7 @@ from edgekit.bundle.sign import SIGNATURE
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError, suggest_name
+from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import TensorSpec, shape_matches
 from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider, Form, read_version
@@ -296,7 +297,8 @@ def name_package(model: str) -> str:
 def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Returns the inputs and outputs with the shapes that all samples of the loaders' self-test have.
 
-    Outputs whose shape depends on the data are left out: the self-test compares rows of one shape.
+    Outputs whose shape depends on the data are left out, since the self-test compares rows of one shape, and so are the
+    parts of maps and sequences, which a session gives under another name.
 
     Raises:
         UsageError: an input has no fixed shape and there is no self-test, state may grow, or no output can be compared.
@@ -319,8 +321,9 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     if problem:
         hint = "build it with the size of every dimension: --dim NAME=INT"
         raise UsageError(f"'{bundle.folder}' cannot be packaged{problem}", hint=hint)
-    if not (outputs := [each for each in manifest.outputs if each.name in shapes]):
-        why = "the shape of each of its outputs depends on the data, so that a loader could prove nothing"
+    given = {value.name for value in read_proto(load_model(bundle.find_model("onnx")), weights=False).graph.output}
+    if not (outputs := [each for each in manifest.outputs if each.name in shapes.keys() & given]):
+        why = "each of its outputs is a map, or its shape depends on the data, so that a loader could prove nothing"
         hint = "let the model give one output of fixed shape too, such as the number of detections"
         raise UsageError(f"'{bundle.folder}' cannot be packaged: {why}", hint=hint)
 

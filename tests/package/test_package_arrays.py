@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 import stepped_models
 from android_parts import find_runtime
+from fixture_types import present
 from package_loaders import MakeOnce, compile_java, find_library, join_jars, load_program, require_program, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
@@ -18,6 +19,7 @@ import edgekit.package
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.errors import UsageError
 from edgekit.jobs.build import build
 from edgekit.model.tensors import Array, Tensors
 from edgekit.package.package import package_bundles
@@ -45,6 +47,29 @@ def test_python_s_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_s
 
 def test_pythons_self_test_passes_for_a_model_of_scalars(batches: Bundle, tmp_path: Path) -> None:
     loader, variant = open_loader(batches, tmp_path)
+    folder = loader.find_folder(variant)
+    assert loader.run_self_test(variant, folder, loader.open_session(variant, folder)) == []
+
+
+@pytest.mark.parametrize("has_tensor", [True, False])
+def test_the_self_test_leaves_out_maps_and_what_has_no_fixed_shape(*, has_tensor: bool, tmp_path: Path) -> None:
+    """The output of ZipMap, with which scikit-learn exports classifiers, has other names in a session."""
+    fixed, made = ("float[1,4] y, ", "y = Neg(x)") if has_tensor else ("", "")
+    text = f"""<ir_version: 9, opset_import: ["" : 17, "ai.onnx.ml" : 1]> g (float[1,4] x)
+        => ({fixed}seq(map(int64, float)) maps, float[n] many) <float zero = {{0}}, int64[1] flat = {{-1}}> {{
+        {made} maps = ai.onnx.ml.ZipMap<classlabels_int64s = [0,1,2,3]>(x) over = Greater(x, zero)
+        where = Reshape(over, flat) many = Compress(x, where) }}"""
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+    recipe = Recipe(targets=("cpu",), precision="fp32")
+    model, data = parse_model(text, tmp_path / "m.onnx"), Data(source=str(tmp_path / "d.npz"))
+    (summary,) = build(model, data, tmp_path / "out", recipe, verify=False).bundles
+    bundle = open_bundle(present(summary.path))
+    if not has_tensor:
+        with pytest.raises(UsageError, match="each of its outputs is a map, or its shape depends on the data"):
+            open_loader(bundle, tmp_path)
+        return
+    loader, variant = open_loader(bundle, tmp_path)
+    assert [each["name"] for each in variant["outputs"]] == ["y"]
     folder = loader.find_folder(variant)
     assert loader.run_self_test(variant, folder, loader.open_session(variant, folder)) == []
 
