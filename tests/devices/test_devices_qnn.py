@@ -248,8 +248,9 @@ def test_the_change_to_nhwc_leaves_a_transpose_at_the_end(result: str, tail: str
     model = save_net(text, tmp_path / "m.onnx", w=weight)
     fixed = fix_for_target(model, tmp_path / "fixed.onnx", target)
     assert [fix.id for fix in fixed.fixes] == [id_] * bool(id_)
-    reports = {model.path: check_model(model, target), fixed.model.path: fixed.after}
-    assert [report.verdict == "yes" for report in reports.values()] == [False, bool(id_)]
+    # With nothing to change, both are the same graph.
+    reports = {model.path: check_model(model, target)} | ({fixed.model.path: fixed.after} if id_ else {})
+    assert [report.verdict == "yes" for report in reports.values()] == [False, True][: len(reports)]
     for path, report in reports.items():
         job = make_job(path, "qnn", [{"x": np.ones((1, 4, 8, 6), np.float32)}])
         run = run_in(require_device("qnn-htp-sim", "qnn"), job, tmp_path / path.stem)
