@@ -62,8 +62,12 @@ def recommend_target(
         what = "follow the automatic advice, and check again" if helps else "use the CPU"
         if any(reports[name].is_refused for name in cpus & reports.keys()):
             what = "the CPU refuses it too, so follow the advice, and check again"
-        why = f"each refuses the model or takes less than half of its work; {what}"
-        return Recommendation(target=None, reasons=(why,), rest=tuple(reports))
+        # What the rules would take, and the real provider did not.
+        failed = [name for name, report in reports.items() if report.verdict != "no" and name in refused]
+        words = [f"{name} made no session when it was asked" for name in failed]
+        if len(failed) < len(reports):
+            words.append(f"each{' other' * bool(failed)} refuses the model or takes less than half of its work")
+        return Recommendation(target=None, reasons=("; ".join([*words, what]),), rest=tuple(reports))
     name = max(usable, key=lambda at: rank_report(reports[at]))
     best, target = reports[name], targets.get(name)
     others = [other for other in reports if other != name]

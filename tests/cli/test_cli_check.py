@@ -133,6 +133,13 @@ def test_where_each_target_says_no_none_is_recommended() -> None:
     assert line.endswith("; use the CPU")
 
 
+@pytest.mark.parametrize(("others", "then"), [((), "use"), (("left",), "each other refuses")])
+def test_a_target_whose_provider_made_no_session_is_named(others: tuple[str, ...], then: str) -> None:
+    reports = {"whole": _report("whole", _node()), **{name: _report(name, LEFT) for name in others}}
+    (reason,) = recommend_target(reports, {}, refused=["whole"]).reasons
+    assert reason.startswith(f"whole made no session when it was asked; {then} ")
+
+
 def test_the_cpu_is_not_recommended_where_it_refuses_the_model() -> None:
     reports = {"cpu": _report("cpu", _node(fatal=True)), "other": _report("other", LEFT)}
     (reason,) = recommend_target(reports, {"cpu": load_target("cpu"), "other": load_target("qnn")}).reasons

@@ -216,7 +216,8 @@ QNN_OPTIONS = {"backend_type": "htp", "soc_model": "69"}
 
 
 def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
-    run = run_fake_program(work, after="print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
+    words = "the end\\n# LIB: no settings found, using its own"
+    run = run_fake_program(work, after=f"print('{words}', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
     assert run.failure == "the program was ended by SIGSEGV: the end"
 
 

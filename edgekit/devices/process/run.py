@@ -327,8 +327,12 @@ def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedN
 
 
 def quote_last_line(stderr: str) -> str:
-    """Returns ": " and the last line that a program wrote, for a message; "" if it wrote none."""
-    line = last_line(stderr)
+    """Returns ": " and the last line that a program wrote, for a message; "" if it wrote none.
+
+    A line that begins with # tells of a library's settings as it is loaded, as Hexagon's libnative writes it, and not
+    why a program ended.
+    """
+    line = last_line("\n".join(line for line in stderr.splitlines() if not line.startswith("#")))
     return f": {line[-300:]}" if line else ""
 
 
