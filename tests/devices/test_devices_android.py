@@ -296,7 +296,14 @@ BIASED = """(float[3,4] x) => (float[3,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,
     { y = Gemm(x, w, b) }"""
 
 
-@pytest.mark.parametrize(("id_", "body"), [*MISCOMPUTED.items(), ("plain-gemm", BIASED)])
+@pytest.mark.parametrize(
+    ("id_", "body"),
+    [
+        # In float16 on emulated Arm.
+        *(pytest.param(*each, marks=[pytest.mark.long] * (each[0] == "half-to-float")) for each in MISCOMPUTED.items()),
+        ("plain-gemm", BIASED),
+    ],
+)
 def test_what_xnnpack_takes_and_miscomputes_is_rewritten(id_: str, body: str, tmp_path: Path) -> None:
     model, target = load_model(text_model(tmp_path / "m.onnx", body)), load_target("xnnpack")
     fixed = fix_for_target(model, tmp_path / "fixed.onnx", target)

@@ -100,10 +100,11 @@ def build_checks(abi: str, make_once: MakeOnce, name: str = "gcc") -> Built:
     )
 
 
-_ZIG = pytest.param(("arm64-v8a", "zig"), marks=pytest.mark.long)  # zig compiles its C++ library for a minute
+# Arm is emulated, and zig compiles its C++ library for a minute.
+_ARM = [pytest.param(("arm64-v8a", name), marks=pytest.mark.long) for name in ("gcc", "zig")]
 
 
-@pytest.fixture(scope="session", params=[("arm64-v8a", "gcc"), _ZIG, ("x86_64", "gcc")], ids="-".join)
+@pytest.fixture(scope="session", params=[*_ARM, ("x86_64", "gcc")], ids="-".join)
 def built(request: pytest.FixtureRequest, make_once: MakeOnce) -> Built:
     abi, name = request.param
     return build_checks(abi, make_once, name)

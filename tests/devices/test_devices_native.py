@@ -239,7 +239,7 @@ def run_plugin(job: Job, work: Path) -> DeviceRun:
     return run_program(Stub(), [str(native.program), "--pipe"], job, request, work)
 
 
-@pytest.mark.parametrize("form", ["onnx", "context"])
+@pytest.mark.parametrize("form", ["onnx", pytest.param("context", marks=pytest.mark.long)])
 def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, form: str) -> None:
     path = qdq_conv(tmp_path / "f.onnx", np.uint8)
     job = make_job(path, "qnn")

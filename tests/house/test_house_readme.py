@@ -101,6 +101,7 @@ def test_the_pure_stages_run_without_what_windows_lacks(tmp_path: Path) -> None:
     data = str(tmp_path / "s.npz")
     np.savez(data, x=np.random.default_rng(0).normal(size=(8, 1, 3, 8, 8)).astype(np.float32))
     out = {name: str(tmp_path / name) for name in ("p.onnx", "q.onnx", "c", "b", "j", "cache")}
+    targets = ["--target", "cpu", "--target", "nnapi"]
     commands = [
         ["inspect", model, "--json"],
         ["inspect", model, "--sizes"],
@@ -109,21 +110,7 @@ def test_the_pure_stages_run_without_what_windows_lacks(tmp_path: Path) -> None:
         ["quantize", model, "--data", data, "--target", "cpu", "--cache", out["cache"], "--out", out["q.onnx"]],
         ["convert", out["q.onnx"], "--out", out["c"]],
         ["compare", model, out["q.onnx"], "--data", data, "--layers"],
-        [
-            "build",
-            model,
-            "--data",
-            data,
-            "--target",
-            "cpu",
-            "--target",
-            "nnapi",
-            "--precision",
-            "fp32",
-            "--no-verify",
-            "--out",
-            out["b"],
-        ],
+        ["build", model, "--data", data, *targets, "--precision", "fp32", "--no-verify", "--out", out["b"]],
         ["verify", f"{out['b']}/net-cpu", "--files-only"],
         ["diff", f"{out['b']}/net-cpu", f"{out['b']}/net-nnapi"],
         ["join", f"{out['b']}/net-cpu", f"{out['b']}/net-nnapi", "--allow-failed", "--out", out["j"]],
