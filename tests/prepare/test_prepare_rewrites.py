@@ -228,6 +228,8 @@ WITH = {
     "join-hard-swish": """g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }""",
     "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
+    "split-to-slices": """g (float[2,9] x) => (float[2,2] y, float[2,3] z, float[2,4] u)
+        <int64[3] s = {2, 3, 4}> { y, z, u = Split<axis=-1>(x, s) }""",
     "split-hard-sigmoid": """g (float[2,9] x) => (float[2,9] y, float[2,9] z)
         { y = HardSigmoid(x) z = HardSigmoid<alpha=0.16666667,beta=0.4>(x) }""",
     "split-layer-norm": """g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}>
@@ -538,6 +540,8 @@ WITHOUT = {
         g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}>
         { a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }""",
     "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSigmoid(x) }",
+    "split-to-slices": """g (float[2,9] x) => (float[2,3] y, float[2,3] z, float[2,3] u)
+        <int64[3] s = {3, 3, 3}> { y, z, u = Split<axis=1>(x, s) }""",
     "split-hard-sigmoid": "g (float[2,9] x) => (float[2,9] y) { y = Sigmoid(x) }",
     "split-layer-norm": (
         "g (float[2,3] x) => (float[2,3] y, float[2,1] m) <float[3] w = {1, -2, 3}> { y, m = LayerNormalization(x, w) }"
@@ -722,7 +726,7 @@ GONE = {
     "join-softmax": "Exp ReduceMax Sub", "join-layer-norm": "Sqrt Sub", "join-rms-norm": "Sqrt", "join-gelu": "Erf",
     "join-hard-swish": "Clip", "clip-to-relu": "Clip", "plain-softmax": "Flatten",
     "leaky-slope": "PRelu", "squeeze-to-scalar": "Reshape", "leaky-to-max": "LeakyRelu", "sum-to-mean": "ReduceSum",
-    "fewer-axes": "Squeeze",
+    "fewer-axes": "Squeeze", "split-to-slices": "Split",
     "transposed-to-conv": "ConvTranspose",
     "split-qlinear": "QGemm QLinearConv QLinearMatMul QLinearLeakyRelu QLinearGlobalAveragePool QLinearAdd QLinearMul "
     "QLinearWhere QLinearSigmoid QLinearSoftmax QLinearConcat QLinearAveragePool",

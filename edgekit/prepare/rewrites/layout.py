@@ -303,6 +303,21 @@ def write_number_of_parts(writer: Writer) -> None:
         made.attribute.append(onnx.helper.make_attribute("num_outputs", sizes.size))
 
 
+@node_rewrite("split-to-slices", {"Split"}, since=13, floats=True)
+def split_to_slices(writer: Writer) -> None:
+    """Writes a Split in parts of several sizes as Slices, the same to the bit: NNAPI has only equal parts."""
+    node = writer.node
+    sizes = writer.graph.array(node.input[1]) if node.has_input(1) else None
+    if sizes is None or sizes.shape != (len(node.output),) or len(set(sizes.tolist())) == 1 or not all(node.output):
+        return
+    at = [writer.constant(f"at_{place}", [end], "int64") for place, end in enumerate((0, *np.cumsum(sizes).tolist()))]
+    axes = writer.constant("axes", [node.integer("axis", 0)], "int64")
+    for place, name in enumerate(node.output):
+        part = "" if name == node.output[-1] else f"part_{place}"
+        writer.add("Slice", [node.input[0], at[place], at[place + 1], axes], part)
+        writer.nodes[-1].output[:] = [name]
+
+
 @node_rewrite("write-pads", {"ConvTranspose"})
 def write_pads(writer: Writer) -> None:
     """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
