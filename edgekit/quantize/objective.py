@@ -11,7 +11,7 @@ divergence grows with the model's confidence (S. Amari and H. Nagaoka, "Methods 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -75,25 +75,35 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     return tuple(found)
 
 
-def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:
-    """Returns [signal, noise]: the power of the float model's tensor, and of the other model's error, float64 [2].
+def measure_loss(compared: ComparedTensor, expected: Array) -> Callable[[Array], Array]:
+    """Returns a function of another model's tensor: [signal, noise], float64 [2].
 
-    Both are those of the transformed tensors (see the module). If quantization changed the number of values, as it may
-    after a NonZero, the noise is infinite.
+    They are the power of the float model's tensor, `expected`, and of the other's error, both transformed (see the
+    module). If quantization changed the number of values, as it may after a NonZero, the noise is infinite.
     """
-    if expected.size != found.size:
-        return np.array([1.0, np.inf])
-    one, two = expected, found.reshape(expected.shape)
-    if compared.part is not None:
-        axis, start, stop = compared.part
-        one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
-    if compared.family and one.size:
-        one, two = (_list_decisions(value, compared) for value in (one, two))
-        signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
+
+    def pick(value: Array) -> Array:
+        if compared.part is not None:
+            axis, start, stop = compared.part
+            value = np.take(value, range(start, stop), axis)
+        if compared.family and value.size:
+            return _list_decisions(value, compared)
+        return value - value.mean(axis=-1, keepdims=True, dtype=np.float64) if compared.centred else value
+
+    one = pick(expected)
+    decide = measure_classes if compared.family == "classes" else measure_scores
+    lose = decide(one) if compared.family and one.size else None
+
+    def measure(found: Array) -> Array:
+        if expected.size != found.size:
+            return np.array([1.0, np.inf])
+        two = pick(found.reshape(expected.shape))
+        if lose is None:
+            return measure_powers(one, two)
+        signal, noise = lose(two)
         return np.array([signal, noise.sum()])
-    if compared.centred:
-        one, two = (value - value.mean(axis=-1, keepdims=True, dtype=np.float64) for value in (one, two))
-    return measure_powers(one, two)
+
+    return measure
 
 
 def _list_decisions(value: Array, compared: ComparedTensor) -> Array:
@@ -105,15 +115,24 @@ def _list_decisions(value: Array, compared: ComparedTensor) -> Array:
     return rows[sample_positions(len(rows), max(1, _MOST_VALUES // rows.shape[1]))]
 
 
-def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:
-    """Returns the power of transformed decisions [N, classes] around their mean, and the squared error [N] of each."""
-    one, two = _root_probabilities(logits), _root_probabilities(others)
-    return float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64)), ((one - two) ** 2).sum(axis=1)
+def measure_classes(logits: Array) -> Callable[[Array], tuple[float, Array]]:
+    """Returns a function of other logits [N, classes]: the power of transformed `logits` around their mean, and errors.
+
+    The squared error [N] is that of each transformed decision.
+    """
+    one = _root_probabilities(logits)
+    signal = float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64))
+    return lambda others: (signal, ((one - _root_probabilities(others)) ** 2).sum(axis=1))
 
 
-def measure_scores(logits: Array, others: Array) -> tuple[float, Array]:
+def measure_scores(scores: Array) -> Callable[[Array], tuple[float, Array]]:
     """Returns the same for scores [N, 1] before a sigmoid, taken as two classes with the logits (score, 0)."""
-    return measure_classes(*(np.concatenate([value, np.zeros_like(value)], axis=1) for value in (logits, others)))
+
+    def widen(value: Array) -> Array:
+        return np.concatenate([value, np.zeros_like(value)], axis=1)
+
+    lose = measure_classes(widen(scores))
+    return lambda others: lose(widen(others))
 
 
 def _root_probabilities(logits: Array) -> Array:

@@ -138,28 +138,28 @@ def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
 def test_the_loss_of_a_part_leaves_out_the_other_parts() -> None:
     wanted, found = np.array([[3.0, 4.0, 100.0]]), np.array([3.0, 6.0, 0.0])
     point = ComparedTensor(tensor="y", reader="", centred=False, part=(1, 0, 2))
-    assert measure_loss(point, wanted, found).tolist() == [25.0, 4.0]
+    assert measure_loss(point, wanted)(found).tolist() == [25.0, 4.0]
     whole = msgspec.structs.replace(point, part=None)
-    assert measure_loss(whole, wanted, found).tolist() == [10025.0, 10004.0]
-    assert measure_loss(whole, wanted, found[:2]).tolist() == [1.0, np.inf]
+    assert measure_loss(whole, wanted)(found).tolist() == [10025.0, 10004.0]
+    assert measure_loss(whole, wanted)(found[:2]).tolist() == [1.0, np.inf]
     centred = msgspec.structs.replace(whole, centred=True)
-    assert measure_loss(centred, np.array([[1.0, 3.0]]), np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
+    assert measure_loss(centred, np.array([[1.0, 3.0]]))(np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
     rows = np.array([[1.0, 3.0], [10.0, 20.0]])
-    assert measure_loss(centred, rows, rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
+    assert measure_loss(centred, rows)(rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
 
 
 def test_an_error_of_a_tenth_is_20_db() -> None:
     point, ones = ComparedTensor(tensor="y", reader="", centred=False), np.ones(10)
-    assert ratio_db(*measure_loss(point, ones, ones * 1.1)) == pytest.approx(20)
-    assert ratio_db(*measure_loss(point, ones, ones)) == 80
-    assert ratio_db(*measure_loss(point, ones, ones * np.nan)) == -20
+    assert ratio_db(*measure_loss(point, ones)(ones * 1.1)) == pytest.approx(20)
+    assert ratio_db(*measure_loss(point, ones)(ones)) == 80
+    assert ratio_db(*measure_loss(point, ones)(ones * np.nan)) == -20
 
 
 def test_what_is_silent_or_empty_in_both_has_lost_nothing() -> None:
     point = ComparedTensor(tensor="y", reader="", centred=False)
     for same in (np.zeros(10), np.zeros((2, 0))):
-        assert ratio_db(*measure_loss(point, same, same)) == 80
-    assert ratio_db(*measure_loss(point, np.zeros(10), np.ones(10))) == -20
+        assert ratio_db(*measure_loss(point, same)(same)) == 80
+    assert ratio_db(*measure_loss(point, np.zeros(10))(np.ones(10))) == -20
 
 
 def test_several_ratios_stand_for_their_mean_noise() -> None:
@@ -258,30 +258,30 @@ def test_for_small_errors_the_loss_is_twice_the_kullback_leibler_divergence() ->
     others = logits + 0.02 * rng.normal(size=logits.shape)
     chances, theirs = (softmax(each) for each in (logits, others))
     diverged = (chances * np.log(chances / theirs)).sum(axis=1)
-    _, lost = measure_classes(logits, others)
+    _, lost = measure_classes(logits)(others)
     assert 2 * lost.sum() == pytest.approx(diverged.sum(), rel=0.02)
 
 
 def test_however_sure_a_model_is_a_decision_lost_is_one_decision() -> None:
     for margin in (20.0, 500.0):
-        told, lost = measure_classes(np.array([[margin, 0.0], [0.0, margin]]), np.array([[0.0, margin], [0.0, margin]]))
+        told, lost = measure_classes(np.array([[margin, 0.0], [0.0, margin]]))(np.array([[0.0, margin], [0.0, margin]]))
         assert told == pytest.approx(1.0, rel=1e-3)
         assert lost.tolist() == pytest.approx([2.0, 0.0], rel=1e-3)
 
 
 def test_sure_places_tolerate_errors_but_no_ties() -> None:
     sure = np.array([[30.0, 10.0, 0.0]] * 8 + [[0.0, 10.0, 30.0]] * 8)
-    _, moved = measure_classes(sure, sure * 0.8)
-    _, tied = measure_classes(sure, np.minimum(sure, 10.0))
+    _, moved = measure_classes(sure)(sure * 0.8)
+    _, tied = measure_classes(sure)(np.minimum(sure, 10.0))
     assert moved.max() < 1e-4
     assert tied.min() == pytest.approx(2 - 2**0.5, rel=1e-3)
 
 
 def test_scores_far_below_zero_lose_nothing_and_what_is_shown_does() -> None:
     scores = np.array([[-300.0]] * 60 + [[2.0]] * 4)
-    told, lost = measure_scores(scores, np.where(scores < 0, -12.0, scores))
+    told, lost = measure_scores(scores)(np.where(scores < 0, -12.0, scores))
     assert lost.sum() < 1e-3 * told
-    _, lost = measure_scores(scores, np.minimum(scores, 0.0))
+    _, lost = measure_scores(scores)(np.minimum(scores, 0.0))
     assert lost.sum() > 0.05 * told
 
 
@@ -290,9 +290,9 @@ def test_temperature_takes_divergence_to_the_ratio_of_logits() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4000, 5))
     others = logits + 0.1 * rng.normal(size=logits.shape)
-    told, lost = measure_classes(logits / 100, others / 100)
+    told, lost = measure_classes(logits / 100)(others / 100)
     centred = ComparedTensor(tensor="y", reader="", centred=True)
-    assert ratio_db(told, lost.sum()) == pytest.approx(ratio_db(*measure_loss(centred, logits, others)), abs=0.05)
+    assert ratio_db(told, lost.sum()) == pytest.approx(ratio_db(*measure_loss(centred, logits)(others)), abs=0.05)
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_scores_of_several_levels_are_decisions_and_columns_of_two_layers_are_nu
     if family:
         wanted, found = np.full((1, 128, 1), -9.0), np.full((1, 128, 1), -9.0)
         wanted[0, 70], found[0, 70] = 2.0, -9.0
-        lost = [measure_loss(each, wanted, found)[1] for each in compared]
+        lost = [measure_loss(each, wanted)(found)[1] for each in compared]
         assert lost[0] == 0
         assert lost[1] > 0.5
 

@@ -266,7 +266,7 @@ def open_judge(
         own += [(inputs, session.run({**inputs, **whole})) for inputs, _ in read()]
     signal = np.zeros(len(compared))
     for _, expected in read():
-        signal += [measure_loss(each, expected[each.tensor], expected[each.tensor])[0] for each in compared]
+        signal += [measure_loss(each, expected[each.tensor])(expected[each.tensor])[0] for each in compared]
 
     def judge(values: Tensors, wanted: float) -> float:
         noise, ratio = np.zeros(len(compared)), math.inf
@@ -307,7 +307,7 @@ def _open_compared(
 
 
 def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> Array:
-    return np.stack([measure_loss(each, expected[each.tensor], found[name]) for each, name in names.items()])
+    return np.stack([measure_loss(each, expected[each.tensor])(found[name]) for each, name in names.items()])
 
 
 def has_held_out(statistics: Path) -> bool:

@@ -327,6 +327,7 @@ class Switched:
         self._held, self._noises = held, {} if known is None else known
         self._at_once = count_side_by_side(graph)
         self._floats: dict[int, Tensors] = {}
+        self._losses: dict[int, list[Callable[[Array], Array]]] = {}
         self._budget = budget
 
     def judge(self, spans: Sequence[range], samples: Sequence[int]) -> Iterator[float]:
@@ -334,6 +335,9 @@ class Switched:
         began = time.monotonic()
         for sample in samples:
             self._feed(sample)
+            if sample not in self._losses:
+                expected = self._held[sample][1]
+                self._losses[sample] = [measure_loss(each, expected[each.tensor]) for each in self._shown]
 
         def rate(span: range) -> float:
             powers = np.sum([self._measure(span, sample) for sample in samples], axis=0)
@@ -347,11 +351,9 @@ class Switched:
     def _measure(self, span: range, sample: int) -> Array:
         key = span.start, span.stop, sample
         if key not in self._noises:
-            inputs, expected = self._held[sample]
-            found = self._run({**inputs, **self._feed(sample)}, span, self._outputs)
-            self._noises[key] = np.stack(
-                [measure_loss(each, expected[each.tensor], found[name]) for each, name in self._shown.items()]
-            )
+            found = self._run({**self._held[sample][0], **self._feed(sample)}, span, self._outputs)
+            lost = zip(self._losses[sample], self._shown.values(), strict=True)
+            self._noises[key] = np.stack([measure(found[name]) for measure, name in lost])
         return self._noises[key]
 
     def _feed(self, sample: int) -> Tensors:
