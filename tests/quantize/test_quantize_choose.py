@@ -435,6 +435,13 @@ def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, 
     assert not [*find_cuts(graph.model, 1, lambda _: None)]
 
 
+def test_no_cut_lies_where_nothing_crosses_it() -> None:
+    """Behind nodes that nothing compared reads, such as a counter of steps: ONNX has no If without an output."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y)
+        { unread = Neg(x) a = Abs(x) y = Relu(a) }""")
+    assert [(cut.start, cut.fed) for cut in find_cuts(proto, 2, lambda _: (4,))] == [(2, ("a",))]
+
+
 # A budget ends the planning: the best of what was tried is taken, and what was not is named.
 
 

@@ -53,15 +53,15 @@ def find_cuts(
 ) -> Iterator[Cut]:
     """Yields up to `count` cuts of a topologically sorted graph, in about equal steps.
 
-    `dims` returns the dimensions of a float32 tensor; None for other types and unknown sizes. The tensors across a cut
-    take at most `most_bytes`.
+    `dims` returns the dimensions of a float32 tensor; None for other types and unknown sizes. The tensors across a cut,
+    at least one, take at most `most_bytes`.
     """
     nodes = proto.graph.node
     crossing = list(_list_crossing(proto.graph))
     before = 0
 
     def is_narrow(names: tuple[str, ...]) -> bool:
-        shapes = [dims(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
+        shapes = [dims(name) for name in names] if 0 < len(names) <= _MOST_TENSORS else [None]
         known = [4 * math.prod(shape) for shape in shapes if shape is not None]
         return len(known) == len(shapes) and sum(known) <= most_bytes
 
