@@ -55,24 +55,27 @@ accept_unproven = true
 [packages.board]
 as = "tar"
 """
+COREML = TEXT.partition("[packages")[0].replace('[targets.cpu]\nprecision = "fp32"\n', "")
+
+
+def _write_app(folder: Path, text: str) -> Path:
+    write_small_net(folder / "model.onnx", folder / "samples.npz")
+    (folder / "edgekit.toml").write_text(text)
+    return folder / "edgekit.toml"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
     """An app of one model and two targets: what no run of Core ML's provider proves is accepted."""
-    write_small_net(tmp_path / "model.onnx", tmp_path / "samples.npz")
-    (tmp_path / "edgekit.toml").write_text(TEXT)
-    return tmp_path / "edgekit.toml"
+    return _write_app(tmp_path, TEXT)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Such an app after its first run; tests must not change it."""
-    folder = tmp_path_factory.mktemp("built")
-    write_small_net(folder / "model.onnx", folder / "samples.npz")
-    (folder / "edgekit.toml").write_text(TEXT)
-    run_app(load_app(folder / "edgekit.toml"))
-    return folder
+    app = _write_app(tmp_path_factory.mktemp("built"), TEXT)
+    run_app(load_app(app))
+    return app.parent
 
 
 @pytest.fixture
@@ -349,14 +352,6 @@ def _run(script: str, folder: Path, **values: str) -> subprocess.CompletedProces
     )
 
 
-def _write_app(folder: Path) -> None:
-    write_small_net(folder / "m.onnx", folder / "m.npz")
-    (folder / "edgekit.toml").write_text(
-        '[models.m]\npath = "m.onnx"\n[models.m.data]\nsource = "m.npz"\nsamples = 8\n'
-        '[verify]\naccept_unproven = true\non = ["host"]\n[targets.coreml]\n'
-    )
-
-
 def test_the_github_action_runs_and_its_verdict_is_the_jobs(tmp_path: Path) -> None:
     action = _read("action.yml")
     assert action["runs"]["using"] == "composite"
@@ -367,12 +362,12 @@ def test_the_github_action_runs_and_its_verdict_is_the_jobs(tmp_path: Path) -> N
         assert ("run" in step) == ("shell" in step)
         words = " ".join(str(each) for each in {**step.get("env", {}), **step.get("with", {})}.values())
         assert set(re.findall(r"inputs\.(\w+)", words)) <= action["inputs"].keys()
-    _write_app(tmp_path)
+    _write_app(tmp_path, COREML)
     values = {"EDGEKIT_FILE": "edgekit.toml", "EDGEKIT_OUT": "build", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
     done = _run(steps["Run"]["run"], tmp_path, **values)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "summary").read_text().startswith("### ")
-    (tmp_path / "m.npz").unlink()
+    (tmp_path / "samples.npz").unlink()
     assert _run(steps["Run"]["run"], tmp_path, **values).returncode == 1
 
 
@@ -408,7 +403,7 @@ def test_the_files_for_ci_keep_to_the_schemas_of_github_and_gitlab(tmp_path: Pat
 @pytest.mark.long
 def test_the_gitlab_template_names_what_a_run_leaves(tmp_path: Path) -> None:
     job = _read("ci/gitlab.yml")[".edgekit"]
-    _write_app(tmp_path)
+    _write_app(tmp_path, COREML)
     done = _run("\n".join(job["script"]), tmp_path, EDGEKIT_FILE="edgekit.toml")
     assert done.returncode == 0, done.stderr
     assert job["artifacts"]["reports"]["junit"] == "$EDGEKIT_OUT/junit.xml"

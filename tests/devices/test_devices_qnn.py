@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import msgspec
@@ -50,26 +51,18 @@ def measure_simulator(model: Path, work: Path) -> float:
 
 def measure_side_by_side(models: Sequence[Path], work: Path) -> list[float]:
     """Returns such a ratio for each of some models of one opset, which run as parts of one: a session takes long."""
-    joined, sample, wanted = onnx.load(str(models[0])), dict[str, Array](), list[Array]()
-    joined.ClearField("graph")
-    joined.graph.name = "all"
-    for number, path in enumerate(models):
-        part = compose.add_prefix(onnx.load(str(path)), f"{number}_").graph
-        for field in ("node", "initializer", "input", "output", "value_info"):
-            getattr(joined.graph, field).extend(getattr(part, field))
-        shape = [int(str(size)) for size in load_model(path).inputs[0].shape or ()]
-        x = np.random.default_rng(0).uniform(-4, 4, shape).astype(np.float32)
-        sample[f"{number}_x"] = x
-        wanted.append(CpuSession(path, SessionSettings()).run({"x": x})["y"])
     work.mkdir()
-    onnx.save(joined, str(work / "all.onnx"))
-    job = make_job(work / "all.onnx", "qnn", [sample])
-    run = run_in(require_device("qnn-htp-sim", "qnn"), job, work / "run")
+    parts = [compose.add_prefix(onnx.load(str(path)), f"{number}_") for number, path in enumerate(models)]
+    onnx.save(reduce(lambda one, other: compose.merge_models(one, other, []), parts), str(work / "all.onnx"))
+    shapes = [[int(str(size)) for size in spec.shape or ()] for spec in load_model(work / "all.onnx").inputs]
+    values = [np.random.default_rng(0).uniform(-4, 4, shape) for shape in shapes]
+    sample = {f"{at}_x": value.astype(np.float32) for at, value in enumerate(values)}
+    run = run_in(require_device("qnn-htp-sim", "qnn"), make_job(work / "all.onnx", "qnn", [sample]), work / "run")
     assert (run.failure, run.notes) == (None, ())
-    got = next(iter(run.outputs))
-    distances = [want - got[f"{number}_y"] for number, want in enumerate(wanted)]
-    pairs = zip(wanted, distances, strict=True)
-    return [10 * float(np.log10((want**2).sum() / (distance**2).sum())) for want, distance in pairs]
+    wanted = CpuSession(work / "all.onnx", SessionSettings()).run(sample)
+    (got,) = run.outputs
+    pairs = [(wanted[f"{at}_y"], got[f"{at}_y"]) for at in range(len(models))]
+    return [10 * float(np.log10((one**2).sum() / ((one - other) ** 2).sum())) for one, other in pairs]
 
 
 @pytest.mark.slow
