@@ -246,6 +246,19 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def find_stopping(report: CheckReport) -> tuple[set[str], str]:
+    """Returns the names of the nodes because of which no session can be made, and the first with its reason in words.
+
+    The report must be of a model that is refused. The Q and DQ nodes of a unit are fatal together with its operator,
+    which is named.
+    """
+    fatal = [node for node in report.node_list if node.fatal]
+    nodes = [node for node in fatal if not node.is_quantizer] or fatal
+    first = next((node for node in nodes if node.reasons), nodes[0])
+    why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
+    return {node.name for node in nodes}, f"because of {count_of(len(nodes), 'node')}: {first.op} '{first.name}': {why}"
+
+
 def count_staying(number: int) -> str:
     """Returns "1 node stays", or "2 nodes stay"."""
     return f"{count_of(number, 'node')} {'stays' if number == 1 else 'stay'}"

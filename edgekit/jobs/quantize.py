@@ -11,7 +11,7 @@ from edgekit._files import digest_bytes, digest_file, replacing_file, require_ap
 from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckReport, find_stopping
 from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, warn_if_few
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples
@@ -139,6 +139,7 @@ def quantize_for(
         taken=describe_share(check),
         taken_macs=round(check.taken_macs, 4),
         refused=check.is_refused,
+        refusal=find_stopping(check)[1] if check.is_refused else "",
         steps=plan.judged,
         trials=describe_trials(searched, goal=recipe.max_drop is not None),
         max_drop=recipe.max_drop,

@@ -16,7 +16,7 @@ from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport, count_of, count_staying
+from edgekit.check.report import CheckReport, count_of, count_staying, find_stopping
 from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
@@ -89,15 +89,8 @@ class _NoSessionError(ModelError):
     """By the rules the provider makes no session, because of the nodes in `stopping`; those in `left` it leaves out."""
 
     def __init__(self, strategy: Strategy, target: Target, check: CheckReport, *, hint: str) -> None:
-        nodes = [node for node in check.node_list if node.fatal]
-        # The Q and DQ nodes of a unit are fatal together with its operator, which is named.
-        nodes = [node for node in nodes if not node.is_quantizer] or nodes
-        first = next((node for node in nodes if node.reasons), nodes[0])
-        why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
-        stopped = f"no session of the {strategy.precision} model starts on {target.name}"
-        cause = f"because of {count_of(len(nodes), 'node')}: {first.op} '{first.name}': {why}"
-        super().__init__(f"{stopped} {cause}", hint=hint)
-        self.stopping = {node.name for node in nodes}
+        self.stopping, cause = find_stopping(check)
+        super().__init__(f"no session of the {strategy.precision} model starts on {target.name} {cause}", hint=hint)
         self.left = {node.name for node in check.node_list if not node.taken}
 
 

@@ -169,9 +169,9 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would lose less, if
     more than 2 points are lost. `float_warning` names a tensor that stays float although its values overflow half
     precision, in which the target computes floats. `taken` is the part of the file that the target takes by its rules,
-    `taken_macs` its share of the work; `refused` says that no session is expected to start. `layers` are the quantized
-    activations in graph order, if they were asked for. `left_out` lists the steps for which the time budget was too
-    short; `failed` gives by step why other steps were left out.
+    `taken_macs` its share of the work; `refused` says that no session is expected to start, `refusal` why. `layers`
+    are the quantized activations in graph order, if they were asked for. `left_out` lists the steps for which the
+    time budget was too short; `failed` gives by step why other steps were left out.
     """
 
     model: str
@@ -193,6 +193,7 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     taken: str = ""
     taken_macs: float = 1.0
     refused: bool = False
+    refusal: str = ""
     steps: tuple[Candidate, ...]
     trials: tuple[TrialReport, ...]
     max_drop: float | None

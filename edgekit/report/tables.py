@@ -320,7 +320,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"- {describe_narrow(report.narrow)}"
     yield f"expected: {describe_prediction(report.predicted)}"
     share = f"{report.target} takes {report.taken} of it, {100 * report.taken_macs:.1f} % of the work"
-    yield f"{share}; no session of it is expected" if report.refused else share
+    yield share
+    if report.refused:
+        yield f"no session of it is expected, {report.refusal}; edgekit build leaves such nodes in float"
     if report.advice:
         is_lost = loses_much(report.predicted) or not changes_many(report.predicted)
         what = "much is lost" if is_lost else "many decisions change"

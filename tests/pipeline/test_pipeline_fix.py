@@ -18,6 +18,7 @@ from edgekit.jobs.quantize import quantize_for
 from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.report.tables import describe_quantization
 from edgekit.target import Precision, load_target
 
 pytestmark = pytest.mark.slow
@@ -228,6 +229,18 @@ def test_an_internal_error_fails_one_target_and_writes_a_report_to_send(
     told = (tmp_path / "out" / "fault-odd.txt").read_text()
     assert "Traceback" in told
     assert "onnxruntime: " in told
+
+
+def test_quantize_says_why_no_session_starts_and_build_leaves_that_node_in_float(tmp_path: Path) -> None:
+    text = """(float[1,4,8,8] x) => (float[1,8,15,8] y) { a = Conv<pads=[1,1,1,1]>(x, u) r = Relu(a)
+      e = Erf(r) c = Concat<axis=2>(r, e) s = AveragePool<kernel_shape=[2,1]>(c) y = Relu(s) }"""
+    path, data = _make(text, tmp_path)
+    report = quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("nnapi",)))
+    assert report.refused
+    line = next(line for line in describe_quantization(report) if line.startswith("no session of it is expected"))
+    assert "because of 1 node: Concat 'Concat_c': a quantized Concat of one partition reads " in line
+    (bundle,) = build(path, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False).bundles
+    assert (bundle.precision, present(bundle.check).is_refused) == ("int8", False)
 
 
 def test_quantize_writes_what_the_target_takes_as_build_does(tmp_path: Path) -> None:
