@@ -86,6 +86,16 @@ _MODULES = {
 }
 
 
+def _import_for_good(name: str) -> None:
+    """Imports a module whose objects stay: no time is spent on looking for garbage among them, now or later."""
+    gc.disable()
+    try:
+        importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return sorted(COMMANDS)
@@ -94,14 +104,10 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
-        # Its objects stay, so no time is spent on looking for garbage among them, now or later.
-        gc.disable()
-        try:
-            module = importlib.import_module(f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}")
-        finally:
-            gc.freeze()
-            gc.enable()
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        name = f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}"
+        if name not in sys.modules:
+            _import_for_good(name)
+        command: click.Command = getattr(sys.modules[name], f"{cmd_name}_command")
         command.short_help = COMMANDS[cmd_name]
         return command
 
