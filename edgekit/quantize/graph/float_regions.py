@@ -125,7 +125,7 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
             yield member, "logarithm"
     elif is_spectrum:
         for member in (node, *before):
-            yield member, "root of a spectrum"
+            yield member, "root of squares"
 
 
 def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
