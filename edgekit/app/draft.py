@@ -14,10 +14,11 @@ from PIL import Image
 from edgekit._files import work_folder
 from edgekit.bundle.snippets import make_environment
 from edgekit.data.images import SUFFIXES, Preprocess
-from edgekit.data.samples import read_shapes, refuse_endless
+from edgekit.data.samples import load_samples, read_shapes, refuse_endless
 from edgekit.errors import DataError, UsageError
 from edgekit.graph.graph import view_model
 from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.state import State, first_state, resolve_state
 from edgekit.model.tensors import TensorSpec
 from edgekit.package.package import Kind
 from edgekit.prepare.clean import prepare_model
@@ -29,6 +30,7 @@ _MAX_IMAGES = 64
 # Networks for images halve their size five times, so sides must be multiples of 32.
 _STRIDE = 32
 _DEFAULT_SIDE = 224
+_MOST_STEPS = 16
 _INTEGER_TYPES = frozenset({"int32", "int64"})
 _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 _Value = TypeVar("_Value")
@@ -78,9 +80,12 @@ def draft_app(
     # `init` does not run the user's code: samples that a function makes are not read.
     if data is not None and Path(data).exists():
         dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
+    state = _guess_state(source, data) if data is not None and Path(data).exists() else State()
     frozen = list(_find_frozen(source, dims))
     remarks = [f"freezing '{one.name}' at {one.value} leaves {one.after} of {one.before} nodes" for one in frozen]
     remarks += [f"'{name}' is taken as {size}" for name, size in dims.items()]
+    sequence = f"{state.steps} samples in a row are taken as a sequence"
+    remarks += [f"output '{output}' feeds '{name}', and {sequence}" for name, output in state.feeds.items()]
     preprocess = None
     if images is not None:
         guessed = _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
@@ -95,6 +100,7 @@ def draft_app(
         name=source.name,
         path=_relate(source.path, folder),
         dims=dims,
+        state=state,
         frozen=frozen,
         freeze={entry.name: entry.value for entry in frozen},
         source=_relate(images or Path(str(data)), folder),
@@ -106,6 +112,17 @@ def draft_app(
     )
     head = existing.rstrip("\n") + "\n" if existing else ""
     return head + text, remarks
+
+
+def _guess_state(model: Model, data: str) -> State:
+    """Returns the state that the data lack, and the most steps, up to 16, that make whole sequences of all samples."""
+    feeds = resolve_state(None, model.inputs, model.outputs).feeds
+    if not feeds.keys() - {name for shapes in read_shapes(data, model.inputs) for name in shapes}:
+        return State()
+    absent = {spec.name: first_state(spec) for spec in model.inputs if spec.name in feeds}
+    count = load_samples(data, model.inputs, absent=absent).count
+    whole = (steps for steps in range(2, _MOST_STEPS + 1) if count % steps == 0)
+    return State(steps=max(whole, default=_MOST_STEPS), feeds=feeds)
 
 
 def _read_metadata(model: Model) -> tuple[int | None, int, dict[str, Any]]:

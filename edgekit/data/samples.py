@@ -250,7 +250,8 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
             raise DataError(f"{where} has '{name}', which is no model input", hint=suggest_name(name, names))
     if (missing := next((name for name in names if name not in sample), None)) is not None:
         held = ", ".join(sample) or "nothing"
-        hint = f"it has {held}; a number that never changes can be a constant: --freeze {missing}=NUMBER"
+        fed = "build and quantize begin state, which an output feeds back, with zeros: --steps N"
+        hint = f"it has {held}; {fed}; a number that never changes can be a constant: --freeze {missing}=NUMBER"
         raise DataError(f"{where} lacks the model input '{missing}'", hint=hint)
     return {spec.name: _fit(np.asarray(sample[spec.name]), spec, where) for spec in inputs}
 

@@ -199,6 +199,19 @@ def test_init_writes_paths_of_data_relative_to_the_file(
         assert cell.recipe.dims == {"batch": 1, "length": length}
 
 
+@pytest.mark.parametrize(("count", "steps"), [(24, 12), (17, 16)])
+def test_init_takes_samples_without_state_as_sequences(count: int, steps: int, tmp_path: Path) -> None:
+    text = "g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] hn) { hn = Add(h, x) y = Neg(hn) }"
+    net, out = parse_model(text, tmp_path / "net.onnx"), str(tmp_path / "edgekit.toml")
+    rows = np.zeros((count, 4), np.float32)
+    for name, arrays, found in (("x", {"x": rows}, State(steps=steps)), ("h", {"x": rows, "h": rows}, State())):
+        np.savez(tmp_path / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+        assert run_command(["init", str(net), "--data", str(tmp_path / f"{name}.npz"), "--out", out]) == 0
+        (cell, *_) = list_cells(load_app(Path(out)))
+        assert (cell.recipe.state or State()) == found
+        Path(out).unlink()
+
+
 def test_init_reads_what_the_exporter_wrote_and_adds_a_model(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,h,w] images) => (float[1,3,h,w] y) {y = Relu(images)}'
     told = {"imgsz": "[320, 320]", "stride": "32", "task": "detect", "mean": "[0.5, 0.5, 0.5]", "std": "nonsense"}

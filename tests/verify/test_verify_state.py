@@ -171,8 +171,9 @@ def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
     data = save_data(tmp_path / "d.npz", h=np.ones((8 * STEPS, 1, 4), np.float32))
     report = build(model, data, tmp_path / "o", recipe, verify=False)
     assert "'new_h' feeds 'h'" in report.data_warnings[0]
-    with pytest.raises(DataError, match="lacks the model input 'h'"):
+    with pytest.raises(DataError, match="lacks the model input 'h'") as caught:
         build(model, save_data(tmp_path / "none.npz"), tmp_path / "p", recipe, verify=False)
+    assert "--steps N" in caught.value.hint
 
 
 def test_a_model_that_draws_random_numbers_is_told_with_what_to_do(tmp_path: Path) -> None:
