@@ -209,6 +209,14 @@ def test_the_tolerance_of_a_product_knows_that_its_second_factor_may_have_8_bits
     assert facts.tolerance["y"] == pytest.approx(tolerance)
 
 
+def test_a_float32_file_has_the_tolerance_of_the_precision_in_which_its_provider_computes(tmp_path: Path) -> None:
+    found = {}
+    for target in ("nnapi", "qnn"):
+        bundle = write_bundle(make_contents(tmp_path, target=target), tmp_path / target)
+        found[target] = bundle.manifest.golden.tolerance["y"] / float(np.abs(read(bundle, "outputs.npz")).max())
+    assert found == pytest.approx({"nnapi": 0.001, "qnn": 0.15}, rel=0.05)
+
+
 def test_an_output_of_infinite_or_undefined_values_has_no_tolerance(tmp_path: Path) -> None:
     text = """(float[1,8] x) => (float[1,8] y, float[1,8] infinite, float[1,8] undefined) <float zero = {0.0}> {
       y = Identity(x) infinite = Div(x, zero) undefined = Sqrt(x) }"""
