@@ -192,8 +192,9 @@ def test_labels_that_are_no_classes_are_told_of_the_metrics(tmp_path: Path) -> N
         ({"x": ROWS[:, :1]}, r"shape \[1\] for input 'x'"),
         ({"x": ROWS[:0]}, "no sample"),
         ({}, "no sample"),
-        ({"x": np.float32(1)}, "scalar"),
-        ({"x": np.array([{}], object)}, "holds objects"),
+        ({"x": np.float32(1)}, "is a scalar, and each sample needs its own"),
+        ({"x": np.array([{}], object)}, "holds objects or is in Fortran order"),
+        ({"x": np.asfortranarray(ROWS)}, "holds objects or is in Fortran order"),
     ],
 )
 def test_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, object], message: str) -> None:

@@ -116,9 +116,12 @@ def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
         shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
     if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
         raise ValueError(shape)
+    if not shape:
+        words = f"array '{name}' of '{path}' is a scalar, and each sample needs its own"
+        raise DataError(words, hint=f"numpy.full(SAMPLES, {name}); or make it a constant: --freeze {name}=NUMBER")
     # Objects would be unpickled, which runs code.
-    if dtype.hasobject or fortran or not shape:
-        words = f"array '{name}' of '{path}' holds objects, is in Fortran order, or is a scalar"
+    if dtype.hasobject or fortran:
+        words = f"array '{name}' of '{path}' holds objects or is in Fortran order"
         raise DataError(words, hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)")
     return _Column(file=file, dtype=dtype, shape=tuple(shape[1:]), count=shape[0])
 
