@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import onnx
 
-from edgekit._ort import tells_refusal
+from edgekit._ort import CpuSession, Level, SessionSettings, tells_refusal
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.graph.constants import lift_constants
@@ -23,6 +23,8 @@ from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model import model as models
 from edgekit.model.external import point_into
+from edgekit.model.state import first_state
+from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.clean import import_contrib, keeps_weights_on_disk, merge_domains, prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
@@ -348,6 +350,19 @@ def choose_dims(
     return {**dims, name: sizes[-1]}
 
 
+def _size_outputs(model: models.Model) -> tuple[TensorSpec, ...]:
+    """Returns the outputs of a model of one size; a shape that is not inferred, as behind a Loop, is that of zeros."""
+    if all(spec.shape is not None for spec in model.outputs):
+        return model.outputs
+    settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+    made = CpuSession(model.path, settings).run({spec.name: first_state(spec) for spec in model.inputs})
+    known = ((spec, made.get(spec.name)) for spec in model.outputs)
+    return tuple(
+        msgspec.structs.replace(spec, shape=value.shape) if spec.shape is None and value is not None else spec
+        for spec, value in known
+    )
+
+
 def prepare_buckets(
     source: models.Model,
     prepared: models.Model,
@@ -368,6 +383,6 @@ def prepare_buckets(
     smaller = {size: ready_model(source, work / f"size-{size}", {**dims, name: size}).model for size in sizes[:-1]}
     at = {**smaller, sizes[-1]: prepared}
     inputs = {size: model.inputs for size, model in at.items()}
-    outputs = {size: model.outputs for size, model in at.items()}
+    outputs = {size: _size_outputs(model) for size, model in at.items()}
     padding = find_padding(name, inputs, outputs, values)
     return BucketModels(padding=padding, smaller=smaller, largest=sizes[-1])

@@ -138,6 +138,29 @@ def test_samples_of_ones_own_go_to_the_smallest_size_that_takes_them(bundle: Bun
         verify_with(bundle, float_model, Data(source=write_samples(tmp_path / "13", (13,))), DeviceChoice())
 
 
+def test_an_output_whose_shape_is_not_inferred_is_cut_too(tmp_path: Path) -> None:
+    """ONNX infers no shape behind a Loop, in which it may change."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,n,4] x) => (float[1,n,4] y)
+        <int64 turns = {2}, bool go = {1}> { z = Loop(turns, go, x) <body = b (int64 i, bool c, float[a,b,e] v)
+        => (bool d, float[f,h,k] w) { d = Identity(c) w = Add(v, v) }> y = Neg(z) }"""
+    for length in range(1, 9):
+        rows = np.random.default_rng(length).normal(size=(1, length, 4)).astype(np.float32)
+        np.savez(tmp_path / f"{length}.npz", x=rows)
+    recipe = Recipe(targets=("cpu",), precision="fp32", buckets={"n": (4, 8)})
+    path, data = tmp_path / "m.onnx", Data(source=str(tmp_path))
+    proto = parser.parse_model(text)
+    body = proto.graph.node[0].attribute[0].g
+    for value in (proto.graph.output[0], body.input[2], body.output[1]):
+        value.type.tensor_type.ClearField("shape")
+    path.write_bytes(proto.SerializeToString())
+    (summary,) = build(path, data, tmp_path / "out", recipe, verify=False).bundles
+    bundle = open_bundle(present(summary.path))
+    assert bundle.manifest.buckets
+    assert bundle.manifest.buckets.padding.outputs == {"y": (1,)}
+    (run,) = verify_bundle(bundle, [InProcess()]).runs
+    assert not run.failures
+
+
 def test_a_joined_bundle_keeps_its_sizes(bundle: Bundle, tmp_path: Path) -> None:
     joined = join_bundles([bundle], tmp_path / "joined")
     again = extract_variant(joined, "cpu", tmp_path / "again")
