@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -70,7 +70,7 @@ def draft_app(
     source = load_model(model)
     side, stride, known = _read_metadata(source)
     # Dynamic height and width get the side of the images, every other dynamic dimension gets 1.
-    dims: dict[str, int] = {}
+    dims, state = dict[str, int](), State()
     if side is None and images is not None:
         short_side = statistics.median(min(size) for size in _read_sizes(images))
         side = max(stride, min(_DEFAULT_SIDE * 2, round(short_side / stride) * stride))
@@ -79,8 +79,9 @@ def draft_app(
             dims[name] = side if side is not None and axis in _find_image_axes(spec) else 1
     # `init` does not run the user's code: samples that a function makes are not read.
     if data is not None and Path(data).exists():
-        dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
-    state = _guess_state(source, data) if data is not None and Path(data).exists() else State()
+        shapes = read_shapes(data, source.inputs)
+        dims |= find_sizes(source.inputs, shapes)
+        state = _guess_state(source, data, {name for sample in shapes for name in sample})
     frozen = list(_find_frozen(source, dims))
     remarks = [f"freezing '{one.name}' at {one.value} leaves {one.after} of {one.before} nodes" for one in frozen]
     remarks += [f"'{name}' is taken as {size}" for name, size in dims.items()]
@@ -114,10 +115,13 @@ def draft_app(
     return head + text, remarks
 
 
-def _guess_state(model: Model, data: str) -> State:
-    """Returns the state that the data lack, and the most steps, up to 16, that make whole sequences of all samples."""
+def _guess_state(model: Model, data: str, held: Collection[str]) -> State:
+    """Returns the state that is not among the inputs `held` by the data, and how many samples make a sequence.
+
+    These are the most steps, up to 16, of which all samples make whole sequences.
+    """
     feeds = resolve_state(None, model.inputs, model.outputs).feeds
-    if not feeds.keys() - {name for shapes in read_shapes(data, model.inputs) for name in shapes}:
+    if all(name in held for name in feeds):
         return State()
     absent = {spec.name: first_state(spec) for spec in model.inputs if spec.name in feeds}
     count = load_samples(data, model.inputs, absent=absent).count

@@ -229,19 +229,25 @@ def _find_missing(case: Case) -> Iterator[Finding]:
 def _find_choices(case: Case) -> Iterator[Finding]:
     """Yields each input that alone, as one number, decides which branch of an If runs, such as a sample rate."""
     graph, refused = case.graph, set(case.refused())
-    found = dict[str, dict[str, None]]()
-    for choice in (node for node in graph.nodes if node.op_type == "If" and node.name in refused):
-        names, steps, fed = [choice.input[0]], dict[str, None](), dict[str, None]()
-        for name in names:
-            if (node := graph.producers.get(name)) is not None and node.name not in steps:
-                steps[node.name] = None
-                names.extend(node.reads)
-            elif node is None and name not in graph.constants:
-                fed[name] = None
-        if len(fed) == 1 and graph.value(name := next(iter(fed))).elements == 1:
-            found.setdefault(name, {}).update({choice.name: None, **steps})
+    # The one input that a tensor follows from: "" if it follows from constants alone, None if from several inputs.
+    origins: dict[str, str | None] = dict.fromkeys(graph.constants, "")
+    for node in graph.nodes:
+        fed = {origins.get(name, name) for name in node.reads} - {""}
+        origin = next(iter(fed), "") if len(fed) < 2 else None
+        origins.update((made, origin) for made in node.output)
+    found, decided = dict[str, dict[str, None]](), dict[str, str]()
+    for node in graph.nodes:
+        if node.op_type == "If" and node.name in refused:
+            name = origins.get(node.input[0], node.input[0])
+            if name and graph.value(name).elements == 1:
+                found.setdefault(name, {})[node.name] = None
+                decided[node.input[0]] = name
+    for node in reversed(graph.nodes):
+        for name in [decided[made] for made in node.output if made in decided][:1]:
+            decided.update(dict.fromkeys(node.reads, name))
+            found[name].update({node.name: None} if node.name in refused else {})
     for name, steps in found.items():
-        yield Finding(nodes=tuple(step for step in steps if step in refused), word=shlex.quote(name), subject=name)
+        yield Finding(nodes=tuple(steps), word=shlex.quote(name), subject=name)
 
 
 def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from edgekit.bundle.sign import SIGNATURE
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError, suggest_name
-from edgekit.model.model import load_model, read_proto
+from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec, shape_matches
 from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider, Form, read_version
@@ -321,8 +321,10 @@ def _fix_shapes(bundle: Bundle) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
     if problem:
         hint = "build it with the size of every dimension: --dim NAME=INT"
         raise UsageError(f"'{bundle.folder}' cannot be packaged{problem}", hint=hint)
-    given = {value.name for value in read_proto(load_model(bundle.find_model("onnx")), weights=False).graph.output}
-    if not (outputs := [each for each in manifest.outputs if each.name in shapes.keys() & given]):
+    if "onnx" in manifest.forms:
+        tensors = {each.name for each in (*manifest.inputs, *load_model(bundle.find_model("onnx")).outputs)}
+        shapes = {name: shape for name, shape in shapes.items() if name in tensors}
+    if not (outputs := [each for each in manifest.outputs if each.name in shapes]):
         why = "each of its outputs is a map, or its shape depends on the data, so that a loader could prove nothing"
         hint = "let the model give one output of fixed shape too, such as the number of detections"
         raise UsageError(f"'{bundle.folder}' cannot be packaged: {why}", hint=hint)

@@ -4,6 +4,7 @@ Each keeps every result bit for bit, or says in its docstring how much results m
 attention, LayerNormalization, GELU and embeddings.
 """
 
+import contextlib
 import importlib
 import logging
 from collections import Counter
@@ -16,7 +17,7 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, tells_refusal
 from edgekit.data.padding import Padding, find_padding
-from edgekit.errors import ModelError, UsageError, suggest_name
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError, suggest_name
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
@@ -351,15 +352,19 @@ def choose_dims(
 
 
 def _size_outputs(model: models.Model) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of a model of one size; a shape that is not inferred, as behind a Loop, is that of zeros."""
-    if all(spec.shape is not None for spec in model.outputs):
-        return model.outputs
-    settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
-    made = CpuSession(model.path, settings).run({spec.name: first_state(spec) for spec in model.inputs})
-    known = ((spec, made.get(spec.name)) for spec in model.outputs)
+    """Returns the outputs of a model of one size; a shape that is not inferred, as behind a Loop, is that of zeros.
+
+    It stays unknown if zeros are no input of the model: text, or numbers that ONNX Runtime refuses.
+    """
+    shapes = dict[str, tuple[int, ...]]()
+    if any(spec.shape is None for spec in model.outputs) and all(spec.dtype != "string" for spec in model.inputs):
+        settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+        with contextlib.suppress(RuntimeRefusal):
+            made = CpuSession(model.path, settings).run({spec.name: first_state(spec) for spec in model.inputs})
+            shapes = {name: value.shape for name, value in made.items()}
     return tuple(
-        msgspec.structs.replace(spec, shape=value.shape) if spec.shape is None and value is not None else spec
-        for spec, value in known
+        spec if spec.shape is not None else msgspec.structs.replace(spec, shape=shapes.get(spec.name))
+        for spec in model.outputs
     )
 
 
