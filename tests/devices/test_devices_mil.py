@@ -18,7 +18,6 @@ from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.ios.mil.compute import (
-    OPERATIONS,
     Computer,
     Facts,
     compute_program,
@@ -26,7 +25,7 @@ from edgekit.devices.ios.mil.compute import (
     read_program,
     require_known,
 )
-from edgekit.devices.ios.mil.operations import Arguments
+from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
 from edgekit.devices.process.pipes import answer_questions
 from edgekit.model.tensors import Array
 

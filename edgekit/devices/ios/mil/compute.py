@@ -28,8 +28,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from edgekit.devices.ios.mil.operations import ELEMENTWISE, LAYOUT, REDUCTIONS, Arguments
-from edgekit.devices.ios.mil.windows import RESIZING, WINDOWS
+from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
 from edgekit.devices.process.pipes import serve_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
@@ -228,11 +227,6 @@ def _read_value(value: Any, read_file: _ReadFile) -> Value:
     if found.size != count:
         raise ValueError(f"it has a constant of {found.size} elements where {count} were expected")
     return found.astype(DTYPES[kind]).reshape(shape)
-
-
-_Formula = Callable[[Arguments], Array | tuple[Array, ...]]
-OPERATIONS: Mapping[str, _Formula] = {**ELEMENTWISE, **LAYOUT, **REDUCTIONS, **RESIZING, **WINDOWS}
-"""The supported operations by their names in MIL."""
 
 
 def require_known(program: Program) -> None:
