@@ -1,9 +1,14 @@
-"""Rewrites of a graph: nodes are replaced by others that compute the same."""
+"""Rewrites of a graph: nodes are replaced by others that compute the same.
 
+A rewrite of a node says what it needs, by `need` and `known` and by what it asks its `Writer`. The node stays as it is
+if something is missing.
+"""
+
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,6 +19,9 @@ from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.contrib import is_own
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.model import refill
+from edgekit.model.tensors import Array
+
+_T = TypeVar("_T")
 
 FLOATS = frozenset({"float32", "float16"})
 """The element types for which rewrites that add constants are written."""
@@ -22,9 +30,34 @@ FLOATS = frozenset({"float32", "float16"})
 _FREE_OUTPUTS = frozenset({"LSTM"})
 
 Write = Callable[["Writer"], None]
-"""Adds the nodes that replace `Writer.node`; none if the node stays."""
+"""Adds the nodes that replace `Writer.node`; the node stays if none are added, or if `need` or `known` ends it."""
 Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 """Changes a graph of an opset version in place, and returns the names of the nodes it changed."""
+
+
+class MisfitError(Exception):
+    """Ends the rewrite of a node that is not of the form that it replaces: the node stays."""
+
+
+def need(condition: object) -> None:
+    """Goes on only if this is true.
+
+    Raises:
+        MisfitError: it is not.
+    """
+    if not condition:
+        raise MisfitError
+
+
+def known(value: _T | None) -> _T:
+    """Returns a value that is known.
+
+    Raises:
+        MisfitError: it is None.
+    """
+    if value is None:
+        raise MisfitError
+    return value
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +117,10 @@ def replace_nodes(
         if node.op_type not in ops or not _is_valid(node, opset):
             continue
         writer = Writer(graph=view, node=node, opset=opset)
-        if not floats or (writer.dtype in FLOATS and not _is_unit(view, node)):
+        with contextlib.suppress(MisfitError):
+            need(not floats or (writer.dtype in FLOATS and not _is_unit(view, node)))
             write(writer)
-        if writer.nodes:
+            need(writer.nodes)
             made[node.output] = writer.nodes
             changed.append(node.proto.name)
     if changed:
@@ -142,6 +176,28 @@ class Writer(msgspec.Struct, kw_only=True):
         """The element type of the node's first input, "" where it is not known."""
         return self.graph.value(self.node.input[0]).dtype or ""
 
+    @property
+    def x(self) -> str:
+        """The name of the node's first input."""
+        return self.node.input[0]
+
+    def shape(self, at: int = 0) -> tuple[int, ...]:
+        """Returns the shape of an input, which the rewrite needs."""
+        return known(self.graph.value(self.node.given(at)).static_shape)
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The shape of the node's first output, which the rewrite needs."""
+        return known(self.graph.value(self.node.output[0]).static_shape)
+
+    def array(self, at: int) -> Array:
+        """Returns an input that is a small constant, which the rewrite needs."""
+        return known(self.graph.array(self.node.given(at)))
+
+    def number(self, at: int) -> float:
+        """Returns an input that is a constant number, which the rewrite needs."""
+        return known(self.graph.number(self.node.given(at)))
+
     def add(self, op: str, inputs: Sequence[str], part: str = "", **attributes: Any) -> str:
         """Adds a node and returns its output; without a `part` it is the last, with the name of the replaced node."""
         name = f"{self.node.proto.name}/{part}" if part else self.node.proto.name
@@ -173,6 +229,14 @@ class Writer(msgspec.Struct, kw_only=True):
         name = self._name_constant(part)
         self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
+
+    def ints(self, part: str, values: Any) -> str:
+        """Adds a constant of int64, such as a shape or axes, and returns its name."""
+        return self.constant(part, values, "int64")
+
+    def reshape(self, x: str, sizes: str, shape: Sequence[int], part: str = "") -> str:
+        """Adds a Reshape and returns its output; `sizes` is the part of the name of the constant with the shape."""
+        return self.add("Reshape", [x, self.ints(sizes, shape)], part)
 
     def constants(self, values: Mapping[str, Any], dtype: str = "") -> list[str]:
         """Adds constants by their parts and returns their names; for the type see `constant`."""

@@ -24,7 +24,7 @@ from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.rewrite import Writer, known, need, node_rewrite
 from edgekit.model import model as models
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.soundness import read_opsets
@@ -60,9 +60,8 @@ def write_scalers(writer: Writer) -> None:
 
     ONNX Runtime does not infer the shape of a Scaler, so its optimizer and the providers would skip what follows.
     """
-    name, attributes = writer.node.input[0], writer.node.attributes
-    if not {"offset", "scale"} <= attributes.keys():
-        return
+    name, attributes = writer.x, writer.node.attributes
+    need({"offset", "scale"} <= attributes.keys())
     if writer.dtype != "float32":
         name = writer.add("Cast", [name], "float", to=TensorProto.FLOAT)
     offset, scale = writer.constants({part: attributes[part] for part in ("offset", "scale")}, "float32")
@@ -97,8 +96,8 @@ def spread_scalars(writer: Writer) -> None:
 def list_axes(writer: Writer) -> None:
     """Writes an axis that is a number as a list of one: ONNX Runtime crashes where its Core ML provider reads it."""
     data, axes = writer.node.input
-    if (tensor := writer.graph.constants.get(axes)) is not None and not tensor.dims:
-        writer.add("Unsqueeze", [data, writer.reshaped("axes", axes, [1])])
+    need(not known(writer.graph.constants.get(axes)).dims)
+    writer.add("Unsqueeze", [data, writer.reshaped("axes", axes, [1])])
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:

@@ -22,19 +22,16 @@ from edgekit.graph.match import (
     walk_product,
 )
 from edgekit.graph.nhwc import find_orders
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite, replace_nodes, rewrite
 
 
 @node_rewrite("clip-to-relu", {"Clip"}, since=11)
 def clip_to_relu(writer: Writer) -> None:
     """Rewrites Clip(x, 0, no upper bound) to Relu(x), with the same result for any number."""
-    graph, node = writer.graph, writer.node
-    dtype = graph.value(node.input[1]).dtype if node.has_input(1) else None
-    if dtype is None or dtype not in FLOATS:
-        return
-    high = graph.number(node.input[2]) if node.has_input(2) else float("inf")
-    if graph.number(node.input[1]) == 0 and high is not None and high >= float(np.finfo(dtype).max):
-        writer.add("Relu", node.input[:1])
+    dtype = writer.graph.value(writer.node.given(1)).dtype
+    high = writer.number(2) if writer.node.has_input(2) else math.inf
+    need(dtype in FLOATS and writer.number(1) == 0 and high >= float(np.finfo(dtype).max))
+    writer.add("Relu", [writer.x])
 
 
 @node_rewrite("clip-to-min-max", {"Clip"}, since=13, floats=True)
@@ -45,8 +42,7 @@ def clip_to_min_max(writer: Writer) -> None:
     """
     value, *bounds = writer.node.input
     steps = [(op, name) for op, name in zip(("Max", "Min"), bounds, strict=False) if name]
-    if any(writer.graph.number(name) is None for _, name in steps):
-        return
+    need(all(writer.graph.number(name) is not None for _, name in steps))
     for op, name in steps:
         value = writer.add(op, [value, name], "" if (op, name) == steps[-1] else op.lower())
 
@@ -61,19 +57,17 @@ def plain_slope(writer: Writer) -> None:
 
     The result is the same to the bit, because broadcasting adds leading axes of size 1.
     """
-    node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
-    if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
-        return
-    writer.add("PRelu", [node.input[0], writer.reshaped("slope", node.input[1], slope.dims[-_SLOPE_AXES:])])
+    slope = known(writer.graph.constants.get(writer.node.input[1]))
+    need(set(slope.dims[:-_SLOPE_AXES]) == {1})
+    writer.add("PRelu", [writer.x, writer.reshaped("slope", writer.node.input[1], slope.dims[-_SLOPE_AXES:])])
 
 
 @node_rewrite("leaky-slope", {"PRelu"}, since=7, floats=True)
 def write_slope_as_leaky(writer: Writer) -> None:
     """Rewrites a PRelu whose constant slope is one number to a LeakyRelu, with the same result to the bit."""
-    slope = writer.graph.number(writer.node.input[1])
     ranks = [len(writer.graph.value(name).shape or ()) for name in writer.node.input]
-    if slope is not None and ranks[1] <= ranks[0]:
-        writer.add("LeakyRelu", writer.node.input[:1], alpha=slope)
+    need(ranks[1] <= ranks[0])
+    writer.add("LeakyRelu", [writer.x], alpha=writer.number(1))
 
 
 _HARD_SWISH_SINCE = 14
@@ -85,18 +79,16 @@ def split_hard_swish(writer: Writer) -> None:
 
     NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
-    x = writer.node.input[0]
-    writer.add("Mul", [x, _add_gate(writer, x, 3, "scaled")])
+    writer.add("Mul", [writer.x, _add_gate(writer, writer.x, 3, "scaled")])
 
 
 @node_rewrite("split-hard-sigmoid", {"HardSigmoid"}, since=13, floats=True)
 def split_hard_sigmoid(writer: Writer) -> None:
     """Rewrites HardSigmoid(x), which is Clip(a * x + b, 0, 1), to Clip(6 * a * x + 6 * b, 0, 6) * (1 / 6), as above."""
-    node, x = writer.node, writer.node.input[0]
-    slope = 6 * node.number("alpha", 0.2)
+    x, slope = writer.x, 6 * writer.node.number("alpha", 0.2)
     if not is_near(slope, 1):
         x = writer.add("Mul", [x, *writer.constants({"slope": slope})], "sloped")
-    _add_gate(writer, x, 6 * node.number("beta", 0.5))
+    _add_gate(writer, x, 6 * writer.node.number("beta", 0.5))
 
 
 def _add_gate(writer: Writer, x: str, offset: float, part: str = "") -> str:
@@ -113,8 +105,8 @@ def join_hard_swish(writer: Writer) -> None:
     """
     graph = writer.graph
     whole = scaled_by(graph, writer.node, 1 / 6)
-    product = made_by(graph, writer.node.output[0] if whole is None else whole, "Mul")
-    for data, gate in permutations(product.input, 2) if product is not None else ():
+    product = known(made_by(graph, writer.node.output[0] if whole is None else whole, "Mul"))
+    for data, gate in permutations(product.input):
         # The gate is Clip(x + 3, 0, 6) if the product is divided by 6, else Clip(...) / 6 or a HardSigmoid.
         inner = gate if whole is not None else scaled_by(graph, graph.producers.get(gate), 1 / 6)
         clip = made_by(graph, inner or "", "Clip")
@@ -143,24 +135,17 @@ def part_silu(writer: Writer) -> None:
     nothing, so the scale of the second one is larger by a factor of 1 + 2^-16: a value changes by one step at most.
     """
     graph, node = writer.graph, writer.node
-    shape = graph.value(node.output[0]).shape
-    if shape is not None and len(shape) < _IMAGE_AXES:
-        return
-    for place, name in enumerate(node.input):
-        read, gate = _made_by(graph, name, "DequantizeLinear"), node.input[1 - place]
-        for op in ("DequantizeLinear", "QuantizeLinear", "Sigmoid"):
-            made = _made_by(graph, gate, op)
-            gate = "" if made is None else made.input[0]
-        same = _made_by(graph, gate, "DequantizeLinear")
-        if read is None or same is None or read.input[0] != same.input[0] or not read.has_input(2):
-            continue
-        zero, scale = graph.constants.get(read.input[2]), graph.number(read.input[1])
-        if zero is None or zero.data_type != onnx.TensorProto.UINT16 or scale is None:
-            continue
-        wider = writer.constant("scale", scale * (1 + 2**-16), "float32")
-        again = _requantize(writer, name, [wider, read.input[2]], read.domain, ("quantized", "again"))
-        writer.add("Mul", [again, node.input[1 - place]])
-        return
+    need(len(graph.value(node.output[0]).shape or range(_IMAGE_AXES)) >= _IMAGE_AXES)
+    for name, gate in permutations(node.input):
+        read, source = _made_by(graph, name, "DequantizeLinear"), gate
+        for op in ("DequantizeLinear", "QuantizeLinear", "Sigmoid", "DequantizeLinear"):
+            made = _made_by(graph, source, op)
+            source = "" if made is None else made.input[0]
+        if read is not None and read.input[0] == source and _is_wide(graph, read):
+            wider = writer.constant("scale", known(graph.number(read.input[1])) * (1 + 2**-16), "float32")
+            again = _requantize(writer, name, [wider, read.input[2]], read.domain, ("quantized", "again"))
+            writer.add("Mul", [again, gate])
+            return
 
 
 # A mask of so many times the range that it needs is written with a smaller one. A choice.
@@ -175,11 +160,10 @@ def narrow_mask(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     ends = [_find_span(graph, each) for each in graph.readers(node.output[0])]
+    need(ends and None not in ends)
     for mask, scores in permutations(node.input):
-        read = graph.producers.get(mask)
-        own, other = _find_span(graph, read), _find_span(graph, graph.producers.get(scores))
-        if read is None or own is None or other is None or not ends or None in ends:
-            return
+        read = known(graph.producers.get(mask))
+        own, other = known(_find_span(graph, read)), known(_find_span(graph, graph.producers.get(scores)))
         # Of all that is lower the sum is below the range of its Q, whatever the score is.
         least = min(end[0] for end in filter(None, ends)) - other[1]
         if own[0] < _MASK_EXCESS * least < 0:
@@ -216,22 +200,20 @@ def write_leaky_as_max(writer: Writer) -> None:
     The HTP fuses both nodes, and then takes the one's integers for those of the other's scale (targets/qnn/NOTES.md).
     The product has the integers of x, with a scale that is smaller by alpha.
     """
-    graph, (x, *_), alpha = writer.graph, writer.node.input, writer.node.number("alpha", 0.01)
-    read, readers = _made_by(graph, x, "DequantizeLinear"), graph.readers(writer.node.output[0])
+    graph, x, alpha = writer.graph, writer.x, writer.node.number("alpha", 0.01)
+    read, readers = known(_made_by(graph, x, "DequantizeLinear")), graph.readers(writer.node.output[0])
     # What reads the result behind its QuantizeLinear and DequantizeLinear.
     for _ in range(2):
         readers = tuple(reader for each in readers for reader in graph.readers(each.output[0]))
-    is_joined = any(reader.op_type in _JOINING for reader in readers)
-    span = _find_span(graph, read)
-    if read is None or span is None or span[2] != "uint8" or not 0 < alpha < 1 or not is_joined:
-        return
-    if len(graph.value(x).shape or ()) == _VOLUME_AXES:
-        one = writer.constants({"one": 1, "zero": 0}, "uint8")
-        slope = writer.add("DequantizeLinear", [one[0], writer.constant("alpha", alpha, "float32"), one[1]], "slope")
-        scale = writer.constant("scale", alpha * (span[1] - span[0]) / np.iinfo(span[2]).max, "float32")
-        scaled = writer.add("Mul", [x, slope], "scaled")
-        parts = ("scaled-values", "scaled-again")
-        writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], read.domain, parts)])
+    low, high, kind = known(_find_span(graph, read))
+    need(any(reader.op_type in _JOINING for reader in readers))
+    need(kind == "uint8" and 0 < alpha < 1 and len(graph.value(x).shape or ()) == _VOLUME_AXES)
+    one = writer.constants({"one": 1, "zero": 0}, "uint8")
+    slope = writer.add("DequantizeLinear", [one[0], writer.constant("alpha", alpha, "float32"), one[1]], "slope")
+    scale = writer.constant("scale", alpha * (high - low) / np.iinfo(kind).max, "float32")
+    scaled = writer.add("Mul", [x, slope], "scaled")
+    parts = ("scaled-values", "scaled-again")
+    writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], read.domain, parts)])
 
 
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
@@ -247,32 +229,31 @@ def flatten_softplus(writer: Writer) -> None:
     rounded = None if read is None else _made_by(graph, read.input[0], "QuantizeLinear")
     # Where a model ends with the Softplus, the quantizer writes no shape of what the last Q reads.
     names = (node.output[0], node.input[0], *(() if rounded is None else rounded.input[:1]))
-    shape = next((found for found in map(graph.static_shape, names) if found), None)
+    shape = next((found for found in map(graph.static_shape, names) if found), ())
     written = [reader for reader in graph.readers(node.output[0]) if reader.op_type == "QuantizeLinear"]
-    if shape is None or len(shape) != _IMAGE_AXES:
+    need(len(shape) == _IMAGE_AXES)
+    # The first two axes, and the others joined; behind the Softplus the shape itself.
+    three, four = [*shape[:2], -1], shape
+    if read is None:
+        need(not written)
+        made = writer.add("Softplus", [writer.reshape(node.input[0], "three", three, "flat")], "made")
+        writer.reshape(made, "four", four)
         return
-    if read is None and not written:
-        three, four = _sizes_in_three(writer, shape)
-        made = writer.add("Softplus", [writer.add("Reshape", [node.input[0], three], "flat")], "made")
-        writer.add("Reshape", [made, four])
-    if read is None or not read.has_input(2) or len(written) != 1:
-        return
-    zero, after = graph.constants.get(read.input[2]), written[0]
+    need(len(written) == 1 and written[0].has_input(2) and _is_wide(graph, read))
+    after = written[0]
     again = [reader for each in graph.readers(after.output[0]) for reader in graph.readers(each.output[0])]
-    is_mish = any(reader.op_type == "Tanh" for reader in again)
-    if zero is None or zero.data_type != onnx.TensorProto.UINT16 or is_mish or not after.has_input(2):
-        return
-    three, four = _sizes_in_three(writer, shape)
-    value = writer.add("Reshape", [node.input[0], three], "flat")
+    need(all(reader.op_type != "Tanh" for reader in again))
+    value = writer.reshape(node.input[0], "three", three, "flat")
     value = _requantize(writer, value, read.input[1:3], read.domain, ("flat-values", "flat-again"))
     value = writer.add("Softplus", [value], "made")
     value = _requantize(writer, value, after.input[1:3], after.domain, ("made-values", "made-again"))
-    writer.add("Reshape", [value, four])
+    writer.reshape(value, "four", four)
 
 
-def _sizes_in_three(writer: Writer, shape: Sequence[int]) -> tuple[str, str]:
-    """Returns the names of the shape with the last axes joined, and of the shape itself."""
-    return writer.constant("three", [*shape[:2], -1], "int64"), writer.constant("four", shape, "int64")
+def _is_wide(graph: Graph, read: Node) -> bool:
+    """Returns True for a DequantizeLinear of uint16."""
+    zero = graph.constants.get(read.given(2))
+    return zero is not None and zero.data_type == onnx.TensorProto.UINT16
 
 
 @node_rewrite("gate-first", {"Mul"}, since=6, floats=True)
@@ -283,25 +264,24 @@ def put_gate_first(writer: Writer) -> None:
     x * HardSwish(x); in the second it does not (targets/qnn/NOTES.md).
     """
     x, gate = writer.node.input
-    made = made_by(writer.graph, gate, "HardSigmoid")
-    if made is not None and made.input[0] == x and is_near(made.number("alpha", 0.2), 1 / 6):
-        writer.add("Mul", [gate, x])
+    made = known(made_by(writer.graph, gate, "HardSigmoid"))
+    need(made.input[0] == x and is_near(made.number("alpha", 0.2), 1 / 6))
+    writer.add("Mul", [gate, x])
 
 
 @node_rewrite("split-mish", {"Mish"}, since=18)
 def split_mish(writer: Writer) -> None:
     """Rewrites Mish(x) to x * Tanh(Softplus(x)), as ONNX Runtime does for a provider without it. 1e-6 relative."""
-    x = writer.node.input[0]
-    writer.add("Mul", [x, writer.add("Tanh", [writer.add("Softplus", [x], "softplus")], "gate")])
+    gate = writer.add("Tanh", [writer.add("Softplus", [writer.x], "softplus")], "gate")
+    writer.add("Mul", [writer.x, gate])
 
 
 @node_rewrite("split-swish", {"Swish", "QuickGelu"}, floats=True)
 def split_swish(writer: Writer) -> None:
     """Rewrites ONNX's Swish, or ONNX Runtime's QuickGelu, to x * Sigmoid(alpha * x). 1e-6 relative."""
-    node, x = writer.node, writer.node.input[0]
-    alpha = node.number("alpha", 1.0 if node.op_type == "Swish" else 1.702)
-    scaled = x if alpha == 1 else writer.add("Mul", [x, writer.constant("alpha", alpha)], "scaled")
-    writer.add("Mul", [x, writer.add("Sigmoid", [scaled], "gate")])
+    alpha = writer.node.number("alpha", 1.0 if writer.node.op_type == "Swish" else 1.702)
+    scaled = writer.x if alpha == 1 else writer.add("Mul", [writer.x, writer.constant("alpha", alpha)], "scaled")
+    writer.add("Mul", [writer.x, writer.add("Sigmoid", [scaled], "gate")])
 
 
 # The kernels are right up to 88.4, and e to this power is far beyond what half precision holds.
@@ -318,8 +298,7 @@ def bound_exponent(writer: Writer) -> None:
     node, graph = writer.node, writer.graph
     bounds = [-_MOST_EXPONENT, _MOST_EXPONENT] if node.op_type == "Exp" else [-_MOST_EXPONENT]
     made = made_by(graph, node.input[0], "Clip")
-    if made is not None and [graph.number(name) for name in made.input[1:]] == bounds:
-        return
+    need(made is None or [graph.number(name) for name in made.input[1:]] != bounds)
     limits = [writer.constant(name, bound) for name, bound in zip(("low", "high"), bounds, strict=False)]
     writer.add(node.op_type, [writer.add("Clip", [node.input[0], *limits], "bounded")])
 
@@ -358,8 +337,8 @@ def split_gelu(writer: Writer) -> None:
 
     The last bits may differ (1e-6 relative).
     """
-    if _gelu_form(writer.node) == "none":
-        _write_gelu(writer)
+    need(_gelu_form(writer.node) == "none")
+    _write_gelu(writer)
 
 
 @node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, floats=True)
@@ -368,8 +347,8 @@ def split_tanh_gelu(writer: Writer) -> None:
 
     It is x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))). The last bits may differ (1e-5 relative).
     """
-    if _gelu_form(writer.node) == "tanh":
-        _write_gelu(writer)
+    need(_gelu_form(writer.node) == "tanh")
+    _write_gelu(writer)
 
 
 def _gelu_form(node: Node) -> str:
@@ -397,9 +376,9 @@ def split_bias_gelu(writer: Writer) -> None:
 
     The last bits may differ (1e-6 relative).
     """
-    if writer.node.has_input(1):
-        op = {"BiasGelu": "Gelu"}.get(writer.node.op_type, writer.node.op_type)
-        writer.add(op, [_add_bias(writer)], domain=ORT_DOMAIN)
+    need(writer.node.has_input(1))
+    op = {"BiasGelu": "Gelu"}.get(writer.node.op_type, writer.node.op_type)
+    writer.add(op, [_add_bias(writer)], domain=ORT_DOMAIN)
 
 
 _GELU_SINCE = 20
@@ -426,14 +405,11 @@ def _join_gelu(writer: Writer) -> None:
             continue
         is_exact = bent.op_type == "Erf"
         if is_exact:
-            data = scaled_by(graph, graph.producers.get(bent.input[0]), math.sqrt(0.5))
+            data = known(scaled_by(graph, graph.producers.get(bent.input[0]), math.sqrt(0.5)))
         else:
-            data = _find_tanh(graph, bent)
-        if data is None or graph.value(data).dtype == "float16":
-            return
+            data = known(_find_tanh(graph, bent))
         number, values = factors(graph, output, data)
-        if not is_near(number, 0.5) or sorted(values) != sorted((data, gate)):
-            return
+        need(is_near(number, 0.5) and sorted(values) == sorted((data, gate)) and graph.value(data).dtype != "float16")
         if writer.opset >= _GELU_SINCE:
             writer.add("Gelu", [data], approximate="none" if is_exact else "tanh")
         else:
@@ -485,18 +461,16 @@ def join_softmax(writer: Writer) -> None:
     differ (1e-6 relative).
     """
     graph, node = writer.graph, writer.node
-    raised = made_by(graph, node.input[0], "Exp")
-    axis = None if raised is None else _kept_axis(graph, node.input[1], "ReduceSum", node.input[0])
-    if raised is None or axis is None:
-        return
-    shifted = made_by(graph, raised.input[0], "Sub")
-    is_shifted = shifted is not None and _kept_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
-    data = shifted.input[0] if shifted is not None and is_shifted else raised.input[0]
+    raised = known(made_by(graph, node.input[0], "Exp"))
+    axis = known(_kept_axis(graph, node.input[1], "ReduceSum", node.input[0]))
+    shifted, data = made_by(graph, raised.input[0], "Sub"), raised.input[0]
+    if shifted is not None and _kept_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis:
+        data = shifted.input[0]
     rank = len(graph.value(data).shape or ())
     # Before opset 13 Softmax normalises over all axes from `axis` to the last.
-    one_axis = writer.opset >= _ONE_AXIS_SINCE or axis == rank - 1
-    if rank and one_axis and graph.value(data).dtype in {None, "float32"}:
-        writer.add("Softmax", [data], axis=axis)
+    need(rank and (writer.opset >= _ONE_AXIS_SINCE or axis == rank - 1))
+    need(graph.value(data).dtype in {None, "float32"})
+    writer.add("Softmax", [data], axis=axis)
 
 
 @node_rewrite("plain-softmax", {"Reshape"}, since=13)
@@ -507,16 +481,13 @@ def plain_softmax(writer: Writer) -> None:
     `axis` is the last one, and providers and the quantizer then do not find attention and its masks.
     """
     graph, node = writer.graph, writer.node
-    softmax = made_by(graph, node.input[0], "Hardmax", "LogSoftmax", "Softmax")
-    if softmax is None or softmax.output[0] in graph.outputs | graph.captured:
-        return
-    if (flat := made_by(graph, softmax.input[0], "Flatten", "Reshape")) is None:
-        return
+    softmax = known(made_by(graph, node.input[0], "Hardmax", "LogSoftmax", "Softmax"))
+    flat = known(made_by(graph, softmax.input[0], "Flatten", "Reshape"))
     before, rows, after = (graph.value(name).static_shape for name in (*flat.input[:1], *flat.output, *node.output))
-    if not before or not rows or before != after or before[-1] != rows[-1] or len(graph.readers(softmax.output[0])) > 1:
-        return
-    if softmax.integer("axis", -1) in {-1, len(rows) - 1}:
-        writer.add(softmax.op_type, [flat.input[0]], axis=-1)
+    need(before and rows and before == after and before[-1] == rows[-1])
+    need(softmax.output[0] not in graph.outputs | graph.captured and len(graph.readers(softmax.output[0])) == 1)
+    need(softmax.integer("axis", -1) in {-1, len(rows or ()) - 1})
+    writer.add(softmax.op_type, [flat.input[0]], axis=-1)
 
 
 @node_rewrite("flat-softmax", {"Softmax"}, since=13)
@@ -526,17 +497,14 @@ def flatten_softmax(writer: Writer) -> None:
     No Transpose goes through a Reshape, so the axis stays the last one. XNNPACK takes the node before the change, and
     would compute over all axes from the moved one on (targets/xnnpack/NOTES.md).
     """
-    graph, node = writer.graph, writer.node
-    shape = graph.value(node.input[0]).shape
-    order = find_orders(graph).get(node.input[0])
-    if not shape or order is None or node.integer("axis", -1) % len(shape) != len(shape) - 1:
-        return
+    shape = known(writer.graph.value(writer.x).shape)
+    order = known(find_orders(writer.graph).get(writer.x))
+    need(shape and writer.node.integer("axis", -1) % len(shape) == len(shape) - 1 != order[-1])
     sizes = [-1 if size is None else size for size in shape]
-    if order[-1] == len(shape) - 1 or sizes[-1] <= 0 or sizes.count(-1) > 1:
-        return
-    flat = writer.add("Reshape", [node.input[0], writer.constant("rows", [-1, sizes[-1]], "int64")], "flat")
+    need(sizes[-1] > 0 and sizes.count(-1) <= 1)
+    flat = writer.reshape(writer.x, "rows", [-1, sizes[-1]], "flat")
     made = writer.add("Softmax", [flat], "made", axis=-1)
-    writer.add("Reshape", [made, writer.constant("shape", sizes, "int64")])
+    writer.reshape(made, "shape", sizes)
 
 
 _ONE_AXIS_SINCE = 13

@@ -13,7 +13,7 @@ import onnx
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
+from edgekit.graph.rewrite import Writer, known, need, node_rewrite, rewrite
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
@@ -39,8 +39,7 @@ def split_fused(writer: Writer) -> None:
         _split_matmul(writer)
         return
     kind, given = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
-    if kind and (kind not in _ACTIVATIONS or not all(isinstance(number, float) for number in given)):
-        return
+    need(not kind or (kind in _ACTIVATIONS and all(isinstance(number, float) for number in given)))
     product = {name: value for name, value in node.attributes.items() if not name.startswith("activation")}
     op, has_sum = node.op_type.removeprefix("Fused"), node.has_input(_PLAIN_INPUTS)
     made = writer.add(op, node.input[:_PLAIN_INPUTS], "product" if kind or has_sum else "", **product)
@@ -62,16 +61,14 @@ _CLIP_INPUTS_SINCE = 11
 
 
 def _split_matmul(writer: Writer) -> None:
-    node = writer.node
-    ranks = [len(shape) for name in node.input if (shape := writer.graph.value(name).shape) is not None]
-    if len(ranks) != len("AB") or any(node.integer(f"transBatch{side}", 0) for side in "AB"):
-        return
-    sides = list(node.input)
-    for place, (side, rank) in enumerate(zip("AB", ranks, strict=True)):
+    node, sides = writer.node, list(writer.node.input)
+    need(len(sides) == len("AB") and not any(node.integer(f"transBatch{side}", 0) for side in "AB"))
+    for place, (side, name) in enumerate(zip("AB", node.input, strict=True)):
+        rank = len(known(writer.graph.value(name).shape))
         # As the operator is defined, a vector is not transposed.
         if node.integer(f"trans{side}", 0) and rank > 1:
             turned = [*range(rank - 2), rank - 1, rank - 2]
-            sides[place] = writer.add("Transpose", [sides[place]], f"turned_{side}", perm=turned)
+            sides[place] = writer.add("Transpose", [name], f"turned_{side}", perm=turned)
     alpha = node.number("alpha", 1.0)
     product = writer.add("MatMul", sides, "product" if alpha != 1 else "")
     if alpha != 1:
@@ -111,18 +108,12 @@ def split_qlinear(writer: Writer) -> None:
     op, places, result, bias = _LINEAR.get(node.op_type, ("Concat", (), 0, 0))
     if node.op_type == "QLinearConcat":
         places = [(at, True) for at in range(2, len(node.input) if "axis" in node.attributes else 0, 3)]
-        if not places:
-            return
     quantized = [at for at, is_quantized in places if is_quantized]
-    if not all(map(node.has_input, (*(at for at, _ in places), *(at + 1 for at in quantized)))):
-        return
+    need(quantized and all(map(node.has_input, (*(at for at, _ in places), *(at + 1 for at in quantized)))))
     # A QGemm without a scale for its result gives floats.
     gives_float = node.op_type == "QGemm" and not node.has_input(result)
-    scales = [scale.reshape(-1) for at in quantized if (scale := graph.inline(node.input[at + 1])) is not None]
-    if len(scales) < len(quantized) or not (gives_float or node.has_input(result + 1)):
-        return
-    if not _is_plain(writer, op, [scale.size for scale in scales]):
-        return
+    scales = [known(graph.inline(node.input[at + 1])).reshape(-1) for at in quantized]
+    need((gives_float or node.has_input(result + 1)) and _is_plain(writer, op, [scale.size for scale in scales]))
     # The outputs of weights are the first axis of a convolution, and the last of a product.
     axis = 0 if op == "Conv" or node.integer("transB", 0) else 1
     inputs = [node.input[at] for at, _ in places]
@@ -166,9 +157,9 @@ def renew_softmax(writer: Writer) -> None:
 
     Where ONNX Runtime's transpose optimizer moves the axis of the old one forward, it runs over all axes behind it too.
     """
-    if writer.node.integer("opset", _DQ_AXIS_SINCE) < _DQ_AXIS_SINCE and _is_last(writer):
-        copy = writer.copy(writer.node)
-        next(each for each in copy.attribute if each.name == "opset").i = _DQ_AXIS_SINCE
+    need(writer.node.integer("opset", _DQ_AXIS_SINCE) < _DQ_AXIS_SINCE and _is_last(writer))
+    copy = writer.copy(writer.node)
+    next(each for each in copy.attribute if each.name == "opset").i = _DQ_AXIS_SINCE
 
 
 def _flatten(writer: Writer, part: str, names: Sequence[str]) -> list[str]:
@@ -196,16 +187,12 @@ def spread_quantizers(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     parameters = {each.input[1:3] for each in _find_quantizers(graph, node)}
-    if len(parameters) != 1 or len(node.output) > 1:
-        return
-    scale, rest = next(iter(parameters)), list(node.input[1:])
-    if node.attributes.get("mode") in {"linear", "cubic"}:
-        return
+    need(len(parameters) == 1 and len(node.output) == 1 and node.attributes.get("mode") not in {"linear", "cubic"})
+    scale, rest = parameters.pop(), list(node.input[1:])
     if node.op_type == "Pad":
-        zero, value = (graph.number(name) if name else 0.0 for name in ((*scale, "")[1], (*rest, "", "")[1]))
+        zero, value = (known(graph.number(name)) if name else 0.0 for name in ((*scale, "")[1], (*rest, "", "")[1]))
         # Only what stands for zero is zero in float too.
-        if zero is None or zero != value:
-            return
+        need(zero == value)
         # Without a value QNN's HTP pads int8 with a wrong one where the zero point is -128.
         rest[1:2] = [writer.constant("zero_value", 0.0, "float32")]
     moved = writer.add("DequantizeLinear", [node.input[0], *scale], "dequantized")
@@ -238,38 +225,34 @@ def complete_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 @node_rewrite("complete-unit", {"Conv", "ConvTranspose", "Gemm", "Relu"}, since=_DQ_AXIS_SINCE)
 def _complete_unit(writer: Writer) -> None:
-    graph, node, after = writer.graph, writer.node, _read_on(writer.graph, writer.node)
-    source = graph.producers.get(node.input[0])
-    if source is None or after is None:
-        return
+    graph, node, after = writer.graph, writer.node, known(_read_on(writer.graph, writer.node))
+    source = known(graph.producers.get(node.input[0]))
     if node.op_type != "Relu":
-        last = _read_on(graph, after) if after.op_type == "Relu" else after
-        if last is not None and last.op_type == "QuantizeLinear":
-            _round_bias(writer, source)
-    elif after.op_type == "QuantizeLinear" and graph.number(after.input[1]) is not None:
-        reads_integers = any(made_by(graph, name, "DequantizeLinear") for name in source.input)
-        if reads_integers and source.op_type != "DequantizeLinear" and _read_on(graph, source) is node:
-            # What a Relu gives, rounded, is a Relu of what is rounded.
-            values = writer.add("QuantizeLinear", [node.input[0], *after.input[1:]], "quantized", **after.attributes)
-            writer.add("Relu", [writer.add("DequantizeLinear", [values, *after.input[1:]], "dequantized")])
+        last = known(_read_on(graph, after)) if after.op_type == "Relu" else after
+        need(last.op_type == "QuantizeLinear" and source.op_type == "DequantizeLinear")
+        _round_bias(writer, source)
+        return
+    need(after.op_type == "QuantizeLinear" and graph.number(after.input[1]) is not None)
+    need(any(made_by(graph, name, "DequantizeLinear") for name in source.input))
+    need(source.op_type != "DequantizeLinear" and _read_on(graph, source) is node)
+    # What a Relu gives, rounded, is a Relu of what is rounded.
+    values = writer.add("QuantizeLinear", [node.input[0], *after.input[1:]], "quantized", **after.attributes)
+    writer.add("Relu", [writer.add("DequantizeLinear", [values, *after.input[1:]], "dequantized")])
 
 
 def _round_bias(writer: Writer, source: Node) -> None:
     """Writes a constant bias as integers with the scale of the products, as ONNX Runtime does in a session."""
     graph, node = writer.graph, writer.node
-    weight = made_by(graph, node.input[1], "DequantizeLinear")
-    if weight is None or source.op_type != "DequantizeLinear" or not node.has_input(2):
-        return
-    bias, one, other = (graph.inline(name) for name in (node.input[2], source.input[1], weight.input[1]))
-    if bias is None or one is None or other is None or not bias.dtype == one.dtype == other.dtype == np.float32:
-        return
+    weight = known(made_by(graph, node.input[1], "DequantizeLinear"))
+    bias, one, other = (known(graph.inline(name)) for name in (node.given(2), source.input[1], weight.input[1]))
+    need(bias.dtype == one.dtype == other.dtype == np.float32 and one.size == 1 and bias.ndim == 1)
     scale = one * other
-    if one.size == 1 and scale.size in {1, bias.size} and bias.ndim == 1 and (scale > 0).all():
-        steps = np.round(bias / scale)
-        if np.abs(steps).max(initial=0) < np.iinfo(np.int32).max:
-            names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
-            rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
-            writer.copy(node).input[2] = rounded
+    need(scale.size in {1, bias.size} and (scale > 0).all())
+    steps = np.round(bias / scale)
+    need(np.abs(steps).max(initial=0) < np.iinfo(np.int32).max)
+    names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
+    rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
+    writer.copy(node).input[2] = rounded
 
 
 def _read_on(graph: Graph, node: Node) -> Node | None:

@@ -8,7 +8,7 @@ import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import count_huge_terms, list_lent_constants, made_by
-from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
+from edgekit.graph.rewrite import Writer, known, need, node_rewrite, rewrite
 from edgekit.model.model import refill
 from edgekit.model.soundness import find_captured, list_bodies
 
@@ -33,17 +33,15 @@ _BROADCASTING = frozenset(
 @node_rewrite("idle-expand", _BROADCASTING, since=8)
 def drop_idle_expand(writer: Writer) -> None:
     """Lets a node with broadcasting read what an Expand repeats, if its other inputs make the same shape."""
-    graph, given = writer.graph, list(writer.node.input)
-    after = graph.static_shape(writer.node.output[0])
+    graph, given, after = writer.graph, list(writer.node.input), writer.made
     for place, name in enumerate(given):
-        expand = made_by(graph, name, "Expand")
-        if expand is not None and after is not None:
+        if (expand := made_by(graph, name, "Expand")) is not None:
             tried = [*given[:place], expand.input[0], *given[place + 1 :]]
             shapes = [graph.value(each).static_shape for each in tried]
             if None not in shapes and _broadcast(shapes) == after:
                 given = tried
-    if given != list(writer.node.input):
-        writer.add(writer.node.op_type, given, **writer.node.attributes)
+    need(given != list(writer.node.input))
+    writer.add(writer.node.op_type, given, **writer.node.attributes)
 
 
 def _broadcast(shapes: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
@@ -76,9 +74,9 @@ def drop_nan_guard(writer: Writer) -> None:
 
     Products of finite numbers are assumed to be finite.
     """
-    softmax = find_guarded(writer.graph, writer.node)
-    if softmax is not None and _has_finite_rows(writer.graph, softmax):
-        writer.copy(softmax).output[0] = writer.node.output[0]
+    softmax = known(find_guarded(writer.graph, writer.node))
+    need(_has_finite_rows(writer.graph, softmax))
+    writer.copy(softmax).output[0] = writer.node.output[0]
 
 
 def find_guarded(graph: Graph, node: Node) -> Node | None:
@@ -212,10 +210,8 @@ def drop_pad_values(writer: Writer) -> None:
     In 8 bits beside data in 16 QNN's provider refuses it, and onnx's converter adds one to each Pad of an old opset.
     """
     node = writer.node
-    value = writer.graph.array(node.input[2]) if node.has_input(2) else None
-    if value is not None and not value.any():
-        axes = ["", node.input[3]] if node.has_input(3) else []
-        writer.add("Pad", [*node.input[:2], *axes], **node.attributes)
+    need(not writer.array(2).any())
+    writer.add("Pad", [*node.input[:2], *(["", node.input[3]] if node.has_input(3) else [])], **node.attributes)
 
 
 # The least of 8 bits.
@@ -229,11 +225,10 @@ def write_pad_value(writer: Writer) -> None:
     Beside a zero point of -128 the HTP pads with another number; with a stated value it is right
     (targets/qnn/NOTES.md).
     """
-    graph, node = writer.graph, writer.node
-    read = made_by(graph, node.input[0], "DequantizeLinear")
-    least = read is not None and read.has_input(2) and graph.number(read.input[2]) == _LEAST_INT8
-    if least and not node.has_input(2) and node.attributes.get("mode", "constant") == "constant":
-        writer.add("Pad", [*node.input[:2], writer.constant("value", 0), *node.input[3:]], **node.attributes)
+    node, read = writer.node, known(made_by(writer.graph, writer.x, "DequantizeLinear"))
+    need(writer.graph.number(read.given(2)) == _LEAST_INT8 and not node.has_input(2))
+    need(node.attributes.get("mode", "constant") == "constant")
+    writer.add("Pad", [*node.input[:2], writer.constant("value", 0), *node.input[3:]], **node.attributes)
 
 
 @rewrite("resize-empty-inputs")

@@ -5,6 +5,7 @@ rotation of halves, products and a sum.
 """
 
 import math
+from itertools import permutations
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import onnx
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.graph.match import factors, made_by
-from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.rewrite import MisfitError, Writer, known, need, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
 
@@ -58,33 +59,28 @@ def join_attention(writer: Writer) -> None:
     (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
-    found = _match_attention(graph, node) if node.entries("perm") == _SWAP_HEADS else None
-    sizes = _read_sizes(graph, found) if found is not None else None
+    need(node.entries("perm") == _SWAP_HEADS)
+    found = _match_attention(graph, node)
+    sizes = _read_sizes(graph, found)
     # The kernel of the CPU provider supports float32 only.
-    if found is None or sizes is None or graph.value(found.query).dtype != "float32":
-        return
+    need(graph.value(found.query).dtype == "float32")
     mask = found.mask
     if mask:
-        dims = _dims(graph, mask)
+        dims, tokens = _dims(graph, mask), known(sizes.tokens)
         missing = 4 - len(dims) if len(dims) > 1 else 0
         # Leading axes of size 1 are added up to four axes.
         whole = (1,) * missing + dims
-        if len(whole) != 4 or sizes.tokens is None or sizes.rows is None or whole[3] != sizes.rows:
-            return
-        if whole[0] not in {1, sizes.batch} or whole[1] not in {1, sizes.heads} or whole[2] not in {1, sizes.tokens}:
-            return
+        need(len(whole) == 4 and whole[3] == known(sizes.rows))
+        need(whole[0] in {1, sizes.batch} and whole[1] in {1, sizes.heads} and whole[2] in {1, tokens})
         if missing:
-            axes = writer.constant("mask_axes", list(range(missing)), "int64")
-            mask = writer.add("Unsqueeze", [mask, axes], "mask_apart")
-        if whole[2] != sizes.tokens:
+            mask = writer.add("Unsqueeze", [mask, writer.ints("mask_axes", list(range(missing)))], "mask_apart")
+        if whole[2] != tokens:
             # The kernel needs a row for each query; the mask has one for all, such as BERT's padding mask.
-            shape = writer.constant("mask_shape", [1, 1, sizes.tokens, 1], "int64")
-            mask = writer.add("Expand", [mask, shape], "mask")
-    width = sizes.heads * sizes.size
+            mask = writer.add("Expand", [mask, writer.ints("mask_shape", [1, 1, tokens, 1])], "mask")
     query = _find_rows(writer, found.query, _SWAP_HEADS, "query")
     if not query:
         rows = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
-        query = writer.add("Reshape", [rows, writer.constant("query_shape", [0, 0, width], "int64")], "query")
+        query = writer.reshape(rows, "query_shape", [0, 0, sizes.heads * sizes.size], "query")
     # The kernel takes key and value either both as [batch, rows, heads * size] or both as [batch, heads, rows, size].
     # `keys` are [batch, heads, rows, size], from before the model's own Transpose of the last two axes.
     turn = made_by(graph, _skip_idle(graph, found.turned), "Transpose")
@@ -101,24 +97,17 @@ def join_attention(writer: Writer) -> None:
         # The kernel's result is NaN in the rows in which the Softmax is NaN.
         asked = writer.add("IsNaN", [mixed], "asked")
         mixed = writer.add("Where", [asked, found.instead, mixed], "guarded")
-    writer.add("Reshape", [mixed, writer.constant("apart", [0, 0, sizes.heads, sizes.value_size], "int64")])
+    writer.reshape(mixed, "apart", [0, 0, sizes.heads, sizes.value_size])
 
 
-def _match_attention(graph: Graph, node: Node) -> _Attention | None:
-    """Returns the attention pattern that ends in this Transpose, or None.
-
-    No other node may read its intermediate values.
-    """
-    mixed = _only(graph, node.input[0], "MatMul")
-    guard = _only(graph, mixed.input[0], "Where") if mixed is not None else None
-    if mixed is not None and guard is not None:
-        softmax, instead = find_guarded(graph, guard), guard.input[1]
-    else:
-        softmax, instead = _only(graph, mixed.input[0], "Softmax") if mixed is not None else None, ""
-    if mixed is None or softmax is None or softmax.integer("axis", -1) not in {-1, 3}:
-        return None
+def _match_attention(graph: Graph, node: Node) -> _Attention:
+    """Returns the attention pattern that ends in this Transpose; no other node may read its intermediate values."""
+    mixed = known(_only(graph, node.input[0], "MatMul"))
+    guard = _only(graph, mixed.input[0], "Where")
+    softmax = known(_only(graph, mixed.input[0], "Softmax") if guard is None else find_guarded(graph, guard))
+    need(softmax.integer("axis", -1) in {-1, 3})
     added = _only(graph, softmax.input[0], "Add")
-    for scores, mask in ((softmax.input[0], ""),) if added is None else (added.input, added.input[::-1]):
+    for scores, mask in ((softmax.input[0], ""),) if added is None else permutations(added.input):
         scale, names = factors(graph, scores)
         product = _only(graph, names[0], "MatMul") if len(names) == 1 else None
         if product is None:
@@ -128,22 +117,18 @@ def _match_attention(graph: Graph, node: Node) -> _Attention | None:
         if len(query) == len(turned) == 1:
             return _Attention(
                 query=query[0], turned=turned[0], value=mixed.input[1], mask=mask, scale=scale * by_query * by_key,
-                instead=instead,
+                instead="" if guard is None else guard.input[1],
             )  # fmt: skip
-    return None
+    raise MisfitError
 
 
-def _read_sizes(graph: Graph, found: _Attention) -> _Sizes | None:
+def _read_sizes(graph: Graph, found: _Attention) -> _Sizes:
     """Returns the sizes if the shapes are those of attention and every size that the kernel needs is known."""
     query, turned, value = (_dims(graph, name) for name in (found.query, found.turned, found.value))
-    if not len(query) == len(turned) == len(value) == 4:
-        return None
-    heads, size, value_size = query[1], query[3], value[3]
+    need(len(query) == len(turned) == len(value) == 4)
+    heads, size, value_size = known(query[1]), known(query[3]), known(value[3])
     # MatMul broadcasts keys of batch size 1 to all samples; the kernel does not.
-    if heads is None or size is None or value_size is None or turned[:3] != (query[0], heads, size):
-        return None
-    if value[:3] != (query[0], heads, turned[3]):
-        return None
+    need(turned[:3] == (query[0], heads, size) and value[:3] == (query[0], heads, turned[3]))
     return _Sizes(heads=heads, size=size, value_size=value_size, batch=query[0], tokens=query[2], rows=turned[3])
 
 
@@ -168,7 +153,7 @@ def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> s
     if cut is not None and len(rows) == 3 and (rows[0], rows[2]) == (shape[0], width) and rows[0] is not None:
         # Batch and width are equal, so the number of rows in between is equal too.
         return cut.input[0]
-    return writer.add("Reshape", [apart, writer.constant(f"{part}_shape", [0, 0, width], "int64")], part)
+    return writer.reshape(apart, f"{part}_shape", [0, 0, width], part)
 
 
 def _skip_idle(graph: Graph, name: str) -> str:
@@ -215,32 +200,24 @@ def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 
 def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
-    graph, found = writer.graph, _match_rotary(writer.graph, writer.node)
-    if found is None:
-        return
-    x, *angles = found
-    shape = graph.value(x).static_shape
-    if shape is None or len(shape) != 4 or graph.value(x).dtype != "float32":
-        return
-    if not all(_has_equal_halves(graph, name, shape) for name in angles):
-        return
+    graph, (x, *angles) = writer.graph, _match_rotary(writer.graph, writer.node)
+    shape = known(graph.value(x).static_shape)
+    need(len(shape) == 4 and graph.value(x).dtype == "float32")
+    need(all(_has_equal_halves(graph, name, shape) for name in angles))
     cos, sin = (_write_table(writer, name, shape, tables) for name in angles)
     # Position ids of one element give the position of the first row.
-    first = writer.constant("first_row", [0], "int64")
-    writer.add("RotaryEmbedding", [x, first, cos, sin], domain=ORT_DOMAIN, interleaved=0)
+    writer.add("RotaryEmbedding", [x, writer.ints("first_row", [0]), cos, sin], domain=ORT_DOMAIN, interleaved=0)
 
 
-def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str] | None:
+def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str]:
     """Returns the rotated value x, and the tables [.., rows, size] that x and rotate_half(x) are multiplied by."""
-    for one, other in (node.input, node.input[::-1]):
-        by_cos, by_sin = made_by(graph, one, "Mul"), made_by(graph, other, "Mul")
-        if by_cos is None or by_sin is None:
-            return None
-        for rotated, sin in (by_sin.input, by_sin.input[::-1]):
+    for one, other in permutations(node.input):
+        by_cos, by_sin = known(made_by(graph, one, "Mul")), known(made_by(graph, other, "Mul"))
+        for rotated, sin in permutations(by_sin.input):
             x = _find_rotated(graph, rotated)
             if x is not None and x in by_cos.input:
                 return x, by_cos.input[1 - by_cos.input.index(x)], sin
-    return None
+    raise MisfitError
 
 
 def _find_rotated(graph: Graph, name: str) -> str | None:
@@ -297,14 +274,12 @@ def _has_equal_halves(graph: Graph, name: str, shape: tuple[int, ...]) -> bool:
 
 def _write_table(writer: Writer, name: str, shape: tuple[int, ...], tables: dict[str, str]) -> str:
     """Returns the first half of a table as [rows, size / 2]; all nodes that read the table share the result."""
-    if name in tables:
-        return tables[name]
-    rows, half = shape[2], shape[3] // 2
-    part = f"table{len(tables)}"
-    if (array := writer.graph.inline(name)) is not None:
-        tables[name] = writer.constant(part, array.reshape(rows, 2 * half)[:, :half], "float32")
-        return tables[name]
-    places = writer.constants({f"{part}_start": [0], f"{part}_end": [half], f"{part}_axis": [-1]}, "int64")
-    cut = writer.add("Slice", [name, *places], f"{part}_half")
-    tables[name] = writer.add("Reshape", [cut, writer.constant(f"{part}_shape", [rows, half], "int64")], part)
+    if name not in tables:
+        rows, half, part = shape[2], shape[3] // 2, f"table{len(tables)}"
+        if (array := writer.graph.inline(name)) is not None:
+            tables[name] = writer.constant(part, array.reshape(rows, 2 * half)[:, :half], "float32")
+        else:
+            places = writer.constants({f"{part}_start": [0], f"{part}_end": [half], f"{part}_axis": [-1]}, "int64")
+            cut = writer.add("Slice", [name, *places], f"{part}_half")
+            tables[name] = writer.reshape(cut, f"{part}_shape", [rows, half], part)
     return tables[name]

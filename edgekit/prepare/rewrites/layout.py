@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
 from edgekit.model.tensors import Array
 
@@ -23,23 +23,21 @@ _FLATTENED = {0: (1, -1), 1: (0, -1)}
 @node_rewrite("flatten-to-reshape", {"Flatten"}, since=5)
 def flatten_to_reshape(writer: Writer) -> None:
     """Writes a Flatten at axis 0 or 1 as Reshape."""
-    if (shape := _FLATTENED.get(writer.node.integer("axis", 1))) is not None:
-        writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
+    writer.reshape(writer.x, "shape", known(_FLATTENED.get(writer.node.integer("axis", 1))))
 
 
 @node_rewrite("plain-reshape", {"Reshape"}, since=14)
 def plain_reshape(writer: Writer) -> None:
     """Leaves `allowzero` out of a Reshape whose shape holds no 0."""
-    shape = writer.graph.array(writer.node.input[1])
-    if writer.node.integer("allowzero", 0) and shape is not None and 0 not in shape.tolist():
-        writer.add("Reshape", writer.node.input)
+    need(writer.node.integer("allowzero", 0) and 0 not in writer.array(1).tolist())
+    writer.add("Reshape", writer.node.input)
 
 
 @node_rewrite("squeeze-to-scalar", {"Reshape"}, since=13)
 def squeeze_to_scalar(writer: Writer) -> None:
     """Writes a Reshape of one element to no axes as a Squeeze of all axes."""
-    if writer.graph.value(writer.node.output[0]).shape == () and writer.graph.value(writer.node.input[0]).static_shape:
-        writer.add("Squeeze", writer.node.input[:1])
+    need(writer.graph.value(writer.node.output[0]).shape == () and writer.shape())
+    writer.add("Squeeze", [writer.x])
 
 
 # In the largest models, this many heads share a key; a Concat of more copies costs more than it saves.
@@ -49,13 +47,11 @@ _MOST_COPIES = 16
 @node_rewrite("expand-to-concat", {"Expand"})
 def expand_to_concat(writer: Writer) -> None:
     """Writes an Expand that repeats one axis of size 1 as a Concat of its input with itself."""
-    node = writer.node
-    before, after = (writer.graph.value(name).static_shape for name in (node.input[0], node.output[0]))
-    if before is None or after is None or len(before) != len(after):
-        return
+    before, after = writer.shape(), writer.made
+    need(len(before) == len(after))
     axes = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
-    if len(axes) == 1 and before[axes[0]] == 1 and 1 < after[axes[0]] <= _MOST_COPIES:
-        writer.add("Concat", [node.input[0]] * after[axes[0]], axis=axes[0])
+    need(len(axes) == 1 and before[axes[0]] == 1 < after[axes[0]] <= _MOST_COPIES)
+    writer.add("Concat", [writer.x] * after[axes[0]], axis=axes[0])
 
 
 _MOST_AXES = 4
@@ -69,28 +65,21 @@ def flatten_expand(writer: Writer) -> None:
     of five axes remains. Values are only copied.
     """
     graph, node = writer.graph, writer.node
-    expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
-    if expand is None:
-        return
+    expand = node if node.op_type == "Expand" else known(made_by(graph, node.input[0], "Expand"))
     readers = graph.readers(expand.output[0])
     # If a Reshape is the only reader of the Expand, the Reshape is the node to replace.
     is_hidden = expand.output[0] in graph.outputs | graph.captured
     is_reshaped = len(readers) == 1 and readers[0].op_type == "Reshape" and not is_hidden
-    if (readers[0] if is_reshaped else expand) is not node:
-        return
-    source, wanted = (graph.value(name).static_shape for name in (expand.input[0], expand.output[0]))
-    shape = graph.value(node.output[0]).static_shape
-    if source is None or wanted is None or shape is None or len(wanted) <= _MOST_AXES or 0 in wanted:
-        return
+    need((readers[0] if is_reshaped else expand) is node)
+    source, wanted = (known(graph.value(name).static_shape) for name in (expand.input[0], expand.output[0]))
+    need(len(wanted) > _MOST_AXES and 0 not in wanted)
     groups = _join_axes((1,) * (len(wanted) - len(source)) + source, wanted)
-    if len(groups) > _MOST_AXES:
-        return
+    need(len(groups) <= _MOST_AXES)
     opened = made_by(graph, expand.input[0], "Unsqueeze", "Reshape")
     before, after = ([pair[side] for pair in groups] for side in (0, 1))
-    x = expand.input[0] if opened is None else opened.input[0]
-    flat = writer.add("Reshape", [x, writer.constant("before", before, "int64")], "flat")
-    grown = writer.add("Expand", [flat, writer.constant("after", after, "int64")], "grown")
-    writer.add("Reshape", [grown, writer.constant("shape", shape, "int64")])
+    shape = writer.made
+    flat = writer.reshape(expand.input[0] if opened is None else opened.input[0], "before", before, "flat")
+    writer.reshape(writer.add("Expand", [flat, writer.ints("after", after)], "grown"), "shape", shape)
 
 
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
@@ -127,39 +116,34 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 def _cut_three_axes(writer: Writer) -> None:
     """Writes a Slice or Split of one of five or more axes as one of three, and a Gather that reads or makes so many."""
-    graph, node = writer.graph, writer.node
-    shape, *after = (graph.static_shape(name) for name in (node.input[0], *node.output))
-    axes = graph.array(node.input[3]) if node.op_type == "Slice" and node.has_input(3) else None
-    if shape is None or None in after or max(map(len, (shape, *filter(None, after)))) <= _MOST_AXES or 0 in shape:
-        return
-    if node.op_type == "Slice" and (axes is None or axes.size != 1):
-        return
-    indices = graph.array(node.input[1]) if node.op_type == "Gather" else None
-    if node.op_type == "Gather" and not (indices is not None and indices.size):
-        return
+    graph, node, shape = writer.graph, writer.node, writer.shape()
+    after = [known(graph.static_shape(name)) for name in node.output]
+    need(max(map(len, (shape, *after))) > _MOST_AXES and 0 not in shape)
+    axes = writer.array(3) if node.op_type == "Slice" else None
+    need(axes is None or axes.size == 1)
     axis = (node.integer("axis", 0) if axes is None else int(axes.item())) % len(shape)
     flat = [math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])]
-    given, kept = [_flat(writer, flat), *node.input[1:]], dict(node.attributes)
-    if indices is not None:
+    indices = writer.array(1) if node.op_type == "Gather" else np.ones(1)
+    need(indices.size)
+    given, kept = [writer.reshape(writer.x, "flat_sizes", flat, "flat"), *node.input[1:]], dict(node.attributes)
+    if node.op_type == "Gather":
         given[1] = writer.reshaped("indices", node.input[1], [indices.size])
     if axes is None:
         kept["axis"] = 1
     else:
-        given[3] = writer.constant("axis", [1], "int64")
+        given[3] = writer.ints("axis", [1])
     made = writer.add(node.op_type, given, "cut", **kept)
     cuts = [made, *(f"{made}_{place}" for place in range(1, len(after)))]
     writer.nodes[-1].output[:] = cuts
     for place, (part, name, sizes) in enumerate(zip(cuts, node.output, after, strict=True)):
-        writer.add("Reshape", [part, writer.constant(f"sizes_{place}", sizes, "int64")], f"part_{place}")
+        writer.reshape(part, f"sizes_{place}", sizes, f"part_{place}")
         writer.nodes[-1].output[0] = name
 
 
 def _turn_fewer_axes(writer: Writer) -> None:
     """Writes a Transpose of five or more axes as one of the runs of axes that stay side by side."""
-    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
-    perm = node.entries("perm")
-    if shape is None or perm is None or len(shape) <= _MOST_AXES or 0 in shape:
-        return
+    shape, perm = writer.shape(), known(writer.node.entries("perm"))
+    need(len(shape) > _MOST_AXES and 0 not in shape)
     wide = [axis for axis in perm if shape[axis] > 1]
     places, runs = {axis: place for place, axis in enumerate(sorted(wide))}, list[list[int]]()
     for axis in wide:
@@ -167,18 +151,12 @@ def _turn_fewer_axes(writer: Writer) -> None:
             runs[-1].append(axis)
         else:
             runs.append([axis])
-    if len(runs) >= len(shape):
-        return
+    need(len(runs) < len(shape))
     before = sorted(runs)
-    value = _flat(writer, [math.prod(shape[axis] for axis in run) for run in before])
+    value = writer.reshape(writer.x, "flat_sizes", [math.prod(shape[axis] for axis in run) for run in before], "flat")
     if runs != before:
         value = writer.add("Transpose", [value], "turned", perm=[before.index(run) for run in runs])
-    writer.add("Reshape", [value, writer.constant("sizes", [shape[axis] for axis in perm], "int64")])
-
-
-def _flat(writer: Writer, shape: Sequence[int]) -> str:
-    """Adds a Reshape of the node's first input, and returns its result."""
-    return writer.add("Reshape", [writer.node.input[0], writer.constant("flat_sizes", shape, "int64")], "flat")
+    writer.reshape(value, "sizes", [shape[axis] for axis in perm])
 
 
 def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
@@ -202,31 +180,35 @@ def plain_gather(writer: Writer) -> None:
     A Cast restores the bools. Values are only copied. QNN takes no indices of five axes, and computes GatherND wrongly
     for some shapes (targets/qnn/NOTES.md).
     """
-    graph, node, is_bool, rows, flat = writer.graph, writer.node, writer.dtype == "bool", None, list[int]()
-    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    array = graph.array(node.input[1]) if node.op_type == "GatherND" else None
-    if array is not None and before and after and not node.integer("batch_dims", 0):
-        count = array.shape[-1]
-        places = np.where(array < 0, array + before[:count], array)
-        # A node whose indices lie outside fails when it runs.
-        if ((places >= 0) & (places < before[:count])).all():
-            rows = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), before[:count]).ravel()
-            flat = [math.prod(before[:count]), math.prod(before[count:])]
-    if rows is None and not is_bool:
-        return
+    node, is_bool, after = writer.node, writer.dtype == "bool", writer.graph.static_shape(writer.node.output[0])
+    rows, flat = _find_rows(writer) if node.op_type == "GatherND" and after else (None, [])
+    need(is_bool or rows is not None)
     value, indices, op, given = node.input[0], node.input[1], node.op_type, dict(node.attributes)
     if is_bool:
         value = writer.add("Cast", [value], "numbers", to=onnx.TensorProto.INT32)
     if rows is not None:
-        value = writer.add("Reshape", [value, writer.constant("sizes", flat, "int64")], "flat")
-        op, given = "Gather", {"axis": 0}
-        indices = writer.constant("rows", rows, "int64")
+        value = writer.reshape(value, "sizes", flat, "flat")
+        op, given, indices = "Gather", {"axis": 0}, writer.ints("rows", rows)
     # The last node has no part name: it gets the name and output of the replaced node.
     value = writer.add(op, [value, indices], "picked", **given)
     if rows is not None:
-        value = writer.add("Reshape", [value, writer.constant("shape", after, "int64")], "shaped" if is_bool else "")
+        value = writer.reshape(value, "shape", after or (), "shaped" if is_bool else "")
     if is_bool:
         writer.add("Cast", [value], to=onnx.TensorProto.BOOL)
+
+
+def _find_rows(writer: Writer) -> tuple[Array | None, list[int]]:
+    """Returns the rows that constant indices of a GatherND pick, and the two sizes of the data as a list of rows."""
+    before, array = writer.graph.static_shape(writer.x), writer.graph.array(writer.node.input[1])
+    if not before or array is None or writer.node.integer("batch_dims", 0):
+        return None, []
+    count = array.shape[-1]
+    places = np.where(array < 0, array + before[:count], array)
+    # A node whose indices lie outside fails when it runs.
+    if not ((places >= 0) & (places < before[:count])).all():
+        return None, []
+    rows = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), before[:count]).ravel()
+    return rows, [math.prod(before[:count]), math.prod(before[count:])]
 
 
 @node_rewrite("gather-to-reshape", {"Gather"}, since=5)
@@ -236,22 +218,16 @@ def gather_to_reshape(writer: Writer) -> None:
     PyTorch's dynamo exporter writes `as_strided` like this, e.g. a tensor [64] with the indices 0 to 63 of shape
     [1,64,1,1]. QNN's compiler crashes on it (SIGABRT) before a Transpose or a Conv.
     """
-    found = _read_indices(writer)
-    if found is None or 0 in found[0]:
-        return
-    sizes, axis, _, places = found
-    if np.array_equal(places.ravel(), np.arange(sizes[axis])):
-        shape = (*sizes[:axis], *places.shape, *sizes[axis + 1 :])
-        writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
+    sizes, axis, _, places = _read_indices(writer)
+    need(0 not in sizes and np.array_equal(places.ravel(), np.arange(sizes[axis])))
+    writer.reshape(writer.x, "shape", (*sizes[:axis], *places.shape, *sizes[axis + 1 :]))
 
 
-def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.ndarray] | None:
+def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, Array, Array]:
     """Returns the shape of a Gather's data, its axis, and its constant indices, as written and non-negative."""
-    graph, node = writer.graph, writer.node
-    sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
-    if not sizes or indices is None:
-        return None
-    axis = node.integer("axis", 0) % len(sizes)
+    sizes, indices = writer.shape(), writer.array(1)
+    need(sizes)
+    axis = writer.node.integer("axis", 0) % len(sizes)
     return sizes, axis, indices, np.where(indices < 0, indices + sizes[axis], indices)
 
 
@@ -261,10 +237,9 @@ def gather_from_start(writer: Writer) -> None:
 
     NNAPI's GATHER has no negative indices: its provider takes the node, and the run fails.
     """
-    found, node = _read_indices(writer), writer.node
-    if found is not None and (found[2] < 0).any():
-        counted = writer.constant("indices", found[3], found[2].dtype.name)
-        writer.add("Gather", [node.input[0], counted], **node.attributes)
+    *_, indices, counted = _read_indices(writer)
+    need((indices < 0).any())
+    writer.add("Gather", [writer.x, writer.constant("indices", counted, indices.dtype.name)], **writer.node.attributes)
 
 
 @node_rewrite("unsqueeze-arg", {"ArgMax", "ArgMin"}, since=13)
@@ -274,9 +249,9 @@ def unsqueeze_arg(writer: Writer) -> None:
     After a convolution, ONNX Runtime's layout transformation to NHWC then leaves no Transpose of the indices.
     """
     node = writer.node
-    if node.integer("keepdims", 1):
-        dropped = writer.add(node.op_type, node.input, "dropped", **{**node.attributes, "keepdims": 0})
-        writer.add("Unsqueeze", [dropped, writer.constant("axis", [node.integer("axis", 0)], "int64")])
+    need(node.integer("keepdims", 1))
+    dropped = writer.add(node.op_type, node.input, "dropped", **{**node.attributes, "keepdims": 0})
+    writer.add("Unsqueeze", [dropped, writer.ints("axis", [node.integer("axis", 0)])])
 
 
 @node_rewrite("cast-by-int32", {"Cast"}, since=6)
@@ -285,33 +260,37 @@ def cast_by_int32(writer: Writer) -> None:
 
     A Cast before a QuantizeLinear, with which the provider fuses it, is right and stays (targets/qnn/NOTES.md).
     """
-    graph, node = writer.graph, writer.node
-    ops = {reader.op_type for reader in graph.readers(node.output[0])}
-    if writer.dtype == "uint8" and node.integer("to", 0) == onnx.TensorProto.FLOAT and ops != {"QuantizeLinear"}:
-        whole = writer.add("Cast", node.input, "whole", to=onnx.TensorProto.INT32)
-        writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
+    ops = {reader.op_type for reader in writer.graph.readers(writer.node.output[0])}
+    need(writer.dtype == "uint8" and writer.node.integer("to", 0) == onnx.TensorProto.FLOAT)
+    need(ops != {"QuantizeLinear"})
+    whole = writer.add("Cast", [writer.x], "whole", to=onnx.TensorProto.INT32)
+    writer.add("Cast", [whole], to=onnx.TensorProto.FLOAT)
 
 
 @node_rewrite("even-split", {"Split"}, since=18)
 def write_number_of_parts(writer: Writer) -> None:
     """Writes the number of parts of a Split in place of their equal sizes, which NNAPI's provider does not read."""
-    node = writer.node
-    sizes = writer.graph.array(node.input[1]) if node.has_input(1) else None
-    if sizes is not None and sizes.shape == (len(node.output),) and len(set(sizes.tolist())) == 1:
-        made = writer.copy(node)
-        del made.input[1:]
-        made.attribute.append(onnx.helper.make_attribute("num_outputs", sizes.size))
+    sizes = _read_parts(writer)
+    need(len(set(sizes)) == 1)
+    made = writer.copy(writer.node)
+    del made.input[1:]
+    made.attribute.append(onnx.helper.make_attribute("num_outputs", len(sizes)))
+
+
+def _read_parts(writer: Writer) -> list[int]:
+    """Returns the stated sizes of the parts of a Split."""
+    sizes = writer.array(1)
+    need(sizes.shape == (len(writer.node.output),))
+    return [int(size) for size in sizes]
 
 
 @node_rewrite("split-to-slices", {"Split"}, since=13, floats=True)
 def split_to_slices(writer: Writer) -> None:
     """Writes a Split in parts of several sizes as Slices, the same to the bit: NNAPI has only equal parts."""
-    node = writer.node
-    sizes = writer.graph.array(node.input[1]) if node.has_input(1) else None
-    if sizes is None or sizes.shape != (len(node.output),) or len(set(sizes.tolist())) == 1 or not all(node.output):
-        return
-    at = [writer.constant(f"at_{place}", [end], "int64") for place, end in enumerate((0, *np.cumsum(sizes).tolist()))]
-    axes = writer.constant("axes", [node.integer("axis", 0)], "int64")
+    node, sizes = writer.node, _read_parts(writer)
+    need(len(set(sizes)) > 1 and all(node.output))
+    at = [writer.ints(f"at_{place}", [end]) for place, end in enumerate((0, *np.cumsum(sizes).tolist()))]
+    axes = writer.ints("axes", [node.integer("axis", 0)])
     for place, name in enumerate(node.output):
         part = "" if name == node.output[-1] else f"part_{place}"
         writer.add("Slice", [node.input[0], at[place], at[place + 1], axes], part)
@@ -321,14 +300,10 @@ def split_to_slices(writer: Writer) -> None:
 @node_rewrite("write-pads", {"ConvTranspose"})
 def write_pads(writer: Writer) -> None:
     """Writes the default pads of a ConvTranspose, zeros: Core ML's provider reads them where there are none."""
-    shape, given = writer.graph.value(writer.node.input[1]).shape, writer.node.attributes
+    shape, given = known(writer.graph.value(writer.node.input[1]).shape), writer.node.attributes
     # ONNX Runtime's optimizer writes the default of auto_pad, too.
-    if (
-        shape is not None
-        and given.get("auto_pad", "NOTSET") == "NOTSET"
-        and not {"pads", "output_shape"} & given.keys()
-    ):
-        writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
+    need(given.get("auto_pad", "NOTSET") == "NOTSET" and not {"pads", "output_shape"} & given.keys())
+    writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
 
 
 @node_rewrite("floor-pool", {"AveragePool", "MaxPool"}, since=10)
@@ -338,17 +313,14 @@ def floor_pool(writer: Writer) -> None:
     QNN computes a window that begins behind the input, which ONNX leaves out, and wrong averages
     (targets/qnn/NOTES.md).
     """
-    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
-    kernel, auto = node.entries("kernel_shape") or (), node.attributes.get("auto_pad", "NOTSET")
-    if shape is None or not node.integer("ceil_mode", 0) or auto != "NOTSET" or any(node.output[1:]):
-        return
-    if not has_windows(node, len(shape) - 2):
-        return
-    windows = place_windows(node, shape[2:], kernel)
-    begin, end, needed = *windows[2:4], _round_up(windows, shape[2:], kernel)[1]
+    node, spatial = writer.node, writer.shape()[2:]
+    need(node.integer("ceil_mode", 0) and node.attributes.get("auto_pad", "NOTSET") == "NOTSET")
+    need(not any(node.output[1:]) and has_windows(node, len(spatial)))
+    kernel = node.entries("kernel_shape") or ()
+    windows = place_windows(node, spatial, kernel)
+    begin, end, needed = *windows[2:4], _round_up(windows, spatial, kernel)[1]
     # Pads that are stated count then, and those of ceil_mode do not.
-    if node.integer("count_include_pad", 0) and (needed > end).any():
-        return
+    need(not node.integer("count_include_pad", 0) or (needed <= end).all())
     kept = {name: value for name, value in node.attributes.items() if name != "ceil_mode"}
     writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
 
@@ -375,25 +347,23 @@ def plain_average(writer: Writer) -> None:
     borders: for a window of 9 elements of which 4 count, it is 9/4. Elements of the input count and, with
     `count_include_pad`, the stated pads; what a `ceil_mode` adds never does.
     """
-    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
-    kernel = node.entries("kernel_shape") or ()
-    if shape is None or not has_windows(node, len(shape) - 2):
-        return
-    windows, dims = place_windows(node, shape[2:], kernel), (shape[1], 1, *kernel)
+    node, (_, channels, *sides) = writer.node, writer.shape()
+    kernel, spatial = node.entries("kernel_shape") or (), tuple(sides)
+    need(has_windows(node, len(spatial)))
+    windows, dims = place_windows(node, spatial, kernel), (channels, 1, *kernel)
     stride, _, begin, end, sizes = windows
     low, high = (begin, end) if node.integer("count_include_pad", 0) else (0 * begin, 0 * end)
     if node.integer("ceil_mode", 0):
-        sizes, end = _round_up(windows, shape[2:], kernel)
+        sizes, end = _round_up(windows, spatial, kernel)
     pads = [*begin.tolist(), *end.tolist()]
-    if not any(pads) or "dilations" in node.attributes or math.prod(dims) > _MOST_WEIGHTS:
-        return
+    need(any(pads) and "dilations" not in node.attributes and math.prod(dims) <= _MOST_WEIGHTS)
     factor = np.ones(())
     for axis, count in enumerate(sizes):
         first = np.arange(count) * stride[axis] - begin[axis]
-        counted = np.minimum(first + kernel[axis], shape[2 + axis] + high[axis]) - np.maximum(first, -low[axis])
+        counted = np.minimum(first + kernel[axis], spatial[axis] + high[axis]) - np.maximum(first, -low[axis])
         factor = np.multiply.outer(factor, kernel[axis] / counted)
     weight, is_whole = writer.constant("weight", np.full(dims, 1 / math.prod(kernel))), (factor == 1).all()
-    settings = {"group": shape[1], "kernel_shape": kernel, "strides": stride.tolist(), "pads": pads}
+    settings = {"group": channels, "kernel_shape": kernel, "strides": stride.tolist(), "pads": pads}
     averaged = writer.add("Conv", [node.input[0], weight], "" if is_whole else "average", **settings)
     if not is_whole:
         writer.add("Mul", [averaged, writer.constant("factor", factor[None, None])])
@@ -402,14 +372,12 @@ def plain_average(writer: Writer) -> None:
 @node_rewrite("cast-by-floor", {"Cast"}, since=9)
 def cast_by_floor(writer: Writer) -> None:
     """Writes a Cast of floats to whole numbers and back as Sign(x) * Floor(Abs(x)), for QNN, which drops both Casts."""
-    graph, node = writer.graph, writer.node
-    whole = made_by(graph, node.input[0], "Cast")
-    if whole is None or writer.dtype not in {"int32", "int64"}:
-        return
-    kind = graph.value(whole.input[0]).dtype
-    if kind in FLOATS and kind == graph.value(node.output[0]).dtype:
-        floor = writer.add("Floor", [writer.add("Abs", whole.input, "size")], "floor")
-        writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
+    whole = known(made_by(writer.graph, writer.x, "Cast"))
+    kind = writer.graph.value(whole.input[0]).dtype
+    need(writer.dtype in {"int32", "int64"} and kind in FLOATS)
+    need(kind == writer.graph.value(writer.node.output[0]).dtype)
+    floor = writer.add("Floor", [writer.add("Abs", whole.input, "size")], "floor")
+    writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
 
 
 @node_rewrite("pad-reflect", {"Pad"}, since=13)
@@ -434,17 +402,13 @@ def pad_all_axes(writer: Writer) -> None:
 
     ONNX Runtime's change to NHWC permutes the pads as if they were those of all axes, and the first run fails.
     """
-    graph, node = writer.graph, writer.node
-    shape, pads = graph.value(node.input[0]).shape, graph.array(node.input[1])
-    axes = graph.array(node.input[3]) if node.has_input(3) else None
-    if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
-        return
-    if not ((axes >= -len(shape)) & (axes < len(shape))).all():
-        return
+    shape = known(writer.graph.value(writer.x).shape)
+    pads, axes = writer.array(1), writer.array(3)
+    need(pads.size == 2 * axes.size and ((axes >= -len(shape)) & (axes < len(shape))).all())
     whole = np.zeros((2, len(shape)), np.int64)
     whole[:, axes.ravel()] = pads.reshape(2, -1)
-    given = [node.input[0], writer.constant("pads", whole.ravel(), "int64"), *filter(None, node.input[2:3])]
-    writer.add("Pad", given, **node.attributes)
+    given = [writer.x, writer.ints("pads", whole.ravel()), *filter(None, writer.node.input[2:3])]
+    writer.add("Pad", given, **writer.node.attributes)
 
 
 @node_rewrite("pad-edge", {"Pad"}, since=13, floats=True)
@@ -453,8 +417,8 @@ def pad_edge(writer: Writer) -> None:
 
     With few channels, or three axes, the HTP copies what lies beyond the data (targets/qnn/NOTES.md).
     """
-    if (shape := writer.graph.value(writer.node.input[0]).shape) is not None:
-        _pad_by_axis(writer, "edge", partial(_repeat_edge, writer, len(shape)))
+    rank = len(known(writer.graph.value(writer.x).shape))
+    _pad_by_axis(writer, "edge", partial(_repeat_edge, writer, rank))
 
 
 def _repeat_edge(writer: Writer, rank: int, value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
@@ -464,16 +428,14 @@ def _repeat_edge(writer: Writer, rank: int, value: str, part: str, axis: int, co
         return _slice(writer, value, part, axis, bounds)
     edge = _slice(writer, value, f"{part}-edge", axis, bounds)
     copies = [count if each == axis else 1 for each in range(rank)]
-    return writer.add("Tile", [edge, writer.constant(f"{part}/copies", copies, "int64")], part)
+    return writer.add("Tile", [edge, writer.ints(f"{part}/copies", copies)], part)
 
 
 def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
     """Rewrites a Pad of a mode to Concats with what `make` gives for each side of each axis that is padded."""
-    node, pads = writer.node, writer.graph.array(writer.node.input[1])
-    if node.attributes.get("mode", "constant") != mode or pads is None or node.has_input(3):
-        return
-    if pads.size % 2 or (pads < 0).any():
-        return
+    node, pads = writer.node, writer.array(1)
+    need(node.attributes.get("mode", "constant") == mode and not node.has_input(3))
+    need(pads.size % 2 == 0 and (pads >= 0).all())
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
@@ -498,20 +460,20 @@ _NEAREST = (("asymmetric", "floor"), ("half_pixel", "round_prefer_ceil"), ("alig
 @node_rewrite("plain-nearest", {"Resize"}, since=13)
 def plain_nearest(writer: Writer) -> None:
     """Rewrites a nearest Resize of fixed sizes to one with other modes that pick the same elements, or to Gathers."""
-    graph, node = writer.graph, writer.node
-    modes, given = read_modes(node), node.attributes
-    picks = None if modes in _NEAREST[:1] else find_picks(graph, node, modes)
-    if picks is None:
-        return
+    graph, node, modes = writer.graph, writer.node, read_modes(writer.node)
+    need(modes != _NEAREST[0])
+    picks = known(find_picks(graph, node, modes))
     for plain in _NEAREST:
         if all(map(np.array_equal, picks, find_picks(graph, node, plain) or ())):
             named = dict(zip(("coordinate_transformation_mode", "nearest_mode"), plain, strict=True))
-            writer.add("Resize", node.input, **{**given, **named})
+            writer.add("Resize", node.input, **{**node.attributes, **named})
             return
-    value, sizes = node.input[0], graph.value(node.input[0]).static_shape or ()
-    axes = [axis for axis, (size, each) in enumerate(zip(sizes, picks, strict=True)) if [*each] != [*range(size)]]
+    value = writer.x
+    axes = [
+        axis for axis, (size, each) in enumerate(zip(writer.shape(), picks, strict=True)) if [*each] != [*range(size)]
+    ]
     for axis in axes:
-        indices = writer.constant(f"axis_{axis}/indices", picks[axis], "int64")
+        indices = writer.ints(f"axis_{axis}/indices", picks[axis])
         value = writer.add("Gather", [value, indices], "" if axis == axes[-1] else f"axis_{axis}", axis=axis)
 
 
@@ -529,19 +491,13 @@ def exact_resize(writer: Writer) -> None:
     since 16/32 is 1/2. Where the input is too short, its last element is repeated, as ONNX does beyond the end, and the
     results that this adds are cut off behind the Resize. The last bits may differ (1e-6 relative).
     """
-    graph, node, given = writer.graph, writer.node, writer.node.attributes
-    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    scales = graph.array(node.input[2]) if node.has_input(2) else None
-    if before is None or after is None or scales is None or not scales.size == len(before) == len(after):
-        return
-    if given.get("mode") != "linear" or node.integer("antialias", 0) or "axes" in given:
-        return
-    if given.get("coordinate_transformation_mode", "half_pixel") not in _SCALED:
-        return
-    sizes = [_fit_scale(*each) for each in zip(before, after, scales.tolist(), strict=True)]
-    fitted = [pair for pair in sizes if pair is not None]
-    if len(fitted) < len(sizes) or fitted == [*zip(before, after, strict=True)]:
-        return
+    node, given = writer.node, writer.node.attributes
+    before, after, scales = writer.shape(), writer.made, writer.array(2)
+    need(scales.size == len(before) == len(after))
+    need(given.get("mode") == "linear" and not node.integer("antialias", 0) and "axes" not in given)
+    need(given.get("coordinate_transformation_mode", "half_pixel") in _SCALED)
+    fitted = [_fit_scale(*each) for each in zip(before, after, scales.tolist(), strict=True)]
+    need(fitted != [*zip(before, after, strict=True)])
     value = _cut(writer, node.input[0], "cut", before, [old for old, _ in fitted])
     for axis, (old, _) in enumerate(fitted):
         if old > before[axis]:
@@ -549,24 +505,24 @@ def exact_resize(writer: Writer) -> None:
             more = _repeat_edge(writer, len(before), value, f"{part}/after", axis, old - before[axis], is_before=False)
             value = writer.add("Concat", [value, more], part, axis=axis)
     made = [new for _, new in fitted]
-    wanted = ["", "", writer.constant("sizes", made, "int64")]
     kept = {name: each for name, each in given.items() if name != "keep_aspect_ratio_policy"}
-    value = writer.add("Resize", [value, *wanted], "longer" if made != [*after] else "", **kept)
-    _cut(writer, value, "", made, after)
+    resized = [value, "", "", writer.ints("sizes", made)]
+    _cut(writer, writer.add("Resize", resized, "longer" if made != [*after] else "", **kept), "", made, after)
 
 
-def _fit_scale(before: int, after: int, scale: float) -> tuple[int, int] | None:
-    """Returns a number of elements and of results with this quotient, at least as many results; None if there is none.
+def _fit_scale(before: int, after: int, scale: float) -> tuple[int, int]:
+    """Returns a number of elements and of results with this quotient, at least as many results, if there are such.
 
     A number of the kind `after` / `scale` loses only elements that no result reads.
     """
-    if not 0.0 < scale < math.inf or abs(before * scale - after) < _SAME_PLACE:
-        return (before, after) if 0.0 < scale < math.inf else None
+    need(0.0 < scale < math.inf)
+    if abs(before * scale - after) < _SAME_PLACE:
+        return before, after
     ratio = Fraction(scale).limit_denominator(_MOST_DENOMINATOR)
     made = -(-after // max(ratio.numerator, 1)) * ratio.numerator
     needed = made * ratio.denominator // max(ratio.numerator, 1)
-    is_near = abs(made - needed * scale) < _SAME_PLACE
-    return (needed, made) if is_near and 0 < needed <= 2 * before and (after > 1 or made == 1) else None
+    need(abs(made - needed * scale) < _SAME_PLACE and 0 < needed <= 2 * before and (after > 1 or made == 1))
+    return needed, made
 
 
 def _cut(writer: Writer, value: str, part: str, sizes: Sequence[int], wanted: Sequence[int]) -> str:
@@ -583,26 +539,22 @@ def planar_resize(writer: Writer) -> None:
 
     QNN computes a linear Resize of five axes wrongly (targets/qnn/NOTES.md). The last bits may differ (1e-6 relative).
     """
-    graph, node = writer.graph, writer.node
-    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
+    node, before, after = writer.node, writer.shape(), writer.made
     place = 2 if node.has_input(2) else 3
-    given = graph.array(node.input[place]) if node.has_input(place) else None
-    if before is None or after is None or len(before) != 5 or given is None or given.size != 5:
-        return
-    is_stretched = node.attributes.get("keep_aspect_ratio_policy", "stretch") == "stretch"
-    if node.attributes.get("mode") != "linear" or before[:2] != after[:2] or not is_stretched:
-        return
+    given = writer.array(place)
+    need(len(before) == given.size == 5 and node.attributes.get("mode") == "linear" and before[:2] == after[:2])
+    need(node.attributes.get("keep_aspect_ratio_policy", "stretch") == "stretch")
     (rows, channels, depth), plane = before[:3], math.prod(after[3:])
     value, numbers = node.input[0], given.tolist()
     for part, shape, made, scales in (
         ("planes", (rows, channels * depth, *before[3:]), after[3:], numbers[3:]),
         ("lines", (rows, channels, depth, plane), (after[2], plane), [numbers[2], 1]),
     ):
-        flat = writer.add("Reshape", [value, writer.constant(f"{part}/flat", shape, "int64")], f"{part}-flat")
+        flat = writer.reshape(value, f"{part}/flat", shape, f"{part}-flat")
         wanted = [1, 1, *scales] if place == 2 else [*shape[:2], *made]
         sizes = writer.constant(f"{part}/sizes", wanted, given.dtype.name)
         value = writer.add("Resize", [flat, *[""] * (place - 1), sizes], part, **node.attributes)
-    writer.add("Reshape", [value, writer.constant("shape", after, "int64")])
+    writer.reshape(value, "shape", after)
 
 
 @node_rewrite("pad-transposed", {"ConvTranspose"}, since=13)
@@ -614,20 +566,20 @@ def pad_transposed(writer: Writer) -> None:
     node, given = writer.node, dict(writer.node.attributes)
     added = given.pop("output_padding", ())
     bias = writer.graph.constants.get(node.input[2]) if node.has_input(2) else None
-    if not any(added) or "output_shape" in given or given.get("auto_pad", "NOTSET") != "NOTSET":
-        return
+    need(any(added) and "output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
     count = len(added)
     pads = node.entries("pads") or (0,) * 2 * count
     ends = [end - more for end, more in zip(pads[count:], added, strict=False)]
     given["pads"] = [*pads[:count], *(max(end, 0) for end in ends)]
     if all(end >= 0 for end in ends):
         writer.add("ConvTranspose", node.input, **given)
-    elif bias is not None or not node.has_input(2):
-        reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
-        amounts = writer.constant("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends], "int64")
-        padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
-        if bias is not None:
-            writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
+        return
+    need(bias is not None or not node.has_input(2))
+    reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
+    amounts = writer.ints("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends])
+    padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
+    if bias is not None:
+        writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
 
 
 # Lines and planes.
@@ -641,20 +593,16 @@ def transposed_to_conv(writer: Writer) -> None:
     NNAPI has no ConvTranspose, others have more limits for it; of three axes Core ML has ConvTranspose alone.
     """
     graph, node, given = writer.graph, writer.node, dict(writer.node.attributes)
-    weight = graph.constants.get(node.input[1])
+    weight = known(graph.constants.get(node.input[1]))
     # Weights that lie on the disk stay: they cannot be mirrored there.
-    if weight is None or len(weight.dims) not in _RANKS or graph.is_external(node.input[1]):
-        return
-    if any(step != 1 for step in node.entries("strides") or ()):
-        return
-    if any(given.pop("output_padding", ())) or "output_shape" in given or given.get("auto_pad", "NOTSET") != "NOTSET":
-        return
+    need(len(weight.dims) in _RANKS and not graph.is_external(node.input[1]))
+    need(all(step == 1 for step in node.entries("strides") or ()) and not any(given.pop("output_padding", ())))
+    need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
     group, count, (inputs, outputs, *kernel) = node.integer("group", 1), len(weight.dims) - 2, weight.dims
     reach = [step * (size - 1) for step, size in zip(node.entries("dilations") or (1,) * count, kernel, strict=False)]
     given["pads"] = [most - pad for most, pad in zip(reach * 2, node.entries("pads") or (0,) * 2 * count, strict=False)]
     # A file that is only checked may have any number of groups.
-    if min(given["pads"]) < 0 or group < 1 or inputs % group:
-        return
+    need(min(given["pads"]) >= 0 and group >= 1 and inputs % group == 0)
     dims, values = (outputs * group, inputs // group, *kernel), graph.inline(node.input[1])
     if values is None:
         # The model was loaded without its weights, for a check, which needs the shape only.
@@ -672,10 +620,9 @@ def narrow_indices(writer: Writer) -> None:
     The result is the same to the bit.
     """
     graph, node, (data, indices) = writer.graph, writer.node, writer.node.input
-    if indices in graph.constants or graph.value(indices).dtype != "int64":
-        return
-    wide = graph.producers.get(indices)
-    if wide is not None and wide.op_type == "Cast" and graph.value(wide.input[0]).dtype == "int32":
+    need(indices not in graph.constants and graph.value(indices).dtype == "int64")
+    wide = made_by(graph, indices, "Cast")
+    if wide is not None and graph.value(wide.input[0]).dtype == "int32":
         indices = wide.input[0]
     else:
         indices = writer.add("Cast", [indices], "indices", to=onnx.TensorProto.INT32)

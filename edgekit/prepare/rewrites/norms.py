@@ -20,7 +20,7 @@ from edgekit.graph.match import (
     square_of,
     unshape,
 )
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
@@ -131,16 +131,14 @@ def join_layer_norm(writer: Writer) -> None:
     two Transposes. The last bits may differ (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
-    norm = _find_norm(graph, node.output[0])
-    if norm is None or not norm.has_mean or graph.value(norm.data).dtype not in FLOATS:
-        return
-    shape, readers = graph.value(norm.data).shape or (), graph.readers(node.output[0])
+    norm = known(_find_norm(graph, node.output[0]))
+    dtype, shape = graph.value(norm.data).dtype, graph.value(norm.data).shape or ()
+    readers = graph.readers(node.output[0])
+    need(norm.has_mean and dtype in FLOATS)
     # If the readers are normalisations too, this node is a part of a larger match, with scale or shift.
-    is_part = readers and all(_find_norm(graph, reader.output[0]) is not None for reader in readers)
-    size = shape[norm.axis]
-    if size is None or is_part:
-        return
-    ones = "" if norm.scale else writer.constant("scale", np.ones(size), graph.value(norm.data).dtype or "")
+    need(not readers or any(_find_norm(graph, reader.output[0]) is None for reader in readers))
+    size = known(shape[norm.axis])
+    ones = "" if norm.scale else writer.constant("scale", np.ones(size), dtype or "")
     vectors = [ones or writer.reshaped("scale", norm.scale, [size])]
     vectors += [writer.reshaped("shift", norm.shift, [size])] if norm.shift else []
     order = [*(axis for axis in range(len(shape)) if axis != norm.axis), norm.axis]
@@ -160,13 +158,12 @@ def join_rms_norm(writer: Writer) -> None:
     SimplifiedLayerNormalization. The last bits may differ (1e-5 relative).
     """
     graph = writer.graph
-    norm = _find_norm(graph, writer.node.output[0])
-    if norm is None or norm.has_mean or not norm.scale or not graph.is_float_constant(norm.scale):
-        return
+    norm = known(_find_norm(graph, writer.node.output[0]))
+    need(not norm.has_mean and norm.scale and graph.is_float_constant(norm.scale))
     # The scale must be a vector along the last axis.
-    if len(graph.value(norm.scale).shape or ()) == 1 and norm.axis == len(graph.value(norm.data).shape or ()) - 1:
-        op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
-        writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
+    need(len(graph.value(norm.scale).shape or ()) == 1 and norm.axis == len(graph.value(norm.data).shape or ()) - 1)
+    op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
+    writer.add(op, [norm.data, norm.scale], axis=-1, epsilon=norm.epsilon)
 
 
 def _split_norm(writer: Writer) -> None:
@@ -175,10 +172,9 @@ def _split_norm(writer: Writer) -> None:
     An RMSNormalization, or SimplifiedLayerNormalization, ONNX Runtime's older name of it, becomes
     x / sqrt(mean(x * x) + epsilon) * scale. The formulas are those of ONNX. The last bits may differ (1e-5 relative).
     """
-    node, shape = writer.node, writer.graph.value(writer.node.input[0]).static_shape
-    if any(node.output[1:]) or shape is None or writer.dtype != "float32":
-        return
-    axes = list(range(node.attributes.get("axis", -1) % len(shape), len(shape)))
+    node, rank = writer.node, len(writer.shape())
+    need(not any(node.output[1:]) and writer.dtype == "float32")
+    axes = list(range(node.attributes.get("axis", -1) % rank, rank))
     centred = node.input[0]
     if node.op_type == "LayerNormalization":
         centred = writer.add("Sub", [centred, reduce_axes(writer, "ReduceMean", centred, "mean", axes)], "centred")
@@ -200,7 +196,7 @@ def reduce_axes(writer: Writer, op: str, value: str, part: str, axes: Sequence[i
     """Adds a ReduceMean or ReduceMax along axes, and returns its result."""
     if writer.opset < _AXES_INPUT_SINCE:
         return writer.add(op, [value], part, axes=axes, keepdims=keepdims)
-    return writer.add(op, [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=keepdims)
+    return writer.add(op, [value, writer.ints(f"{part}/axes", axes)], part, keepdims=keepdims)
 
 
 # The smallest normal number of float16.
@@ -213,15 +209,10 @@ def split_l2_norm(writer: Writer) -> None:
 
     In half precision the squares of numbers above 255 would be infinite, and those of numbers below 2e-4 zero.
     """
-    graph, node = writer.graph, writer.node
-    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    axes = reduced_axes(graph, node)
-    if before is None or after is None or 0 in before or not axes:
-        return
-    listed, x = [axis % len(before) for axis in axes], node.input[0]
+    x, before, after = writer.x, writer.shape(), writer.made
+    listed = [axis % len(before) for axis in known(reduced_axes(writer.graph, writer.node))]
     count = math.prod(before[axis] for axis in set(listed))
-    if count > MAX_HALF:
-        return
+    need(listed and 0 not in before and count <= MAX_HALF)
     size = writer.add("Max", [x, writer.add("Mul", [x, writer.constant("minus_one", -1)], "negative")], "size")
     largest = reduce_axes(writer, "ReduceMax", size, "largest", listed)
     divisor = writer.add("Max", [largest, writer.constant("small", _SMALL)], "divisor")
@@ -231,7 +222,7 @@ def split_l2_norm(writer: Writer) -> None:
     is_kept = len(after) == len(before)
     norm = writer.add("Mul", [root, divisor], "" if is_kept else "norm")
     if not is_kept:
-        writer.add("Reshape", [norm, writer.constant("shape", after, "int64")])
+        writer.reshape(norm, "shape", after)
 
 
 _SUM = 3
@@ -245,14 +236,11 @@ def split_skip_norm(writer: Writer) -> None:
     """
     node = writer.node
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
-    if any(node.output[1:_SUM]) or (not simple and writer.opset < LAYER_NORM_SINCE):
-        return
+    need(not any(node.output[1:_SUM]) and (simple or writer.opset >= LAYER_NORM_SINCE))
     # The inputs from the third on: scale, then beta, which only the full norm has, then the bias of the sum.
     scale, *rest = node.input[2:]
     shift, bias = ("", *rest, "")[:2] if simple else (*rest, "", "")[:2]
-    source = node.input[0]
-    if bias:
-        source = writer.add("Add", [source, bias], "biased")
+    source = writer.add("Add", [writer.x, bias], "biased") if bias else writer.x
     total = writer.add("Add", [source, node.input[1]], "sum")
     if len(node.output) > _SUM and node.output[_SUM]:
         # The node's fourth output is the sum.
@@ -271,14 +259,13 @@ def split_embed_norm(writer: Writer) -> None:
     The tables are those of words, positions and, if there are segment ids, segments. The last bits may differ (1e-5
     relative).
     """
-    graph, node, add = writer.graph, writer.node, writer.add
-    shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(node.given(_PLACES))
-    is_whole = all(node.has_input(at) for at in (_WORDS, _PLACES, _GAIN, _SHIFT))
-    if shape is None or len(shape) != 2 or not is_whole or table.dtype not in FLOATS:
-        return
-    if node.has_input(_SEGMENTS) != node.has_input(_KINDS) or shape[1] > (table.static_shape or (0,))[0]:
-        return
-    places = node.given(_POSITIONS) or writer.constant("places", np.arange(shape[1])[None], "int64")
+    node, add, ids = writer.node, writer.add, writer.shape(_IDS)
+    table = writer.graph.value(node.given(_PLACES))
+    need(len(ids) == 2)
+    batch, length = ids
+    need(all(node.has_input(at) for at in (_WORDS, _PLACES, _GAIN, _SHIFT)) and table.dtype in FLOATS)
+    need(node.has_input(_SEGMENTS) == node.has_input(_KINDS) and length <= (table.static_shape or (0,))[0])
+    places = node.given(_POSITIONS) or writer.ints("places", np.arange(length)[None])
     words = add("Gather", [node.input[_WORDS], node.input[_IDS]], "words", axis=0)
     total = add("Add", [words, add("Gather", [node.input[_PLACES], places], "positions", axis=0)], "placed")
     if node.has_input(_KINDS):
@@ -289,9 +276,9 @@ def split_embed_norm(writer: Writer) -> None:
     if outputs[1]:
         # This output counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask.
         if node.has_input(_MASK):
-            add("ReduceSum", [node.input[_MASK], writer.constant("axis", [1], "int64")], "counted", keepdims=0)
+            add("ReduceSum", [node.input[_MASK], writer.ints("axis", [1])], "counted", keepdims=0)
         else:
-            add("Identity", [writer.constant("none", [0] * shape[0], "int32")], "counted")
+            add("Identity", [writer.constant("none", [0] * batch, "int32")], "counted")
         writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
     add("LayerNormalization", norm, axis=-1, epsilon=node.number("epsilon", 1e-12))
@@ -300,13 +287,11 @@ def split_embed_norm(writer: Writer) -> None:
 @node_rewrite("planar-instance-norm", {"InstanceNormalization"}, since=5)
 def planar_instance_norm(writer: Writer) -> None:
     """Rewrites an InstanceNormalization of five axes or more to one of four, as its mean is that of all of them."""
-    node, shape = writer.node, writer.graph.static_shape(writer.node.input[0])
-    if shape is None or len(shape) <= max(_PLANES) or 0 in shape:
-        return
-    plane = writer.constant("plane", [*shape[:3], math.prod(shape[3:])], "int64")
-    flat = writer.add("Reshape", [node.input[0], plane], "flat")
+    node, shape = writer.node, writer.shape()
+    need(len(shape) > max(_PLANES) and 0 not in shape)
+    flat = writer.reshape(node.input[0], "plane", [*shape[:3], math.prod(shape[3:])], "flat")
     normal = writer.add(node.op_type, [flat, *node.input[1:]], "normal", **node.attributes)
-    writer.add("Reshape", [normal, writer.constant("shape", shape, "int64")])
+    writer.reshape(normal, "shape", shape)
 
 
 _PLANES = (3, 4)
@@ -320,10 +305,9 @@ def batch_norm_to_conv(writer: Writer) -> None:
     is one number per channel, which a scale per channel holds exactly.
     """
     graph, node = writer.graph, writer.node
-    shape, parts = graph.value(node.input[0]).shape, [graph.inline(name) for name in node.input[1:5]]
-    gain, shift, mean, variance = (None if part is None else part.astype(np.float64) for part in parts)
-    if gain is None or shift is None or mean is None or variance is None or not shape or any(node.output[1:]):
-        return
+    shape = known(graph.value(node.input[0]).shape)
+    gain, shift, mean, variance = (known(graph.inline(name)).astype(np.float64) for name in node.input[1:5])
+    need(shape and not any(node.output[1:]))
     gain = gain / np.sqrt(variance + float(node.attributes.get("epsilon", 1e-5)))
     shift, ones = shift - mean * gain, (1,) * (len(shape) - 2)
     if len(shape) in _PLANES:

@@ -11,7 +11,7 @@ import onnx
 
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import made_by, reduced_axes
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.rewrite import Writer, known, need, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 from edgekit.prepare.rewrites.norms import reduce_axes
 
@@ -25,20 +25,16 @@ def gemm_to_matmul(writer: Writer) -> None:
     The MatMul has an input of three dimensions. This undoes ONNX Runtime's MatMulAddFusion.
     """
     graph, node = writer.graph, writer.node
-    source = graph.producers.get(node.input[0])
-    if source is None or source.op_type != "Reshape" or node.input[1] not in graph.constants:
-        return
-    stack, rows = graph.value(source.input[0]).static_shape, graph.value(node.input[0]).static_shape
+    source, rows = known(made_by(graph, node.input[0], "Reshape")), writer.shape()
+    weight = known(graph.constants.get(node.input[1]))
     given = {name: node.attributes.get(name, default) for name, default in _PLAIN.items()}
-    if stack is None or rows is None or stack != (1, *rows) or given != _PLAIN:
-        return
-    columns = graph.constants[node.input[1]].dims[1]
-    bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
-    if node.has_input(2) and (bias is None or list(bias.dims) != [columns]):
-        return
-    shape = writer.constant("shape", [rows[0], columns], "int64")
+    need(graph.value(source.input[0]).static_shape == (1, *rows) and given == _PLAIN)
+    columns = weight.dims[1]
+    if node.has_input(2):
+        need(list(known(graph.constants.get(node.input[2])).dims) == [columns])
+    shape = writer.ints("shape", [rows[0], columns])
     made = writer.add("MatMul", [source.input[0], node.input[1]], "product")
-    if bias is not None:
+    if node.has_input(2):
         made = writer.add("Add", [made, node.input[2]], "sum")
     writer.add("Reshape", [made, shape])
 
@@ -53,10 +49,9 @@ def plain_gemm(writer: Writer) -> None:
     node = writer.node
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
     turned, biased = bool(node.attributes.get("transA", 0)), node.has_input(2)
-    rows = writer.graph.value(node.input[2]).shape if biased else None
-    is_matrix = rows is not None and len(rows) == 2 and rows[0] != 1
-    if not turned and alpha == 1 and (beta == 1 or not biased) and not is_matrix:
-        return
+    rows = (writer.graph.value(node.given(2)).shape or ()) if biased else ()
+    is_matrix = len(rows) == 2 and rows[0] != 1
+    need(turned or alpha != 1 or (biased and beta != 1) or is_matrix)
     left, bias = node.input[0], list(node.input[2:3])
     if turned:
         left = writer.add("Transpose", [left], "transposed", perm=[1, 0])
@@ -81,13 +76,13 @@ def flat_bias(writer: Writer) -> None:
     Only with this does XNNPACK take a Gemm, and ONNX Runtime's quantizer give its weight a scale per column.
     """
     graph, node = writer.graph, writer.node
-    bias = graph.constants.get(node.input[2]) if node.has_input(2) else None
-    weight, number = graph.constants.get(node.input[1]), None if bias is None else graph.number(bias.name)
+    bias, weight = known(graph.constants.get(node.given(2))), graph.constants.get(node.input[1])
     dims = () if weight is None or len(weight.dims) != 2 else weight.dims
     count = dims[0 if node.integer("transB", 0) else 1] if dims else 0
+    number = graph.number(node.input[2])
     if number is not None and count > 1 and writer.dtype:
         writer.copy(node).input[2] = writer.constant("bias", [number] * count)
-    elif bias is not None and len(bias.dims) == 2 and bias.dims[0] == 1:
+    elif len(bias.dims) == 2 and bias.dims[0] == 1:
         writer.copy(node).input[2] = writer.reshaped("bias", node.input[2], [bias.dims[1]])
 
 
@@ -99,21 +94,17 @@ def matmul_to_2d(writer: Writer) -> None:
     XNNPACK take constants only there: constant @ x = (x^T @ constant^T)^T. The order of summation may differ (1e-6
     relative).
     """
-    constants, add = writer.graph.constants, writer.add
-    (left, right), shapes = writer.node.input, [writer.graph.value(name).static_shape for name in writer.node.input]
-    data, matrix = shapes if right in constants else shapes[::-1]
-    if data is None or matrix is None or len(matrix) != 2 or (left in constants) == (right in constants):
-        return
+    constants, add, (left, right) = writer.graph.constants, writer.add, writer.node.input
+    data, matrix = (writer.shape(at) for at in ((0, 1) if right in constants else (1, 0)))
+    need(len(matrix) == 2 and (left in constants) != (right in constants))
     if right in constants and len(data) >= 3:
-        rows = add("Reshape", [left, writer.constant("flat", [-1, data[-1]], "int64")], "rows")
-        product, columns = add("MatMul", [rows, right], "product"), [*data[:-1], matrix[1]]
-        add("Reshape", [product, writer.constant("whole", columns, "int64")])
+        rows = writer.reshape(left, "flat", [-1, data[-1]], "rows")
+        writer.reshape(add("MatMul", [rows, right], "product"), "whole", [*data[:-1], matrix[1]])
     elif left in constants and len(data) >= 2 and writer.opset >= _NO_BIAS_SINCE:
         turn = [*range(len(data) - 2), len(data) - 1, len(data) - 2]
-        turned = add("Transpose", [right], "turned", perm=turn)
-        rows = add("Reshape", [turned, writer.constant("flat", [-1, data[-2]], "int64")], "rows")
-        product, columns = add("Gemm", [rows, left], "product", transB=1), [*data[:-2], data[-1], matrix[0]]
-        whole = add("Reshape", [product, writer.constant("whole", columns, "int64")], "whole")
+        rows = writer.reshape(add("Transpose", [right], "turned", perm=turn), "flat", [-1, data[-2]], "rows")
+        product = add("Gemm", [rows, left], "product", transB=1)
+        whole = writer.reshape(product, "whole", [*data[:-2], data[-1], matrix[0]], "whole")
         add("Transpose", [whole], perm=turn)
 
 
@@ -131,27 +122,23 @@ def einsum_to_matmul(writer: Writer) -> None:
     equation = str(writer.node.attributes.get("equation", "")).replace(" ", "")
     shapes = [writer.graph.value(name).static_shape or () for name in writer.node.input]
     terms = _spell_out(equation.replace("->", ",").split(","), [len(shape) for shape in shapes])
-    if "->" not in equation or len(terms) != 3 or not "".join(terms).isalpha():
-        return
+    need("->" in equation and len(terms) == 3 and "".join(terms).isalpha())
     sizes = dict(chain.from_iterable(map(zip, terms, shapes)))
     one, two, out = terms
     stack = "".join(letter for letter in out if letter in one and letter in two)
     rows, columns = ("".join(each for each in out if each in term and each not in stack) for term in (one, two))
     summed = "".join(each for each in one if each in two and each not in out)
     parts = [[*([stack] if stack else []), *each] for each in ([rows, summed], [summed, columns], [rows, columns])]
-    if any(sorted("".join(groups)) != sorted(term) for groups, term in zip(parts, terms, strict=True)):
-        return
+    need(all(sorted("".join(groups)) == sorted(term) for groups, term in zip(parts, terms, strict=True)))
     # Sizes of 1 may stand for others, and a Reshape to 0 would copy a size.
-    if [tuple(sizes.get(each) for each in term) for term in (one, two)] != shapes or 0 in sizes.values():
-        return
+    need([tuple(sizes.get(each) for each in term) for term in (one, two)] == shapes and 0 not in sizes.values())
     operands = zip(writer.node.input, terms, parts, ("left", "right"), strict=False)
     given = [_arrange(writer, name, term, groups, sizes, part) for name, term, groups, part in operands]
     made, order = parts[2], "".join(parts[2])
     is_split, is_turned = any(len(group) != 1 for group in made), order != out
     product = writer.add("MatMul", given, "product" if is_split or is_turned else "")
     if is_split:
-        shape = writer.constant("whole", [sizes[letter] for letter in order], "int64")
-        product = writer.add("Reshape", [product, shape], "split" if is_turned else "")
+        product = writer.reshape(product, "whole", [sizes[each] for each in order], "split" if is_turned else "")
     if is_turned:
         writer.add("Transpose", [product], perm=[order.index(letter) for letter in out])
 
@@ -177,13 +164,13 @@ def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes:
     if value is not None:
         return writer.constant(part, value.transpose(perm).reshape(shape))
     name = writer.add("Transpose", [name], f"{part}_turned", perm=perm) if is_turned else name
-    return writer.add("Reshape", [name, writer.constant(f"{part}_shape", shape, "int64")], part) if is_joined else name
+    return writer.reshape(name, f"{part}_shape", shape, part) if is_joined else name
 
 
 @node_rewrite("neg-to-mul", {"Neg"}, floats=True)
 def neg_to_mul(writer: Writer) -> None:
     """Rewrites Neg(x) of floats to x * -1."""
-    writer.add("Mul", [writer.node.input[0], writer.constant("minus_one", -1)])
+    writer.add("Mul", [writer.x, writer.constant("minus_one", -1)])
 
 
 @node_rewrite("plain-power", {"Pow"}, since=7, floats=True)
@@ -193,18 +180,16 @@ def plain_power(writer: Writer) -> None:
     In float the HTP's powers of -0 with these exponents are -4, 16 and 131,008 (targets/qnn/NOTES.md). A convolution or
     a difference may give -0, and so does half precision for a small negative number.
     """
-    node, graph = writer.node, writer.graph
-    exponent, shape = graph.number(node.input[1]), graph.value(node.input[0]).shape
+    exponent, shape = writer.number(1), known(writer.graph.value(writer.x).shape)
     # An exponent of more axes would add these to the result.
-    if shape is None or exponent is None or len(graph.constants[node.input[1]].dims) > len(shape):
-        return
-    squared = [node.input[0]] * 2
+    need(len(writer.graph.value(writer.node.input[1]).shape or ()) <= len(shape))
+    squared = [writer.x] * 2
     if exponent == 2:
         writer.add("Mul", squared)
     elif exponent == 4:
         writer.add("Mul", [writer.add("Mul", squared, "square")] * 2)
     elif exponent == 0.5:
-        writer.add("Sqrt", node.input[:1])
+        writer.add("Sqrt", [writer.x])
 
 
 @node_rewrite("divide-one", {"Reciprocal"}, since=10)
@@ -214,13 +199,12 @@ def divide_one(writer: Writer) -> None:
     The HTP's Reciprocal is off by up to the whole range if x is negative or beyond 1, its Div is right
     (targets/qnn/NOTES.md).
     """
-    graph, x = writer.graph, writer.node.input[0]
-    read = graph.producers.get(x)
-    if read is None or read.op_type != "DequantizeLinear" or not read.has_input(2):
-        return
-    kind, scale = graph.value(read.input[2]).dtype or "", writer.constant("scale", 1, "float32")
+    read = known(writer.graph.producers.get(writer.x))
+    need(read.op_type == "DequantizeLinear" and read.has_input(2))
+    kind, scale = writer.graph.value(read.input[2]).dtype or "", writer.constant("scale", 1, "float32")
     number, zero = writer.constants({"number": 1, "zero": 0}, kind)
-    writer.add("Div", [writer.add("DequantizeLinear", [number, scale, zero], "one", domain=read.domain), x])
+    one = writer.add("DequantizeLinear", [number, scale, zero], "one", domain=read.domain)
+    writer.add("Div", [one, writer.x])
 
 
 @node_rewrite("widen-kernel", {"Conv"}, since=10)
@@ -230,12 +214,10 @@ def widen_kernel(writer: Writer) -> None:
     The HTP's kernel for one element is wrong in channels whose weight is small (targets/qnn/NOTES.md).
     """
     graph, node = writer.graph, writer.node
-    read, weight = (graph.producers.get(name) for name in node.input[:2])
-    if read is None or weight is None or {read.op_type, weight.op_type} != {"DequantizeLinear"}:
-        return
-    values, is_wide = graph.inline(weight.input[0]), graph.value(read.given(2)).dtype == "uint16"
-    if not is_wide or values is None or node.integer("group", 1) == 1 or math.prod(values.shape[1:]) != 1:
-        return
+    read, weight = (known(graph.producers.get(name)) for name in node.input[:2])
+    need({read.op_type, weight.op_type} == {"DequantizeLinear"} and graph.value(read.given(2)).dtype == "uint16")
+    values = known(graph.inline(weight.input[0]))
+    need(node.integer("group", 1) != 1 and math.prod(values.shape[1:]) == 1)
     padding = [0] * (values.ndim - 3) + [1]
     constant = writer.constant("values", np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 1)]), values.dtype.name)
     given = [constant, *weight.input[1:]]
@@ -249,15 +231,12 @@ def widen_kernel(writer: Writer) -> None:
 @node_rewrite("sum-to-mean", {"ReduceSum"}, floats=True)
 def sum_to_mean(writer: Writer) -> None:
     """Rewrites a ReduceSum to the mean, times the number of elements that each result sums up."""
-    graph, node = writer.graph, writer.node
-    before, after = (graph.static_shape(name) for name in (node.input[0], node.output[0]))
-    axes = reduced_axes(graph, node)
-    if before is None or after is None or 0 in before or (axes is None and node.has_input(1)):
-        return
+    node, before, after = writer.node, writer.shape(), writer.made
+    axes = reduced_axes(writer.graph, node)
+    need(0 not in before and (axes is not None or not node.has_input(1)))
     count = math.prod(before) // math.prod(after)
     # A factor that is no finite float16, or a node that sums nothing up.
-    if count > MAX_HALF or count == 1:
-        return
+    need(1 != count <= MAX_HALF)
     listed, keepdims = axes or range(len(before)), node.integer("keepdims", 1)
     mean = reduce_axes(writer, "ReduceMean", node.input[0], "mean", listed, keepdims=keepdims)
     writer.add("Mul", [mean, writer.constant("count", count)])
@@ -282,21 +261,19 @@ def affine_grid_to_matmul(writer: Writer) -> None:
 
     With a third axis it is theta @ [x, y, z, 1]. The last bits may differ (1e-6 relative).
     """
-    graph, node = writer.graph, writer.node
-    size, theta = graph.array(node.input[1]), graph.value(node.input[0]).static_shape
-    if size is None or size.shape not in {(4,), (5,)}:
-        return
+    size, theta = writer.array(1), writer.shape()
+    need(size.shape in {(4,), (5,)})
     batch, _, *sizes = size.tolist()
-    corners = bool(node.integer("align_corners", 0))
+    corners = bool(writer.node.integer("align_corners", 0))
     # One place between two corners is not defined.
-    if min(sizes) < 1 + corners or math.prod(sizes) > _MOST_PLACES or theta != (batch, len(sizes), len(sizes) + 1):
-        return
+    need(min(sizes) >= 1 + corners and math.prod(sizes) <= _MOST_PLACES)
+    need(theta == (batch, len(sizes), len(sizes) + 1))
     places = [np.linspace(-1, 1, count) if corners else (2 * np.arange(count) + 1) / count - 1 for count in sizes]
     # The first number is that of the last axis.
     axes = [*np.meshgrid(*places, indexing="ij")[::-1], np.ones(sizes)]
-    product = writer.add("MatMul", [node.input[0], writer.constant("grid", [axis.ravel() for axis in axes])], "product")
+    product = writer.add("MatMul", [writer.x, writer.constant("grid", [axis.ravel() for axis in axes])], "product")
     turned = writer.add("Transpose", [product], "turned", perm=[0, 2, 1])
-    writer.add("Reshape", [turned, writer.constant("shape", [batch, *sizes, len(sizes)], "int64")])
+    writer.reshape(turned, "shape", [batch, *sizes, len(sizes)])
 
 
 # More than this many times the scale, a shift before padding would cost digits of what it is added to. A choice.
@@ -315,12 +292,12 @@ def scale_to_conv(writer: Writer) -> None:
     names = [name for name in node.input[1:] if name]
     constants = [graph.constants.get(name) for name in names]
     # Weights that lie on the disk stay.
-    is_fixed = all(each is not None and each.data_type == onnx.TensorProto.FLOAT for each in constants)
-    if not scale or shift is None or not is_fixed or any(map(graph.is_external, names)):
-        return
+    need(all(each is not None and each.data_type == onnx.TensorProto.FLOAT for each in constants))
+    need(not any(map(graph.is_external, names)))
+    shift, scale = known(shift), known(scale)
+    need(scale)
     if any(node.entries("pads") or ()) or node.attributes.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"}:
-        if abs(shift) > _MOST_SHIFT * abs(scale):
-            return
+        need(abs(shift) <= _MOST_SHIFT * abs(scale))
         x, shift = writer.add("Add", [x, writer.constant("shift", shift / scale, "float32")], "shifted"), 0.0
     weight, bias = graph.inline(names[0]), graph.inline(names[-1]) if names[1:] else np.zeros(())
     # A model that is only checked was loaded without its weights.

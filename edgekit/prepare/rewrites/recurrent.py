@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.rewrite import Writer, known, need, node_rewrite
 from edgekit.prepare.rewrites.idle import has_default_activations
 
 # The inputs of an LSTM (ONNX operators): the bias, the lengths of sequences, the first states, the peepholes.
@@ -24,24 +24,23 @@ def split_lstm(writer: Writer) -> None:
     the state. As single operators they are exact to half precision, and so is a GRU (targets/qnn/NOTES.md). The
     computation stays float, also between Q and DQ.
     """
-    node, shape = writer.node, _static_shape(writer.graph, writer.node.input[0])
+    node, (steps, rows, _) = writer.node, _static_shape(writer.graph, writer.x)
     turns, size = _DIRECTIONS.get(node.attributes.get("direction", "forward"), ()), node.integer("hidden_size", 0)
-    is_plain = not any(node.attributes.get(name) for name in ("clip", "input_forget", "layout"))
-    is_plain &= has_default_activations(node)
-    if shape is None or len(shape) != len("SBI") or not (is_plain and size > 0 and shape[0] * len(turns) > 0):
-        return
-    if shape[0] * len(turns) > _MOST_STEPS or node.has_input(_LENGTHS) or node.has_input(_PEEPHOLES):
-        return
-    _Layer(writer=writer, steps=shape[0], rows=shape[1], size=size, turns=turns).write()
+    need(not any(node.attributes.get(name) for name in ("clip", "input_forget", "layout")))
+    need(has_default_activations(node) and size > 0 and 0 < steps * len(turns) <= _MOST_STEPS)
+    need(not node.has_input(_LENGTHS) and not node.has_input(_PEEPHOLES))
+    _Layer(writer=writer, steps=steps, rows=rows, size=size, turns=turns).write()
 
 
-def _static_shape(graph: Graph, name: str) -> tuple[int, ...] | None:
-    """Returns the shape of a value, if necessary from before Q and DQ nodes; None if it is not known."""
+def _static_shape(graph: Graph, name: str) -> tuple[int, ...]:
+    """Returns the shape of a sequence, if necessary from before Q and DQ nodes."""
     while graph.static_shape(name) is None and (maker := graph.producers.get(name)) is not None:
         if maker.op_type not in _SCALING:
             break
         name = maker.input[0]
-    return graph.static_shape(name)
+    shape = known(graph.static_shape(name))
+    need(len(shape) == len("SBI"))
+    return shape
 
 
 class _Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,4 +120,4 @@ class _Layer(msgspec.Struct, frozen=True, kw_only=True):
         self.writer.nodes[-1].output[:] = [node.output[place]]
 
     def _reshape(self, name: str, part: str, shape: Sequence[int]) -> str:
-        return self.writer.add("Reshape", [name, self.writer.constant(f"{part}-shape", shape, "int64")], part)
+        return self.writer.reshape(name, f"{part}-shape", shape, part)

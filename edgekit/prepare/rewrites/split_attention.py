@@ -7,7 +7,7 @@ import numpy as np
 from onnx import helper
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite
 
 OPSET_SINCE = 13
 """The first opset in which the sizes of Split and the axes of Unsqueeze are inputs."""
@@ -36,6 +36,11 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
     value_size: int
     dtype: str
     before: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes of a query, a key and a value."""
+        return self.size, self.size, self.value_size
 
     @property
     def is_sound(self) -> bool:
@@ -70,7 +75,7 @@ class Parts(msgspec.Struct, kw_only=True):
 
     def reshape(self, x: str, part: str, shape: Sequence[int]) -> str:
         """Adds a Reshape."""
-        return self.writer.add("Reshape", [x, self.writer.constant(f"{part}_shape", list(shape), "int64")], part)
+        return self.writer.reshape(x, f"{part}_shape", list(shape), part)
 
     def to_heads(self, x: str, part: str, sizes: Sequence[int]) -> str:
         """Adds nodes from [batch, rows, heads * size] to [batch, heads, rows, size]; `sizes` is (heads, rows, size)."""
@@ -116,8 +121,7 @@ class Parts(msgspec.Struct, kw_only=True):
         """Makes heads, which the last node computed, the node's output: apart, or merged by a Transpose and Reshape."""
         if merges:
             of, rows = self.heads, self.writer.add("Transpose", [made], "beside", perm=[0, 2, 1, 3])
-            joined = [of.batch, of.tokens, of.heads * of.value_size]
-            self.writer.add("Reshape", [rows, self.writer.constant("joined", joined, "int64")])
+            self.writer.reshape(rows, "joined", [of.batch, of.tokens, of.heads * of.value_size])
         else:
             self.writer.nodes[-1].name = self.node.proto.name
             self.publish(made, 0)
@@ -133,6 +137,7 @@ def static_float(graph: Graph, name: str, rank: int) -> tuple[int, ...] | None:
     return shape if shape is not None and len(shape) == rank and value.dtype in FLOATS else None
 
 
+_NAMES = ("query", "key", "value")
 _WIDTHS = "qkv_hidden_sizes"
 _PACKED_MASK, _PACKED_PAST, _PACKED_BIAS = 3, 4, 5
 _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
@@ -158,45 +163,38 @@ def split_attention(writer: Writer) -> None:
 def _expand_packed(writer: Writer) -> None:
     """Splits Attention, which multiplies one input by packed weights to make query, key and value."""
     graph, node = writer.graph, writer.node
-    shape, weight = static_float(graph, node.input[0], 3), static_float(graph, node.given(1), 2)
-    count, is_open = node.integer("num_heads", 0), any(node.has_input(at) for at in (_PACKED_PAST, 6))
-    if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
-        return
-    widths = node.entries(_WIDTHS) or (weight[1] // 3,) * 3
+    batch, tokens, _ = known(static_float(graph, node.input[0], 3))
+    _, columns = known(static_float(graph, node.given(1), 2))
+    count = node.integer("num_heads", 0)
+    need(count >= 1 and not any(node.has_input(at) for at in (_PACKED_PAST, 6)))
+    need(not node.integer("do_rotary", 0) and not any(node.output[1:]))
     # A list of strings is malformed and must not be taken for an absent attribute.
-    if len(widths) != 3 or (_WIDTHS in node.attributes and node.entries(_WIDTHS) is None):
-        return
+    widths = known(node.entries(_WIDTHS)) if _WIDTHS in node.attributes else (columns // 3,) * 3
+    need(len(widths) == 3)
     heads = Heads(
-        batch=shape[0], tokens=shape[1], rows=shape[1], heads=count, keys=count, size=widths[0] // count,
+        batch=batch, tokens=tokens, rows=tokens, heads=count, keys=count, size=widths[0] // count,
         value_size=widths[-1] // count, dtype=writer.dtype,
     )  # fmt: skip
-    parts = Parts(writer=writer, heads=heads)
-    whole = [count * size for size in (heads.size, heads.size, heads.value_size)]
+    parts, whole = Parts(writer=writer, heads=heads), [count * size for size in heads.sizes]
+    need(heads.is_sound and [*widths] == whole and sum(whole) == columns)
     mask = _find_form(graph, node.given(_PACKED_MASK), heads)
-    if not heads.is_sound or tuple(widths) != tuple(whole) or sum(whole) != weight[1] or mask is None:
-        return
-    made = parts.writer.add("MatMul", [node.input[0], node.input[1]], "product")
+    made = writer.add("MatMul", [node.input[0], node.input[1]], "product")
     if node.has_input(2):
-        made = parts.writer.add("Add", [made, node.input[2]], "shifted")
-    names = parts.writer.cut(made, "packed", whole, 2)
-    sizes = zip(names, ("query", "key", "value"), (heads.size, heads.size, heads.value_size), strict=True)
-    query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
+        made = writer.add("Add", [made, node.input[2]], "shifted")
+    sizes = zip(writer.cut(made, "packed", whole, 2), _NAMES, heads.sizes, strict=True)
+    query, key, value = (parts.to_heads(x, part, (count, tokens, size)) for x, part, size in sizes)
     parts.attend((query, key, value), node.number("scale"), _list_biases(parts, mask, _PACKED_BIAS))
 
 
 def _expand_multi(writer: Writer) -> None:
     """Splits MultiHeadAttention, whose inputs are query, key and value, with or without a cache."""
     graph, node = writer.graph, writer.node
+    need(not any(node.has_input(at) for at in (8, 9)) and len(graph.value(node.input[0]).shape or ()) == 3)
     heads = _read_heads(graph, node, (node.integer("num_heads", 0),) * 3, _MULTI_PAST)
-    is_open = any(node.has_input(at) for at in (8, 9)) or len(graph.value(node.input[0]).shape or ()) != 3
-    mask = None if heads is None else _find_form(graph, node.given(_MULTI_MASK), heads)
-    if heads is None or is_open or mask is None:
-        return
-    parts = Parts(writer=writer, heads=heads)
+    mask, parts = _find_form(graph, node.given(_MULTI_MASK), heads), Parts(writer=writer, heads=heads)
     shifts: Sequence[str] = ("", "", "")
     if node.has_input(_MULTI_BIAS):
-        widths = [heads.heads * size for size in (heads.size, heads.size, heads.value_size)]
-        shifts = writer.cut(node.input[_MULTI_BIAS], "shifts", widths, 0)
+        shifts = writer.cut(node.input[_MULTI_BIAS], "shifts", [heads.heads * size for size in heads.sizes], 0)
     biases = _list_biases(parts, mask, _MULTI_SCORES)
     parts.attend(_take_parts(parts, _MULTI_PAST, shifts), node.number("scale"), biases)
 
@@ -207,71 +205,64 @@ def _expand_onnx(writer: Writer) -> None:
     counts = [node.integer(name, 0) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     heads = _read_heads(graph, node, counts, _ONNX_PAST)
     # In opset 23 the softcap came behind the mask. In float16 a Softmax in float32 is another.
-    is_open = node.has_input(_ONNX_LENGTHS) or node.number("softcap") != 0
-    is_open |= "softmax_precision" in node.attributes
-    if heads is None or is_open or len({len(graph.value(name).shape or ()) for name in node.input[:3]}) != 1:
-        return
+    need(not node.has_input(_ONNX_LENGTHS) and node.number("softcap") == 0)
+    need("softmax_precision" not in node.attributes)
+    ranks = {len(graph.value(name).shape or ()) for name in node.input[:3]}
+    need(len(ranks) == 1)
     parts, biases = Parts(writer=writer, heads=heads), list[str]()
-    if node.has_input(_ONNX_MASK):
-        mask = node.input[_ONNX_MASK]
+    if mask := node.given(_ONNX_MASK):
         value, most = graph.value(mask), (heads.batch, heads.heads, heads.tokens, heads.rows)
         shape = value.static_shape or ()
-        fits = all(size in {1, whole} for size, whole in zip(shape[::-1], most[::-1], strict=False))
+        need(all(size in {1, whole} for size, whole in zip(shape[::-1], most[::-1], strict=False)))
         # The last axis may be shorter than there are keys: then it is filled up.
-        if not fits or not 2 <= len(shape) <= len(most) or shape[-1] != heads.rows:
-            return
+        need(2 <= len(shape) <= len(most) and shape[-1] == heads.rows and value.dtype in {"bool", heads.dtype})
         fixed = graph.inline(mask)
         if value.dtype == "bool" and fixed is not None:
-            biases.append(writer.constant("bias", np.where(fixed, 0, MASKED)))
-        elif value.dtype in {"bool", heads.dtype}:
-            biases.append(parts.hide("bias", mask) if value.dtype == "bool" else mask)
-        else:
-            return
+            mask = writer.constant("bias", np.where(fixed, 0, MASKED))
+        elif value.dtype == "bool":
+            mask = parts.hide("bias", mask)
+        biases.append(mask)
     if node.integer("is_causal", 0):
         biases.append(_hide_later(parts))
-    is_flat = len(graph.value(node.input[0]).shape or ()) == 3
-    parts.attend(_take_parts(parts, _ONNX_PAST, ("", "", "")), node.number("scale"), biases, merges=is_flat)
+    taken = _take_parts(parts, _ONNX_PAST, ("", "", ""))
+    parts.attend(taken, node.number("scale"), biases, merges=ranks == {3})
 
 
-def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -> Heads | None:
-    """Returns the sizes of attention whose inputs are query, key and value, or None if they are unknown or unsound.
+def _read_heads(graph: Graph, node: Node, counts: Sequence[int], past_at: int) -> Heads:
+    """Returns the sizes of attention whose inputs are query, key and value, if they are known and sound.
 
     `counts` are the heads of each, 0 where only its shape tells; the cache is input `past_at` and the next.
     """
-    in_heads: list[tuple[int, ...]] = []
-    for at, count in enumerate(counts):
-        if (shape := _part_heads(graph, node.given(at), count)) is None:
-            return None
-        in_heads.append(shape)
+    in_heads = [_part_heads(graph, node.given(at), count) for at, count in enumerate(counts)]
     (batch, count, tokens, size), (_, keys, rows, _), (*_, value_size) = in_heads
     past = [graph.value(node.input[at]).static_shape or () for at in (past_at, past_at + 1) if node.has_input(at)]
     before = past[0][2] if past and len(past[0]) == 4 else 0
     wanted = [(batch, keys, each, width) for each in (rows, before) for width in (size, value_size)]
-    if [*in_heads[1:], *past] != wanted[: 4 if past else 2]:
-        return None
+    need([*in_heads[1:], *past] == wanted[: 4 if past else 2])
     # If such a key passes through unchanged, no new node makes it, and so none can be renamed to the output.
     passes = any(len(graph.value(node.input[at]).shape or ()) == 4 and any(node.output[at : at + 1]) for at in (1, 2))
     heads = Heads(
         batch=batch, tokens=tokens, rows=before + rows, heads=count, keys=keys, size=size, value_size=value_size,
         dtype=graph.value(node.input[0]).dtype or "", before=before,
     )  # fmt: skip
-    is_plain = heads.dtype in FLOATS and not any(node.output[3:]) and (before > 0 or not passes)
-    return heads if heads.is_sound and is_plain else None
+    need(heads.is_sound and heads.dtype in FLOATS and not any(node.output[3:]) and (before > 0 or not passes))
+    return heads
 
 
-def _part_heads(graph: Graph, name: str, count: int) -> tuple[int, ...] | None:
-    """Returns the shape of [batch, rows, heads * size] or [batch, heads, rows, size] as the latter, None of others."""
-    shape = graph.value(name).static_shape or ()
+def _part_heads(graph: Graph, name: str, count: int) -> tuple[int, ...]:
+    """Returns the shape of [batch, rows, heads * size] or [batch, heads, rows, size] as the latter."""
+    shape = known(graph.value(name).static_shape)
     if len(shape) == 3 and count > 0 and shape[2] % count == 0:
         return (shape[0], count, shape[1], shape[2] // count)
-    return shape if len(shape) == 4 and count in {0, shape[1]} else None
+    need(len(shape) == 4 and count in {0, shape[1]})
+    return shape
 
 
 def _take_parts(parts: Parts, past_at: int, shifts: Sequence[str]) -> tuple[str, str, str]:
     """Returns query, key and value in heads, each with its shift added, the last two behind those of the cache."""
     writer, heads, made = parts.writer, parts.heads, list[str]()
-    for at, (part, shift) in enumerate(zip(("query", "key", "value"), shifts, strict=True)):
-        x, size = parts.node.input[at], heads.value_size if part == "value" else heads.size
+    for at, (part, shift, size) in enumerate(zip(_NAMES, shifts, heads.sizes, strict=True)):
+        x = parts.node.input[at]
         if len(writer.graph.value(x).shape or ()) == 3:
             x = writer.add("Add", [x, shift], f"{part}_shifted") if shift else x
             count, rows = (heads.keys, heads.rows - heads.before) if at else (heads.heads, heads.tokens)
@@ -282,13 +273,12 @@ def _take_parts(parts: Parts, past_at: int, shifts: Sequence[str]) -> tuple[str,
     return made[0], parts.publish(made[1], 1), parts.publish(made[2], 2)
 
 
-def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
-    """Returns the form of a mask: "" for none, "rows" or "lengths"; None for a form that is not supported here."""
-    if not mask:
-        return ""
+def _find_form(graph: Graph, mask: str, heads: Heads) -> str:
+    """Returns the form of a mask: "" for none, "rows" or "lengths"; another form is not supported here."""
     value = graph.value(mask)
     forms: dict[tuple[int, ...], str] = {(heads.batch, heads.rows): "rows", (heads.batch,): "lengths"}
-    return forms.get(value.static_shape or ()) if value.dtype == "int32" else None
+    need(not mask or value.dtype == "int32")
+    return known(forms.get(value.static_shape or ())) if mask else ""
 
 
 def _list_biases(parts: Parts, form: str, scores_at: int) -> list[str]:
@@ -337,10 +327,7 @@ def split_grouped_attention(writer: Writer) -> None:
     New rows are written into the cache at the position that `seqlens_k` gives. The rows after them keep their old
     values, which do not affect any result. The last bits may differ (1e-5 relative).
     """
-    graph, node = writer.graph, writer.node
-    heads = _read_grouped_heads(graph, node)
-    if heads is None or not heads.is_sound or not _fits(graph, node, heads):
-        return
+    graph, node, heads = writer.graph, writer.node, _read_grouped_heads(writer)
     past, table = graph.value(node.given(_PAST)).static_shape, graph.value(node.given(_COS)).static_shape
     case = _Case(
         writer=writer,
@@ -366,41 +353,32 @@ def split_grouped_attention(writer: Writer) -> None:
     case.attend((query, key, value), node.number("scale"), biases)
 
 
-def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
-    """Returns the sizes of a GroupQueryAttention; None if they are unknown, or it uses a feature not supported here."""
-    quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
-    options = any(node.number(name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
-    inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
-    inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1) or node.has_input(1) != node.has_input(2)
-    if quantized or options or inputs or any(node.output[3:]):
-        return None
-    shape, total = static_float(graph, node.input[0], 3), graph.number(node.given(_TOTAL))
-    heads, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
-    if shape is None or total is None or not total.is_integer() or heads < 1 or keys < 1:
-        return None
-    size = shape[2] // (heads if node.has_input(1) else heads + 2 * keys)
-    past = static_float(graph, node.given(_PAST), 4) or (0, 0, 0, 0)
-    return Heads(
-        batch=shape[0], tokens=shape[1], rows=max(int(total), past[2]), heads=heads, keys=keys, size=size,
-        value_size=size, dtype=str(graph.value(node.input[0]).dtype),
+def _read_grouped_heads(writer: Writer) -> Heads:
+    """Returns the sizes of a GroupQueryAttention, if they are known, agree, and it uses no feature that is not here."""
+    graph, node = writer.graph, writer.node
+    need(all(node.attributes.get(f"{part}_quant_type", "NONE") == "NONE" for part in "kv"))
+    need(not any(node.number(name) > 0 for name in _KEPT_WHOLE) and node.integer("causal", 1))
+    need(not any(node.has_input(at) for at in _OTHERS) and not any(node.output[3:]))
+    need(node.has_input(_PAST) == node.has_input(_PAST + 1) and node.has_input(1) == node.has_input(2))
+    (batch, tokens, width), total = known(static_float(graph, node.input[0], 3)), writer.number(_TOTAL)
+    count, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
+    need(total.is_integer() and count >= 1 and keys >= 1)
+    size = width // (count if node.has_input(1) else count + 2 * keys)
+    past = known(static_float(graph, node.input[_PAST], 4)) if node.has_input(_PAST) else (batch, keys, 0, size)
+    heads = Heads(
+        batch=batch, tokens=tokens, rows=max(int(total), past[2]), heads=count, keys=keys, size=size, value_size=size,
+        dtype=writer.dtype,
     )  # fmt: skip
-
-
-def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
-    """Returns True if the shapes of the other inputs agree with these sizes."""
-    past, total = node.given(_PAST), graph.number(node.input[_TOTAL])
-    shape = static_float(graph, past, 4) if past else (heads.batch, heads.keys, 0, heads.size)
-    if shape is None or (shape[0], shape[1], shape[3]) != (heads.batch, heads.keys, heads.size):
-        return False
+    need(heads.is_sound and (past[0], past[1], past[3]) == (batch, keys, size))
     # Without a cache all tokens are new; with a cache there must be room for them.
-    is_known = total == heads.tokens or (shape[2] > 0 and heads.tokens < (total or 0) <= shape[2] + heads.tokens)
+    need(total == tokens or (past[2] > 0 and tokens < total <= past[2] + tokens))
     tables = [static_float(graph, node.given(at), 2) for at in (_COS, _SIN)]
     turned = 2 * (tables[0] or (0, 0))[1]
-    turns = not node.integer("do_rotary", 0) or (tables[0] == tables[1] and 0 < turned <= heads.size)
-    asked = graph.value(node.given(_POSITIONS)).static_shape
-    places = not node.has_input(_POSITIONS) or asked == (heads.batch, heads.tokens)
-    bias = not node.has_input(_BIAS) or (graph.value(node.input[_BIAS]).shape or ())[-1:] == (heads.rows,)
-    return is_known and turns and places and bias and graph.value(node.input[_LENGTHS]).dtype == "int32"
+    need(not node.integer("do_rotary", 0) or (tables[0] == tables[1] and 0 < turned <= size))
+    need(not node.has_input(_POSITIONS) or writer.shape(_POSITIONS) == (batch, tokens))
+    need(not node.has_input(_BIAS) or (graph.value(node.input[_BIAS]).shape or ())[-1:] == (heads.rows,))
+    need(graph.value(node.given(_LENGTHS)).dtype == "int32")
+    return heads
 
 
 def _find_places(case: _Case, last: str) -> tuple[str, str]:
@@ -424,27 +402,19 @@ def split_rotary(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     at, order = (1, (2, 3)) if node.domain else (3, (1, 2))
     places, tables = node.given(at), [node.given(each) for each in order]
-    shapes = [static_float(graph, name, 2 if places else 3) for name in tables]
+    cos, sin = (known(static_float(graph, name, 2 if places else 3)) for name in tables)
+    turned = 2 * cos[-1]
     is_flat, count = len(graph.value(node.input[0]).shape or ()) == 3, node.integer("num_heads", 0)
-    if shapes[0] is None or shapes[0] != shapes[1]:
-        return
-    turned = 2 * shapes[0][-1]
     if is_flat and node.domain and not count and turned:
         count = (graph.dims(node.input[0])[-1] or 0) // turned
-    shape = _part_heads(graph, node.input[0], count)
-    is_open = any(node.number(name) for name in ("interleaved", "is_packed_batching"))
-    if shape is None or is_open or node.number("scale", 1) != 1:
-        return
-    batch, count, tokens, size = shape
-    asked = graph.value(places).static_shape if places else shapes[0][:2]
-    whole = node.integer("rotary_embedding_dim", 0) or size
-    if asked != (batch, tokens) or turned != whole or turned > size:
-        return
+    batch, count, tokens, size = _part_heads(graph, node.input[0], count)
+    need(not any(node.number(name) for name in ("interleaved", "is_packed_batching")) and node.number("scale", 1) == 1)
+    need(cos == sin and (writer.shape(at) if places else cos[:2]) == (batch, tokens))
+    need(turned == (node.integer("rotary_embedding_dim", 0) or size) <= size)
     heads = Heads(
         batch=batch, tokens=tokens, rows=tokens, heads=count, keys=count, size=size, value_size=size, dtype=writer.dtype
     )
-    if not heads.is_sound:
-        return
+    need(heads.is_sound)
     parts = Parts(writer=writer, heads=heads, turned=turned)
     if places:
         turns = _find_turns(parts, places, tables)
