@@ -19,17 +19,16 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 Rule = (
-    rules.Never | rules.Forms | rules.Dtype | rules.SameDtype | rules.Rank | rules.Static | rules.KnownShape
-    | rules.NonZero | rules.DimLimit | rules.Constant | rules.Computed | rules.Internal | rules.Traced | rules.Inline
-    | rules.Attribute | rules.Length | rules.EqualEntries | rules.Mirrored | rules.Count | rules.Values
-    | rules.Setting | rules.Quantized | rules.SameQuantization | rules.QuantizedOutput | rules.FiniteScale
-    | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast
-    | operators.AxisSize | operators.Bounds | operators.CentredPads | operators.ConvKernel | operators.Covered
-    | operators.Equation | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks
-    | operators.NearestKernel | operators.OwnConstants | operators.PadReach | operators.PaddedDepthwise
-    | operators.PadOnGrid
-    | operators.Rescaled | operators.ReshapeTarget | operators.ResizeScales | operators.RowBytes | operators.SlopeShape
-    | operators.SplitSizes | operators.LastInNhwc | operators.LeftTransposed
+    rules.Never | rules.Forms | rules.Dtype | rules.SameDtype | rules.Rank | rules.Static | rules.NonZero
+    | rules.DimLimit | rules.Constant | rules.Computed | rules.Internal | rules.Traced | rules.Inline | rules.Attribute
+    | rules.Entries | rules.Count | rules.Values | rules.Setting | rules.Quantized | rules.SameQuantization
+    | rules.QuantizedOutput | rules.FiniteScale | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between
+    | rules.Readers | operators.AxisLast | operators.AxisSize | operators.Bounds | operators.CentredPads
+    | operators.ConvKernel | operators.Covered | operators.Equation | operators.GemmBias | operators.GroupedDilation
+    | operators.MatMulRanks | operators.NearestKernel | operators.OwnConstants | operators.PadReach
+    | operators.PaddedDepthwise | operators.PadOnGrid | operators.Rescaled | operators.ReshapeTarget
+    | operators.ResizeScales | operators.RowBytes | operators.SlopeShape | operators.SplitSizes | operators.LastInNhwc
+    | operators.LeftTransposed
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

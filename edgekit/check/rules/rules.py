@@ -143,6 +143,21 @@ class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
         raise NotImplementedError
 
 
+class OperandRule(BaseRule, frozen=True, kw_only=True):
+    """Base of the rules about each present input or output at the positions `at`; no position means all."""
+
+    of: Side = "inputs"
+    at: tuple[int, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            yield from self._judge(subject, what, operand)
+
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        """Yields why an operand, which messages call `what`, does not meet the rule."""
+        raise NotImplementedError
+
+
 class Never(BaseRule, frozen=True, kw_only=True, tag="never"):
     """Refuses every unit that meets the condition; `text` is the reason."""
 
@@ -175,17 +190,14 @@ class Forms(BaseRule, frozen=True, kw_only=True, tag="forms"):
             yield f"it is quantized ({dtype}) and there is no quantized form of it"
 
 
-class Dtype(BaseRule, frozen=True, kw_only=True, tag="dtype"):
-    """Element types allowed for inputs or outputs by position; an absent one passes."""
+class Dtype(OperandRule, frozen=True, kw_only=True, tag="dtype"):
+    """Element types allowed for inputs or outputs."""
 
-    of: Side = "inputs"
-    at: tuple[int, ...]
     allowed: tuple[str, ...]
 
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at, self.of):
-            if operand.dtype not in self.allowed:
-                yield f"{what} is {operand.dtype or 'of unknown type'}; only {join(self.allowed)} is taken"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:  # noqa: ARG002 - as every rule
+        if operand.dtype not in self.allowed:
+            yield f"{what} is {operand.dtype or 'of unknown type'}; only {join(self.allowed)} is taken"
 
 
 class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
@@ -199,48 +211,41 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
             yield f"its inputs have different types: {join(found)}"
 
 
-class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
-    """Ranks allowed for inputs or outputs by position; no position means all.
+class Rank(OperandRule, frozen=True, kw_only=True, tag="rank"):
+    """Ranks allowed for inputs or outputs.
 
     With `unless_chain`, values inside a chain of these operators, in this order, may have any rank: the provider fuses
     the chain into one operator if its first input and its last output have ranks in `chain_ends`.
     """
 
-    of: Side = "inputs"
-    at: tuple[int, ...] = ()
     min: int = 0
     max: int = sys.maxsize
     allowed: tuple[int, ...] = ()
     unless_chain: tuple[str, ...] = ()
     chain_ends: tuple[int, ...] = ()
 
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at, self.of):
-            rank = None if operand.shape is None else len(operand.shape)
-            if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
-                continue
-            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of, self.chain_ends):
-                return
-            if rank is None:
-                yield f"the rank of {what} is unknown"
-            elif self.allowed and rank not in self.allowed:
-                yield f"rank {rank} of {what} is not {' or '.join(map(str, self.allowed))}"
-            else:
-                yield f"rank {rank} of {what} is {f'above {self.max}' if rank > self.max else f'below {self.min}'}"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        rank = None if operand.shape is None else len(operand.shape)
+        if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
+            return
+        if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of, self.chain_ends):
+            return
+        if rank is None:
+            yield f"the rank of {what} is unknown"
+        elif self.allowed and rank not in self.allowed:
+            yield f"rank {rank} of {what} is not {' or '.join(map(str, self.allowed))}"
+        else:
+            yield f"rank {rank} of {what} is {f'above {self.max}' if rank > self.max else f'below {self.min}'}"
 
 
-class FullShape(BaseRule, frozen=True, kw_only=True, tag="full_shape"):
+class FullShape(OperandRule, frozen=True, kw_only=True, tag="full_shape"):
     """Inputs that must not be broadcast: each has as many elements as the output."""
 
-    at: tuple[int, ...]
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        made = subject.unit.outputs[0].shape
-        for what, operand in subject.operands(self.at):
-            # ONNX broadcasts to the same number of axes.
-            shape = operand.shape
-            if shape is not None and made is not None and (1,) * (len(made) - len(shape)) + shape != made:
-                yield f"{what} is broadcast, from {list(shape)} to {list(made)}"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        made, shape = subject.unit.outputs[0].shape, operand.shape
+        # ONNX broadcasts to the same number of axes.
+        if shape is not None and made is not None and (1,) * (len(made) - len(shape)) + shape != made:
+            yield f"{what} is broadcast, from {list(shape)} to {list(made)}"
 
 
 class Fused(BaseRule, frozen=True, kw_only=True, tag="fused"):
@@ -263,45 +268,30 @@ class Fused(BaseRule, frozen=True, kw_only=True, tag="fused"):
         yield self.text
 
 
-class Static(BaseRule, frozen=True, kw_only=True, tag="static"):
-    """Dimensions that must be known: those listed (negative ones count from the end) or all; no position means all."""
+class Static(OperandRule, frozen=True, kw_only=True, tag="static"):
+    """Dimensions that must be known, all if none are listed; negative ones count from the end.
 
-    of: Side = "inputs"
-    at: tuple[int, ...] = ()
-    dims: tuple[int, ...] = ()
+    With an empty list only the rank must be known.
+    """
 
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at, self.of):
-            if operand.shape is None:
-                yield f"the shape of {what} is unknown"
-                return
-            rank = len(operand.shape)
-            for dim in self.dims or range(rank):
-                if -rank <= dim < rank and operand.shape[dim] is None:
-                    yield f"dimension {dim % rank} of {what} is dynamic"
+    dims: tuple[int, ...] | None = None
 
-
-class KnownShape(BaseRule, frozen=True, kw_only=True, tag="known_shape"):
-    """Inputs whose rank must be known; no position means all."""
-
-    at: tuple[int, ...] = ()
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at):
-            if operand.shape is None:
-                yield f"the shape of {what} is unknown"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:  # noqa: ARG002 - as every rule
+        if operand.shape is None:
+            yield f"the shape of {what} is unknown"
+            return
+        rank = len(operand.shape)
+        for dim in range(rank) if self.dims is None else self.dims:
+            if -rank <= dim < rank and operand.shape[dim] is None:
+                yield f"dimension {dim % rank} of {what} is dynamic"
 
 
-class NonZero(BaseRule, frozen=True, kw_only=True, tag="nonzero"):
-    """Inputs or outputs that must have no dimension of 0; no position means all."""
+class NonZero(OperandRule, frozen=True, kw_only=True, tag="nonzero"):
+    """Inputs or outputs that must have no dimension of 0."""
 
-    of: Side = "inputs"
-    at: tuple[int, ...] = ()
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at, self.of):
-            if 0 in (operand.shape or ()):
-                yield f"{what} has a dimension of 0"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:  # noqa: ARG002 - as every rule
+        if 0 in (operand.shape or ()):
+            yield f"{what} has a dimension of 0"
 
 
 class DimLimit(BaseRule, frozen=True, kw_only=True, tag="dim_limit"):
@@ -346,15 +336,12 @@ class Constant(BaseRule, frozen=True, kw_only=True, tag="constant"):
                 yield f"input {at} is computed; it must be a constant"
 
 
-class Computed(BaseRule, frozen=True, kw_only=True, tag="computed"):
+class Computed(OperandRule, frozen=True, kw_only=True, tag="computed"):
     """Inputs that must not be constants."""
 
-    at: tuple[int, ...]
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at):
-            if operand.name in subject.graph.constants:
-                yield f"{what} is a constant; it must be computed"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        if operand.name in subject.graph.constants:
+            yield f"{what} is a constant; it must be computed"
 
 
 class Inline(BaseRule, frozen=True, kw_only=True, tag="inline"):
@@ -419,43 +406,29 @@ class Attribute(BaseRule, frozen=True, kw_only=True, tag="attribute"):
             yield f"attribute '{self.name}' is {_show(value)}{wanted}"
 
 
-class Length(BaseRule, frozen=True, kw_only=True, tag="length"):
-    """How many entries a list attribute must have; an absent one counts as `default`."""
+class Entries(BaseRule, frozen=True, kw_only=True, tag="entries"):
+    """The entries of a list attribute: how many (`length`), and whether all are equal, or all `value`.
+
+    With `mirrored` the second half must equal the first, such as pads that are the same on both sides. An absent
+    attribute has no entries.
+    """
 
     name: str
-    equals: int
-    default: int
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        value = subject.unit.node.entries(self.name)
-        found = self.default if value is None else len(value)
-        if found != self.equals:
-            yield f"attribute '{self.name}' has {found} entries; it must have {self.equals}"
-
-
-class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
-    """All entries of a list attribute must be equal, and equal to `value` if there is one."""
-
-    name: str
+    length: int | None = None
+    equal: bool = False
     value: int | None = None
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        value = subject.unit.node.entries(self.name)
-        if value and set(value) - ({value[0]} if self.value is None else {self.value}):
-            wanted = "equal" if self.value is None else self.value
-            yield f"attribute '{self.name}' is {_show(value)}; its entries must be {wanted}"
-
-
-class Mirrored(BaseRule, frozen=True, kw_only=True, tag="mirrored"):
-    """The second half of a list attribute must equal the first, such as pads that are the same on both sides."""
-
-    name: str
+    mirrored: bool = False
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         value = subject.unit.node.entries(self.name) or ()
         half = len(value) // 2
-        if value[:half] != value[half:]:
+        if self.length not in {None, len(value)}:
+            yield f"attribute '{self.name}' has {len(value)} entries; it must have {self.length}"
+        if self.mirrored and value[:half] != value[half:]:
             yield f"attribute '{self.name}' is {_show(value)}; its halves must be equal"
+        if (self.equal and len(set(value)) > 1) or (self.value is not None and set(value) - {self.value}):
+            wanted = "equal" if self.value is None else self.value
+            yield f"attribute '{self.name}' is {_show(value)}; its entries must be {wanted}"
 
 
 class Setting(BaseRule, frozen=True, kw_only=True, tag="setting"):
@@ -524,22 +497,19 @@ class Readers(BaseRule, frozen=True, kw_only=True, tag="readers"):
                 yield f"{self.op} '{reader.name}' reads its result, and so do others"
 
 
-class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
+class Internal(OperandRule, frozen=True, kw_only=True, tag="internal"):
     """Inputs that an operator on quantized values computes: a quantization is known only inside a partition."""
 
-    at: tuple[int, ...] = ()
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        for what, operand in subject.operands(self.at):
-            name, producers = operand.name, subject.graph.producers
-            while name in producers and "QLinear" not in producers[name].op_type:
-                before = producers[name].input[0]
-                name = before if subject.graph.value(before).dtype == operand.dtype else ""
-            if name not in producers:
-                yield f"{what} is {operand.dtype}, and its quantization is not known inside the partition"
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        name, producers = operand.name, subject.graph.producers
+        while name in producers and "QLinear" not in producers[name].op_type:
+            before = producers[name].input[0]
+            name = before if subject.graph.value(before).dtype == operand.dtype else ""
+        if name not in producers:
+            yield f"{what} is {operand.dtype}, and its quantization is not known inside the partition"
 
 
-class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
+class Traced(OperandRule, frozen=True, kw_only=True, tag="traced"):
     """Quantized inputs must come from a Q or a graph input: an integer node in between loses scale and zero point.
 
     An operator in `sources` counts as a Q. One operator in `through` may lie between, and so may any operator that does
@@ -552,26 +522,23 @@ class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
     sources: tuple[str, ...] = ()
     any_shape: bool = False
 
-    def _reasons(self, subject: Subject) -> Iterator[str]:
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
         graph = subject.graph
-        for what, operand in subject.operands(self.at):
-            maker = graph.producers.get(operand.name) if operand.is_quantized else None
-            if maker is not None and maker.op_type in self.through:
-                maker = graph.producers.get(maker.input[0])
-            if maker is None or maker.op_type in {"QuantizeLinear", *self.sources}:
-                continue
-            if self.any_shape or graph.value(maker.input[0]).shape != graph.value(maker.output[0]).shape:
-                yield f"{what} comes from {maker.op_type} on plain integers, which loses its quantization"
+        maker = graph.producers.get(operand.name) if operand.is_quantized else None
+        if maker is not None and maker.op_type in self.through:
+            maker = graph.producers.get(maker.input[0])
+        if maker is None or maker.op_type in {"QuantizeLinear", *self.sources}:
+            return
+        if self.any_shape or graph.value(maker.input[0]).shape != graph.value(maker.output[0]).shape:
+            yield f"{what} comes from {maker.op_type} on plain integers, which loses its quantization"
 
 
-class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
+class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
     """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
     `scalar` requires each scale and zero point to be a scalar and not a list of one, `least_scale` no smaller scale.
     """
 
-    of: Side = "inputs"
-    at: tuple[int, ...]
     per_channel: bool = False
     scalar: bool = False
     axis: int | None = None
@@ -580,32 +547,31 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     tolerance: float = 0.0
     least_scale: float = 0.0
 
-    def _reasons(self, subject: Subject) -> Iterator[str]:
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        if not operand.is_quantized:
+            return
         graph = subject.graph
-        for what, operand in subject.operands(self.at, self.of):
-            if not operand.is_quantized:
-                continue
-            names = [name for name in (operand.scale, operand.zero_point) if name]
-            if any(name not in graph.constants for name in names):
-                yield f"the scale or zero point of {what} is computed; it must be a constant"
-            if self.scalar and any(graph.value(name).shape != () for name in names):
-                yield f"the scale or zero point of {what} is a list; it must be a scalar"
-            # Counted by shape, because large constants are loaded without their data here.
-            scales = graph.value(names[0]).elements
-            if scales != 1 and not self.per_channel:
-                yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
-            size = dict(enumerate(operand.shape or ())).get(self.axis or 0)
-            if self.axis is not None and operand.shape is not None and scales not in {1, size}:
-                yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
-            parameters = read_parameters(graph, operand)
-            scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
-            for point in [each for each in zero if self.zero_point is not None and each != self.zero_point][:1]:
-                yield f"the zero point of {what} is {point}; it must be {self.zero_point}"
-            off = [each for each in scale if self.scale is not None and abs(each - self.scale) > self.tolerance]
-            for entry in off[:1]:
-                yield f"the scale of {what} is {entry:.6g}; it must be {self.scale:g}"
-            if min(scale, default=math.inf) < self.least_scale:
-                yield f"the scale of {what} is {min(scale):.6g}, below {self.least_scale:.6g}"
+        names = [name for name in (operand.scale, operand.zero_point) if name]
+        if any(name not in graph.constants for name in names):
+            yield f"the scale or zero point of {what} is computed; it must be a constant"
+        if self.scalar and any(graph.value(name).shape != () for name in names):
+            yield f"the scale or zero point of {what} is a list; it must be a scalar"
+        # Counted by shape, because large constants are loaded without their data here.
+        scales = graph.value(names[0]).elements
+        if scales != 1 and not self.per_channel:
+            yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
+        size = dict(enumerate(operand.shape or ())).get(self.axis or 0)
+        if self.axis is not None and operand.shape is not None and scales not in {1, size}:
+            yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
+        parameters = read_parameters(graph, operand)
+        scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
+        for point in [each for each in zero if self.zero_point is not None and each != self.zero_point][:1]:
+            yield f"the zero point of {what} is {point}; it must be {self.zero_point}"
+        off = [each for each in scale if self.scale is not None and abs(each - self.scale) > self.tolerance]
+        for entry in off[:1]:
+            yield f"the scale of {what} is {entry:.6g}; it must be {self.scale:g}"
+        if min(scale, default=math.inf) < self.least_scale:
+            yield f"the scale of {what} is {min(scale):.6g}, below {self.least_scale:.6g}"
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):
