@@ -9,7 +9,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER, VERSION, Level
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
-from edgekit.errors import DeviceError
+from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
@@ -260,7 +260,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job; files go into the empty folder `work`.
+        """Runs every sample of a job; files go into the folder `work`, which is made if it is not there.
 
         Raises:
             DeviceError: the device is not there. If it refuses the model or dies, nothing is raised: the `DeviceRun`
@@ -268,11 +268,35 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             TargetError: the target has an option that the provider does not know, or would ignore or misread.
         """
         require_device(self.name, self.find_missing())
+        work.mkdir(parents=True, exist_ok=True)
         return self.run(job, work)
+
+    def try_job(self, job: Job, work: Path) -> DeviceRun:
+        """Returns the run of a job as `run_job` does, and one that failed in place of an error."""
+        try:
+            return self.run_job(job, work)
+        except EdgekitError as error:
+            return refuse_run(self, str(error))
 
     def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job; `run_job` calls it if nothing is missing."""
         raise NotImplementedError
+
+
+def refuse_run(device: Device, reason: str) -> DeviceRun:
+    """Returns the run of a job that could not be started on a device."""
+    return DeviceRun(
+        device=device.name,
+        evidence=device.evidence,
+        outputs=Samples(source=device.name, count=0, read=lambda: iter(())),
+        placement=(),
+        placement_source="predicted",
+        load_ms=0.0,
+        latency_ms=(),
+        peak_rss_bytes=0,
+        versions={},
+        failure=reason,
+    )
 
 
 class CpuDevice(Device, frozen=True, kw_only=True):

@@ -81,14 +81,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         return self.failure is not None and is_own
 
 
-class NotObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """Why no real provider could run, with the command that installs one, if there is any."""
-
-    reason: str
-
-
-def observe_target(model: Model, target: Target) -> Observed | NotObserved:
+def observe_target(model: Model, target: Target) -> Observed | str:
     """Returns which nodes of a prepared model the target's real provider takes, and where the prediction differs.
+
+    If no real provider can run, returns why, with the command that installs one, if there is any.
 
     The CPU provider may take the nodes that the provider leaves. The model is run once on random numbers.
 
@@ -100,16 +96,16 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     # A device without `for_target`: it only places nodes, and need not compute the networks of NNAPI or Core ML.
     present, skipped = find_present(map(known_device, _OBSERVERS.get(target.provider, ())))
     if not present and not skipped:
-        return NotObserved(reason=f"{target.provider} runs only on a device; edgekit verify emulates it")
+        return f"{target.provider} runs only on a device; edgekit verify emulates it"
     if not present:
         best = skipped[0]
         command = f"; to observe: {best.command}" if best.command else ""
-        return NotObserved(reason=f"'{best.device}' cannot run here: {best.reason}{command}")
+        return f"'{best.device}' cannot run here: {best.reason}{command}"
     device = present[0]
     try:
         placement = observe_placement(model, target, device)
     except (DeviceError, MissingExtraError, ModelError) as error:
-        return NotObserved(reason=f"'{device.name}': {error.message}; {error.hint}")
+        return f"'{device.name}': {error.message}; {error.hint}"
     return compare_placement(check_model(model, device.as_seen(target)), placement, device)
 
 

@@ -24,7 +24,7 @@ import msgspec
 from edgekit._files import digest_file, one_at_a_time, read_kept, staged_folder, work_folder, write_file, write_new
 from edgekit._proc import Finished, run_process
 from edgekit.app_runtime import NativeLibrary
-from edgekit.devices.local.runner import PROGRAM
+from edgekit.devices.local.runner import PROGRAM, SMALL, write_unit
 from edgekit.devices.process.files import cache_folder, digest_sources, find_sources
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
@@ -107,22 +107,11 @@ def write_member(member: IO[bytes] | None, path: Path) -> None:
 
 
 class Compiler(msgspec.Struct, frozen=True, kw_only=True):
-    """A C and a C++ compiler for one machine, as prefixes of commands; the command `version` prints their version."""
+    """A C and a C++ compiler for one machine, as prefixes of commands."""
 
     name: str
-    machine: str
     c: tuple[str, ...]
     cpp: tuple[str, ...]
-    version: tuple[str, ...]
-
-    def describe(self) -> str:
-        """Returns the name and the version, for example "zig 0.17.1", by which a change of the compiler is noticed.
-
-        Raises:
-            DeviceError: the compiler cannot be started.
-        """
-        first_line = run_process(self.version, timeout_s=60.0).stdout.split("\n", 1)[0]
-        return f"{self.name} {first_line.strip()}"
 
 
 def list_compilers(machine: str) -> tuple[Compiler, ...]:
@@ -134,7 +123,7 @@ def list_compilers(machine: str) -> tuple[Compiler, ...]:
     c, cpp, zig = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++"), find_zig(machine)
     found = [] if zig is None else [zig]
     if c is not None and cpp is not None:
-        found.insert(0, Compiler(name="gcc", machine=machine, c=(c,), cpp=(cpp,), version=(c, "--version")))
+        found.insert(0, Compiler(name="gcc", c=(c,), cpp=(cpp,)))
     return tuple(found)
 
 
@@ -149,9 +138,7 @@ def find_zig(machine: str) -> Compiler | None:
         return None
     zig = (sys.executable, "-m", "ziglang")
     target = ("-target", f"{machine}-linux-musl")
-    return Compiler(
-        name="zig", machine=machine, c=(*zig, "cc", *target), cpp=(*zig, "c++", *target), version=(*zig, "version")
-    )
+    return Compiler(name="zig", c=(*zig, "cc", *target), cpp=(*zig, "c++", *target))
 
 
 _BUILD_TIMEOUT_S = 1200.0
@@ -196,14 +183,10 @@ class Release(Archive, frozen=True, kw_only=True):
 
 
 class Installed(Archive, frozen=True, kw_only=True):
-    """An installed archive: the ABIs that can run here, and what their programs were built from.
-
-    `sources` is the digest of the sources of the programs; `compilers` has the compiler of each ABI's program.
-    """
+    """An installed archive: the ABIs that can run here, and the digest of the sources of their programs."""
 
     abis: tuple[str, ...]
     sources: str
-    compilers: dict[str, str]
 
     def describe(self) -> str:
         """Returns what is installed, as text."""
@@ -317,35 +300,28 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             raise DeviceError(no_compiler, hint=next(iter(self.needs.values())))
         with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
             release = self.unpack(given, staging, work, progress)
-            compilers = {abi: self._build(abi, release, staging, work, progress) for abi in release.imports}
-            if not (abis := tuple(abi for abi, compiler in compilers.items() if compiler)):
-                raise DeviceError(no_compiler, hint=self.needs[next(iter(compilers))])
+            if not (
+                abis := tuple(abi for abi in release.imports if self._build(abi, release, staging, work, progress))
+            ):
+                raise DeviceError(no_compiler, hint=self.needs[next(iter(release.imports))])
             facts = {name: getattr(release, name) for name in Archive.__struct_fields__}
-            installed = Installed(**facts, abis=abis, sources=digest_sources(self.system), compilers=compilers)
+            installed = Installed(**facts, abis=abis, sources=digest_sources(self.system))
             write_file(staging / FACTS, msgspec.json.encode(installed))
         return installed
 
-    def _build(self, abi: str, release: Release, folder: Path, work: Path, progress: Progress) -> str:
-        """Builds the program for an ABI in `folder/ABI`, and returns the compiler's name and version.
-
-        Returns "", and reports it, if there is no compiler for the ABI.
-        """
+    def _build(self, abi: str, release: Release, folder: Path, work: Path, progress: Progress) -> bool:
+        """Builds the program for an ABI in `folder/ABI`; returns False, and reports it, if there is no compiler."""
         if (compiler := self.find_compiler(self.machines[abi])) is None:
             progress(f"{abi} is left out: there is no compiler for it; {self.needs[abi]}")
-            return ""
+            return False
         slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
         progress(f"compiling the stand-in for {self.title} on {abi} with {compiler.name}{slow}")
-        runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections"]
-        runner += [*self.flags, *self.runner_flags]
-        # One unit: nine tenths of the compiling is the standard headers.
-        unit = work / f"{abi}.cpp"
-        unit.write_text(
-            "".join(f'#include "{path}"\n' for path in sorted((find_sources("runner") / "src").glob("*.cpp")))
-        )
-        jobs = [(runner, unit), *((self.compile_command(compiler, source), source) for source in self.list_sources())]
+        runner = [*compiler.cpp, *SMALL, *self.flags, *self.runner_flags]
+        jobs = [(runner, write_unit(work / f"{abi}.cpp"))]
+        jobs += [(self.compile_command(compiler, source), source) for source in self.list_sources()]
         objects = compile_sources(jobs, work / abi)
         self.link(compiler, objects, release.imports[abi], folder / abi / PROGRAM, name=release.archive)
-        return compiler.describe()
+        return True
 
     def find_installed(self) -> Installed | None:
         """Returns what is installed, if it was built from the current sources, else None."""
@@ -361,17 +337,9 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / abi / self.library
 
     def is_current(self, installed: Installed) -> bool:
-        """Returns True if a new installation would give the same: the pinned archive, built with the current compilers.
-
-        If a compiler is no longer installed, its program counts as current.
-
-        Raises:
-            DeviceError: a compiler cannot be started.
-        """
-        found = {abi: self.find_compiler(machine) for abi, machine in self.machines.items()}
-        return installed.sha256 == self.pinned_sha256 and all(
-            compiler is None or installed.compilers.get(abi) == compiler.describe() for abi, compiler in found.items()
-        )
+        """Returns True if a new installation would give the same: the pinned archive, for each ABI with a compiler."""
+        able = {abi for abi, machine in self.machines.items() if self.find_compiler(machine) is not None}
+        return installed.sha256 == self.pinned_sha256 and able <= {*installed.abis}
 
     def find_versions(self) -> dict[str, str]:
         """Returns the installed version of ONNX Runtime, and the name of its archive."""

@@ -86,7 +86,6 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
 
 
 def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> DeviceRun:
-    (work / "run").mkdir()
     model = load_model(save_proto(proto, work / "self-test.onnx").path)
     rows = _rows()
     job = Job(

@@ -16,7 +16,7 @@ from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
-from edgekit.devices.observe import NotObserved, Observed, observe_target
+from edgekit.devices.observe import Observed, observe_target
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.graph import read_graph
@@ -108,7 +108,7 @@ def check_targets(
     targets, source = load_targets(recipe), load_model(model)
     refuse_profiles(targets, source.inputs)
     reports: dict[str, CheckReport] = {}
-    observed: dict[str, Observed | NotObserved] = {}
+    observed: dict[str, Observed | str] = {}
     floats: dict[str, str] = {}
     as_is: dict[str, Placed] = {}
     built: dict[str, CheckReport] = {}
@@ -320,8 +320,8 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         targets[name]["built"] = to_builtins(read_share(report))
     for name, seen in summary.observed.items():
         targets[name]["observed"] = to_builtins(seen) if isinstance(seen, Observed) else None
-        if isinstance(seen, NotObserved):
-            targets[name]["not_observed"] = seen.reason
+        if isinstance(seen, str):
+            targets[name]["not_observed"] = seen
     document = {
         "model": summary.model,
         "sha256": summary.sha256,

@@ -269,7 +269,6 @@ def _run(device: Device, job: Job, runs: int, folder: Path, end_s: float | None 
         samples = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
         budget_s = min(_MAX_BUDGET_S, max(0.0, end_s - time.monotonic()))
         asked = msgspec.structs.replace(job, samples=samples, least_samples=1, budget_s=budget_s)
-    folder.mkdir()
     run = device.run_job(asked, folder)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
@@ -299,7 +298,6 @@ def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: 
         if time.monotonic() >= end_s:
             raise DeviceError("the time was over", hint="give more --seconds")
         progress(f"measure what {device.name} reaches")
-        work.mkdir(parents=True, exist_ok=True)
         return device.run_job(job, work)
 
     with work_folder() as work:

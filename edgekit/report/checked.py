@@ -14,7 +14,7 @@ from rich.table import Table
 
 from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
 from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, JudgedNode, ModelNode, Placed, count_of
-from edgekit.devices.observe import NotObserved, Observed
+from edgekit.devices.observe import Observed
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
 from edgekit.report import tables
@@ -43,7 +43,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     targets: dict[str, CheckReport]
     recommended: Recommendation
-    observed: dict[str, Observed | NotObserved] = {}
+    observed: dict[str, Observed | str] = {}
     as_is: dict[str, Placed] = {}
     built: dict[str, CheckReport] = {}
     assumed: dict[str, int] = {}
@@ -149,7 +149,7 @@ def describe_fates(report: CheckReport) -> str:
     return f"of the model's {counts.total()} nodes: {changed} before the provider sees them" if changed else ""
 
 
-def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
+def list_check_remarks(report: CheckReport, seen: Observed | str | None = None) -> Iterator[str]:
     """Yields the remarks on a verdict except the nodes not taken, the worst first, what a real provider did last."""
     if report.counted_at is not msgspec.UNSET:
         sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
@@ -196,10 +196,10 @@ def list_advice(advice: Iterable[Advice]) -> Iterator[tuple[str, str]]:
         yield id_, f"{message} ({fix}, {gained})"
 
 
-def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
+def list_observed(seen: Observed | str) -> Iterator[str]:
     """Yields what a real provider did with a model (counts, disagreements, notes), or why it was not tried."""
-    if isinstance(seen, NotObserved):
-        yield f"not observed: {seen.reason}"
+    if isinstance(seen, str):
+        yield f"not observed: {seen}"
         return
     agreed = "as predicted" if not seen.disagreements else f"{len(seen.disagreements)} not as predicted"
     if seen.failure is not None:

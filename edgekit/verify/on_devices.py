@@ -350,7 +350,6 @@ def _run_device(group: Group, bundles: Mapping[str, Bundle], device: Device, wor
                 # The time limit of a single run holds for each token.
                 job = msgspec.structs.replace(job, timeout_s=job.timeout_s * turns)
                 place = work / "runs" / f"{name}-{counts[name]}"
-                place.mkdir(parents=True)
                 opened[name] = sessions.enter_context(open_session(device, job, place))
             return opened[name](samples)
         except DeviceError as error:

@@ -25,7 +25,6 @@ from edgekit.devices.observe import (
 )
 from edgekit.devices.recorded import Recorded
 from edgekit.devices.register import kind_of
-from edgekit.errors import EdgekitError
 from edgekit.model.external import skim_model
 from edgekit.target import Verification
 from edgekit.verify.metrics.compare import compare_bundled
@@ -151,14 +150,8 @@ def try_model_files(
     samples = select_samples(read_inputs(golden), rows)
     reference = select_samples(read_outputs(golden), rows)
     for form in (form for form in bundle.manifest.forms if form not in {plan.form, "context"}):
-        folder = work / form
-        folder.mkdir(parents=True)
         job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)
-        try:
-            run = device.run_job(job, folder)
-        except EdgekitError as error:
-            yield FileReport(file=job.model.name, form=form, failure=error.message)
-            continue
+        run = device.try_job(job, work / form)
         yield FileReport(
             file=job.model.name,
             form=form,

@@ -189,18 +189,7 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         job = set_job(job, msgspec.structs.replace(tuned, concurrency=1))
     with work_folder() as work:
         begun = time.monotonic()
-        try:
-            run = device.run_job(job, work)
-        except EdgekitError as error:
-            absent = RunReport(
-                device=device.name,
-                evidence=device.evidence,
-                provider=bundle.manifest.provider,
-                form=plan.form,
-                thresholds=bundle.manifest.thresholds,
-                failure=str(error),
-            )
-            return _Done(report=absent)
+        run = device.try_job(job, work)
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]

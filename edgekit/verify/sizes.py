@@ -16,7 +16,7 @@ from edgekit.data.samples import Samples, list_samples, load_samples, select_sam
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.recorded import Recorded
-from edgekit.errors import DataError, EdgekitError
+from edgekit.errors import DataError
 from edgekit.model.tensors import Tensors
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -129,22 +129,17 @@ def run_buckets(
                 outputs=free_axes(buckets.padding.outputs, job.outputs),
                 samples=crop_samples(buckets.padding, given, bucket.size),
             )
-            place = work / str(bucket.size)
-            place.mkdir(parents=True)
-            try:
-                done = device.run_job(sized, place)
-                came, failure = done.outputs.count, done.failure
-                if failure is None and came != len(mine):
-                    failure = f"{came} of {len(mine)} samples came back"
-                report = msgspec.structs.replace(
-                    report,
-                    outputs=() if failure else compare(done.outputs, mine, bucket.size),
-                    provider_nodes=count_nodes(done, sized),
-                    failure=failure,
-                    crashed=done.crashed,
-                )
-            except EdgekitError as error:
-                report = msgspec.structs.replace(report, failure=error.message)
+            done = device.try_job(sized, work / str(bucket.size))
+            came, failure = done.outputs.count, done.failure
+            if failure is None and came != len(mine):
+                failure = f"{came} of {len(mine)} samples came back"
+            report = msgspec.structs.replace(
+                report,
+                outputs=() if failure else compare(done.outputs, mine, bucket.size),
+                provider_nodes=count_nodes(done, sized),
+                failure=failure,
+                crashed=done.crashed,
+            )
         sizes.append(report)
     largest = buckets.sizes[-1]
     report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))

@@ -179,11 +179,9 @@ def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int
     """Returns the outputs in the order of the samples: all steps of the first sequence, then those of the next."""
     specs, count = {spec.name: spec for spec in golden.inputs}, sequences * state.steps
     whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
-    session = work / "session"
-    session.mkdir(parents=True)
     # One step of all sequences is in memory at a time.
     turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
-    with open_session(device, whole, session) as run:
+    with open_session(device, whole, work / "session") as run:
         for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, specs, run)):
             write_rows(work / f"step-{step}.npz", outputs, ragged=True)
 

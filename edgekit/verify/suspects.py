@@ -1,7 +1,6 @@
 """The usual causes of wrong outputs, and the known traps of mobile runtimes.
 
-A mistake in the outputs is undone and the outputs are compared again; a mistake in the inputs is made in the float
-model's inputs too. The mistake that then explains the outputs is named.
+A mistake is made in the float model's outputs or inputs too. The one that then explains the outputs is named.
 """
 
 import re
@@ -22,7 +21,6 @@ from edgekit.evidence import Evidence
 from edgekit.machine import VNNI
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
-from edgekit.quantize.ranges import softmax
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
@@ -61,9 +59,6 @@ def _list_suspects(rows: Sequence[tuple[Tensors, ...]], name: str, *, is_half: b
         yield _OVERFLOW
     pairs = _pair(rows, name, name)
     unchanged = _fit(pairs)
-    for words, undo in _TRANSFORMS.items():
-        if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), unchanged):
-            yield words
     shown = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
     if pairs and (change := describe_pairs(shown)):
         yield change
@@ -92,25 +87,6 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
     except EdgekitError:
         return None
     return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
-
-
-def undo_softmax(wanted: Floats, found: Floats) -> Floats:
-    """Returns log(output), moved to the mean of the reference: the logits before one softmax too many."""
-    if found.min() <= 0.0:
-        return found
-    logits = np.log(found)
-    return logits - float(np.mean(logits - wanted))
-
-
-def redo_softmax(wanted: Floats, found: Floats) -> Floats:
-    """Returns the softmax of the output if the reference sums to one: then a softmax was left out."""
-    return found if abs(float(wanted.sum()) - 1.0) > 1e-3 else softmax(found, axis=None)
-
-
-_TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
-    "is the reference after one softmax too many": undo_softmax,
-    "is the reference before its softmax": redo_softmax,
-}
 
 
 def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:

@@ -127,7 +127,6 @@ def compare_on_device(
     """
     with work_folder() as work:
         job = open_job(b, target, map_samples(samples, lambda sample: adapt_sample(sample, b)))
-        (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = keep_small(_run_model(a, samples, {}))
 

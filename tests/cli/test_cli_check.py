@@ -17,7 +17,7 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement
 from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
-from edgekit.devices.observe import NotObserved, Observed
+from edgekit.devices.observe import Observed
 from edgekit.evidence import Evidence
 from edgekit.quantize.qdq import place_unmeasured
 from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks, render_check
@@ -205,7 +205,7 @@ def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
     told = list(list_check_remarks(report, _observed(failure="out of memory")))
     assert "observed on d: no session: out of memory" in told
     assert any("was predicted taken, and is not" in line for line in told)
-    assert list(list_check_remarks(report, NotObserved(reason="none here")))[-1] == "not observed: none here"
+    assert list(list_check_remarks(report, "none here"))[-1] == "not observed: none here"
 
 
 def test_the_page_escapes_what_models_say() -> None:
@@ -213,10 +213,10 @@ def test_the_page_escapes_what_models_say() -> None:
     nodes = (_node(HOSTILE, op=HOSTILE, fatal=True, risks=(HOSTILE,)), _node(HOSTILE, taken=False, reasons=(HOSTILE,)))
     report = msgspec.structs.replace(_report(HOSTILE, *nodes), settings={HOSTILE: HOSTILE}, advice=(advice,))
     reports = {"a": report, HOSTILE: report, "c": report}
-    observed: dict[str, Observed | NotObserved] = {
+    observed: dict[str, Observed | str] = {
         "a": _observed(),
         HOSTILE: _observed(failure=HOSTILE),
-        "c": NotObserved(reason=HOSTILE),
+        "c": HOSTILE,
     }
     summary = CheckSummary(
         model=HOSTILE, sha256="0" * 64, targets=reports, recommended=recommend_target(reports, {}), observed=observed

@@ -57,7 +57,7 @@ class Altering(WrappedDevice, frozen=True, kw_only=True):
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         proto = onnx.load(str(job.model))
         self.change(proto)
-        (work / "altered").mkdir()
+        (work / "altered").mkdir(parents=True)
         onnx.save(proto, str(work / "altered" / job.model.name))
         (work / "inner").mkdir()
         altered = msgspec.structs.replace(job, model=work / "altered" / job.model.name)

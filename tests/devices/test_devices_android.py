@@ -131,7 +131,7 @@ def test_without_a_compiler_nothing_is_installed(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
     library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes()
     archive = archive_of(tmp_path / "a.aar", {f"jni/x86_64/{LIBRARY}": library})
-    compiler = Compiler(name="none", machine="aarch64", c=(), cpp=(), version=())
+    compiler = Compiler(name="none", c=(), cpp=())
     for known in ({}, {"aarch64": compiler}):
         loader = msgspec.structs.replace(LOADER, find_compiler=known.get)
         with pytest.raises(DeviceError, match="there is no compiler for the stand-in for Android"):
@@ -176,9 +176,8 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
 def test_an_installation_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     facts = Installed(
-        archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other",
-        compilers={},
-    )  # fmt: skip
+        archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other"
+    )
     LOADER.folder.mkdir(parents=True)
     (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
     assert LOADER.find_installed() is None

@@ -299,12 +299,13 @@ def test_a_context_outside_its_folder_is_refused_by_every_command(
 
 @pytest.fixture
 def ndk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for an NDK: its toolchain file leads to this machine's cross compiler; the cache is empty."""
+    """Stands for an NDK: its compiler is this machine's cross compiler; the cache is empty."""
     require_runner("linux-arm64")
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
-    toolchain = tmp_path / "ndk/build/cmake/android.toolchain.cmake"
-    toolchain.parent.mkdir(parents=True)
-    toolchain.write_text("set(CMAKE_SYSTEM_NAME Linux)\nset(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)\n")
+    clang = tmp_path / "ndk/toolchains/llvm/prebuilt/linux-x86_64/bin/clang++"
+    clang.parent.mkdir(parents=True)
+    clang.write_text('#!/bin/sh\nshift\nexec aarch64-linux-gnu-g++ "$@"\n')
+    clang.chmod(0o755)
     return tmp_path / "ndk"
 
 

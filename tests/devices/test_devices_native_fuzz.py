@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
-from edgekit.devices.local.runner import host_abi
+from edgekit.devices.local.runner import LIBRARIES, PROGRAM, host_abi, write_unit
 from edgekit.devices.process.exchange import encode_tensors
-from edgekit.devices.process.files import find_sources
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 
@@ -39,13 +38,11 @@ def sanitized() -> Iterator[Path]:
         yield runner.program
         return
     with work_folder() as work:
-        for argv in (
-            ["cmake", "-S", str(find_sources("runner")), "-B", str(work), "-DEDGEKIT_SANITIZE=ON"],
-            ["cmake", "--build", str(work), "--parallel", "2"],
-        ):
-            done = run_process(argv, timeout_s=600)
-            assert done.succeeded, done.stderr
-        yield work / "edgekit-runner"
+        sources = write_unit(work / "runner.cpp")
+        flags = ["-std=c++17", "-Os", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *LIBRARIES]
+        done = run_process(["c++", str(sources), "-o", str(work / PROGRAM), *flags], timeout_s=600)
+        assert done.succeeded, done.stderr
+        yield work / PROGRAM
 
 
 def serve(program: Path, data: bytes) -> None:

@@ -28,13 +28,12 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import write_rows
 from edgekit.bundle.manifest import encode_json
-from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.device import Device, DeviceRun, Job, refuse_run
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import host_abi
 from edgekit.devices.process import session
 from edgekit.devices.process.pipes import ANSWER, ASK, open_pipes
-from edgekit.devices.process.run import refuse_run
 from edgekit.devices.process.session import open_session
 from edgekit.devices.remote.remote import SshDevice
 from edgekit.errors import DeviceError

@@ -25,7 +25,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_what_is_put_into_it(wheel
     inside = {path for path in (ROOT / "edgekit").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     put = (
         "_targets/qnn/target.toml", "_targets/qnn/rules.toml", "_targets/coreml/app/ModelSession.swift.j2",
-        "_runner/CMakeLists.txt", "_runner/src/main.cpp", "_android/loader.c", "_android/imports.h",
+        "_runner/src/main.cpp", "_android/loader.c", "_android/imports.h",
     )  # fmt: skip
     wanted = {path.relative_to(ROOT).as_posix() for path in inside} | {f"edgekit/{name}" for name in put}
     assert wanted - {*wheel} == set()

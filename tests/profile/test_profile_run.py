@@ -15,10 +15,9 @@ from tiny_models import parse_model
 
 from edgekit.bench.latency import Ratio
 from edgekit.cli.main import run_command
-from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.device import DeviceRun, Job, refuse_run
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import host_abi
-from edgekit.devices.process.run import refuse_run
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph

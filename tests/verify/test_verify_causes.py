@@ -20,8 +20,7 @@ from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs
 from edgekit.bundle.manifest import encode_json
 from edgekit.check.check import check_model
-from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.process.run import refuse_run
+from edgekit.devices.device import Device, DeviceRun, Job, refuse_run
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array, Tensors

@@ -16,8 +16,7 @@ from verify_models import make_images, save_network
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, PlacedNode
-from edgekit.devices.process.run import refuse_run
+from edgekit.devices.device import DeviceRun, PlacedNode, refuse_run
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors

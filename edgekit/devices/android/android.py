@@ -17,10 +17,10 @@ from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.installed import LOADER, MACHINES
 from edgekit.devices.android.nnapi import compute, network, tflite
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
-from edgekit.devices.process.run import describe_job, refuse_run, run_program
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -217,9 +217,7 @@ class Android(Device, frozen=True, kw_only=True):
         # `on_outputs` cannot be repeated, because its samples depend on outputs that were already used.
         if not run.crashed or job.on_outputs is not None or other.find_missing() is not None:
             return run
-        folder = work / "elsewhere"
-        folder.mkdir()
-        other_run = other._run(job, folder)  # noqa: SLF001 - another of this class
+        other_run = other._run(job, work / "elsewhere")  # noqa: SLF001 - another of this class
         outcome = (
             "crashes too" if other_run.crashed else f"says: {other_run.failure}" if other_run.failure else "runs it"
         )

@@ -18,11 +18,11 @@ import msgspec
 
 from edgekit._files import digest_bytes, write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, require_device
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run, require_device
 from edgekit.devices.ios.mil.compute import Facts
 from edgekit.devices.local.host import COREML, coreml_options
 from edgekit.devices.process.pipes import serving
-from edgekit.devices.process.run import describe_job, refuse_run, run_program
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.devices.release import Loader, Release, fetch_members, find_zig
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
@@ -280,7 +280,7 @@ class IosSimulator(Device, frozen=True, kw_only=True):
             threads=job.threads or 1,
         )
         models, pipes = work / "models", work / "pipes"
-        models.mkdir()
+        models.mkdir(parents=True)
         # The simulator's library has telemetry on by default.
         argv = ["env", f"EDGEKIT_IOS={job.target.settings.get('ios', '17')}", "ORT_DISABLE_TELEMETRY=1"]
         argv += [f"EDGEKIT_COREML_MODELS={models}", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]

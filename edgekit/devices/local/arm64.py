@@ -11,9 +11,9 @@ from pathlib import Path
 
 from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
-from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing
+from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.files import cache_folder, list_model_files
-from edgekit.devices.process.run import STANDALONE, Program, describe_job, python_program, refuse_run, run_program
+from edgekit.devices.process.run import STANDALONE, Program, describe_job, python_program, run_program
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto

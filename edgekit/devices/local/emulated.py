@@ -10,8 +10,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode
-from edgekit.devices.process.run import describe_job, refuse_run, run_python
+from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode, refuse_run
+from edgekit.devices.process.run import describe_job, run_python
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, find_reads, load_model, read_proto, refill

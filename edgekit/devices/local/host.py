@@ -20,12 +20,12 @@ from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.check.report import count_of
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
-from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, require_device
+from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, refuse_run, require_device
 from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
-from edgekit.devices.process.run import check_options, describe_job, refuse_run, run_program, run_python
+from edgekit.devices.process.run import check_options, describe_job, run_program, run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
@@ -272,7 +272,6 @@ def qnn_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
 
 def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
     """Returns a run in a separate folder; if the job asks for a trace, with QNN's own profile of its operations."""
-    folder.mkdir()
     if not job.trace:
         return run_python(device, job, request, folder, one_core=one_core, emulates=True)
     file = folder / _PROFILE

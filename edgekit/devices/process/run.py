@@ -17,7 +17,17 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, Measured, PlacedNode, RunOptions
+from edgekit.devices.device import (
+    LEAST_SAMPLES,
+    STOPPED,
+    Device,
+    DeviceRun,
+    Job,
+    Measured,
+    PlacedNode,
+    RunOptions,
+    refuse_run,
+)
 from edgekit.devices.process import exchange
 from edgekit.errors import DeviceError, ModelError, TargetError, suggest_name
 from edgekit.model.external import skim_model
@@ -102,22 +112,6 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
     return msgspec.structs.replace(request, **changes)
 
 
-def refuse_run(device: Device, reason: str) -> DeviceRun:
-    """Returns the run of a job that could not be started on a device."""
-    return DeviceRun(
-        device=device.name,
-        evidence=device.evidence,
-        outputs=Samples(source=device.name, count=0, read=lambda: iter(())),
-        placement=(),
-        placement_source="predicted",
-        load_ms=0.0,
-        latency_ms=(),
-        peak_rss_bytes=0,
-        versions={},
-        failure=reason,
-    )
-
-
 class _Answer(msgspec.Struct, kw_only=True):
     """What has come back so far; `report` is None until a report has arrived.
 
@@ -156,6 +150,7 @@ def run_program(
         DeviceError: the command cannot be started.
         DataError: the samples of the job cannot be read.
     """
+    work.mkdir(parents=True, exist_ok=True)
     answer = _Answer()
     receive = partial(_receive, answer, job, work / "out")
 

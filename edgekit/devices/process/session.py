@@ -115,7 +115,7 @@ class _Session:
 def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
     """Yields a function that runs samples in one session of a device.
 
-    Of the samples of `job`, only their count is used, as the maximum. Files go into the empty folder `work`. On
+    Of the samples of `job`, only their count is used, as the maximum. Files go into the folder `work`. On
     Windows, where `select` cannot wait for pipes, each turn is a separate run.
 
     Raises:
@@ -128,10 +128,8 @@ def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
         folders = (work / f"turn-{turn}" for turn in itertools.count())
 
         def run_alone(samples: Sequence[Tensors]) -> list[Tensors]:
-            folder = next(folders)
-            folder.mkdir(parents=True)
             turn = Samples(source=job.samples.source, count=len(samples), read=lambda: iter(samples))
-            run = device.run_job(msgspec.structs.replace(job, samples=turn), folder)
+            run = device.run_job(msgspec.structs.replace(job, samples=turn), next(folders))
             _refuse_failed(run)
             if run.outputs.count != len(samples):
                 raise _explain(run.outputs.count, len(samples))

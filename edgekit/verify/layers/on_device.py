@@ -179,7 +179,7 @@ def find_device_layer(
         DeviceError: the device is not there.
     """
     job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
-    model, unprobed = load_model(job.model), _run(device, job, work / "unprobed")
+    model, unprobed = load_model(job.model), device.run_job(job, work / "unprobed")
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
     outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
     if before is not None and (moved := _find_changed(before, unprobed.outputs)) is not None:
@@ -205,7 +205,7 @@ def find_device_layer(
         proto.graph.node.extend(onnx.helper.make_node("Identity", [spec.name], [_COPY + spec.name]) for spec in copied)
         proto.graph.output.extend(matching.declare(spec.name, spec.dtype, spec.shape) for spec in added)
         path = save_proto(proto, place / "probed.onnx").path
-        run = _run(device, msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
+        run = device.run_job(msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), place / "run")
         return sources, run
 
     def run_slice(wanted: Sequence[Probe], place: Path) -> str:
@@ -356,11 +356,6 @@ def _measure_slice(
             yield probe, measure_layer(probe.grid, (probe.read(exact), pair[1]), [pair]), pair
 
 
-def _run(device: Device, job: Job, folder: Path) -> DeviceRun:
-    folder.mkdir(parents=True)
-    return device.run_job(job, folder)
-
-
 def _count_left(run: DeviceRun) -> Counter[str]:
     return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
 
@@ -437,7 +432,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         nodes = tuple(node for node in job.check.node_list if node.name in kept)
         check = msgspec.structs.replace(job.check, node_list=nodes)
         part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
-        run = _run(device, part, folder / "run")
+        run = device.run_job(part, folder / "run")
         ratio = -math.inf if run.failure is not None else find_least_db(compare_outputs(reference, run.outputs))
         found[place] = min(max(ratio, -_WRONG_DB), _WRONG_DB)
 

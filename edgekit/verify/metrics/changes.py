@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgekit.model.tensors import Array
+from edgekit.quantize.ranges import softmax
 from edgekit.verify.metrics.tensor_metrics import Floats, decibels
 
 # With the change made, the error must look like that of a quantized model (targets ask for 12 to 25 dB), and it must be
@@ -66,6 +67,8 @@ def _fit(made: Floats, found: Floats) -> float:
 
 def _list_changes(wanted: Floats, found: Floats) -> Iterator[_Change]:
     """Yields the usual changes of a tensor, the simplest first."""
+    for made, result, place in ((wanted, found, "after one softmax too many"), (found, wanted, "before its softmax")):
+        yield f"is the reference {place}", softmax(made.reshape(len(made), -1), axis=1).reshape(made.shape), result
     low, high = float(found.min()), float(found.max())
     # What is clipped says nothing of scales and constants, and what a change moves beyond the limits is clipped there.
     known = (wanted > wanted.min()) & (wanted < wanted.max())
