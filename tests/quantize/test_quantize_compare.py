@@ -16,7 +16,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.detections import CERTAINTY, detection_distances
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_hellinger
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_hellinger
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.trials import State, Trial
@@ -106,11 +106,8 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
     rng = np.random.default_rng(0)
     part = Part(
         shapes={"y": (1,)},
-        measure="",
-        source="",
+        measure=Measure("", "", lambda _records: Loss(estimate=0.0, interval=(0.0, 0.0)), np.concatenate),
         record=lambda _expected, found: found["y"],
-        judge=lambda _records: Loss(estimate=0.0, interval=(0.0, 0.0)),
-        distances=np.concatenate,
     )
 
     def draw(farther: float) -> list[Compared]:
@@ -178,14 +175,11 @@ def test_parts_are_weighed_by_what_they_lose() -> None:
     """One part moves in hundredths and loses nothing, the other in millionths and loses a tenth of each."""
 
     def make_part(name: str, price: float) -> Part:
-        return Part(
-            shapes={name: (1,)},
-            measure=name,
-            source="",
-            record=lambda _expected, found: found[name],
-            judge=lambda records: Loss(estimate=price * float(np.mean(records)), interval=(0.0, 1.0)),
-            distances=np.concatenate,
-        )
+        def judge(records: Sequence[Array]) -> Loss:
+            return Loss(estimate=price * float(np.mean(records)), interval=(0.0, 1.0))
+
+        measure = Measure(name, "", judge, np.concatenate)
+        return Part(shapes={name: (1,)}, measure=measure, record=lambda _expected, found: found[name])
 
     def draw(decisions: float, values: float) -> Likeness:
         parts = [make_part("decisions", 1e-4), make_part("values", 1e4)]

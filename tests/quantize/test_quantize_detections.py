@@ -13,7 +13,7 @@ from edgekit.quantize.accuracy.detections import estimate_drop, record_detection
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.likeness import AP, EXTRA_VALUES, MASKS, POINTS, read_head
 from edgekit.quantize.accuracy.loss import Loss
-from edgekit.quantize.accuracy.predict import SILENT, predict_drop
+from edgekit.quantize.accuracy.predict import SILENT, FloatReference
 
 SIDE, KINDS = 64, 3
 
@@ -344,7 +344,7 @@ def test_a_detector_that_detects_nothing_is_said_to_be_judged_by_nothing(tmp_pat
         model = make_model(
             TEXT.replace("OFF", "0, 0, 0, 0, 0, 0, 0").replace("SCALE", "1, 1, 1, 1, 1, 1, 1"), tmp_path / "m.onnx"
         )
-        found.append(predict_drop(model, model, make_samples(rows)).measure)
+        found.append(FloatReference(model, make_samples(rows)).predict_drop(model).measure)
     assert found == [AP, SILENT]
 
 
@@ -360,14 +360,14 @@ def test_a_detector_is_judged_by_its_detections_unless_it_is_stated_otherwise(tm
         ("same", "0, 0, 0, 0, 0, 0, 0"), ("near", "0.2, 0, 0, 0.2, 0, 0, 0"), ("far", "9, 9, 0, 0, 0, 0, 0"),
     ))  # fmt: skip
     lost = model("lost", "0, 0, 0, 0, 0, 0, 0", "1, 1, 1, 1, 0, 0, 0")
-    little, much, all_ = (predict_drop(same, other, samples) for other in (near, far, lost))  # type: ignore[arg-type]
+    little, much, all_ = (FloatReference(same, samples).predict_drop(other) for other in (near, far, lost))  # type: ignore[arg-type]
     assert {little.measure, much.measure, all_.measure} == {AP}
     assert little.source == "the float model's detections"
     assert little.meets(0.005)
     assert not much.meets(0.005)
     assert (all_.drop_estimate or 0) > (much.drop_estimate or 0) > 0.1
     stated = {"y": StatedOutput(kind="values")}
-    assert predict_drop(same, near, samples, stated).measure == "spread of the values (R2)"  # type: ignore[arg-type]
+    assert FloatReference(same, samples, stated).predict_drop(near).measure == "spread of the values (R2)"  # type: ignore[arg-type]
 
 
 def code_masks(boxes: Array, chances: Array) -> Tensors:
@@ -405,7 +405,7 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
     assert (head.scores.start, head.scores.stop, extra.kind) == (4, 4 + KINDS, kind)
     assert head.outputs == rows[0].keys()
     detections, part = read_head(head, {name: value.shape for name, value in rows[0].items()})
-    assert part.measure == measure
+    assert part.measure.name == measure
 
     def lose(by: float, where: str) -> tuple[Loss, float]:
         """Returns the loss and the movement if numbers are off where objects are, or elsewhere."""
@@ -418,7 +418,7 @@ def test_what_lies_behind_the_scores_of_a_table_is_no_score(
             moved: Tensors = {**row, "y": row["y"] + off}
             records.append(part.record(row, moved))
             assert np.allclose(detections.record(row, moved)[:, 4], 0, atol=1e-6)
-        return part.judge(records), float(part.distances(records).mean())
+        return part.measure.judge(records), float(part.measure.distances(records).mean())
 
     if kind != "values":
         # Nothing is found in this sample.
@@ -440,6 +440,6 @@ def test_points_that_are_not_seen_do_not_count() -> None:
     def lose(point: int) -> float:
         off = np.zeros((rows[0]["y"].shape[1], 1))
         off[4 + KINDS + 3 * point] = 6
-        return part.judge([part.record(row, {"y": row["y"] + off}) for row in rows]).estimate
+        return part.measure.judge([part.record(row, {"y": row["y"] + off}) for row in rows]).estimate
 
     assert lose(0) > 5 * lose(1) > 0

@@ -19,7 +19,7 @@ from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
-from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.report.tables import describe_answers, describe_prediction
 from edgekit.target import TaskLimit
@@ -47,7 +47,7 @@ def true_drop(
 
 def test_a_model_and_itself_differ_in_nothing(samples: Samples, tmp_path: Path) -> None:
     one = classifier(tmp_path, "one", "0, 0, 0, 0")
-    found = predict_drop(one, one, samples)
+    found = FloatReference(one, samples).predict_drop(one)
     assert (found.top1_agreement, found.drop_estimate, found.sqnr_db) == (1, 0, 80)
     assert present(found.drop_interval)[0] <= 0 <= present(found.drop_interval)[1]
     assert found.meets(0)
@@ -64,7 +64,7 @@ def test_samples_are_read_once_more_and_the_float_model_never_runs_again(samples
     counted = msgspec.structs.replace(samples, read=read)
     # What two models lost is remembered without labels, so that they run only once.
     for predict, expected, more in (
-        (FloatReference(good, counted).predict_drop, predict_drop(good, bad, samples), 0),
+        (FloatReference(good, counted).predict_drop, FloatReference(good, samples).predict_drop(bad), 0),
         (
             partial(measure_drop, FloatReference(good, counted), labels=[0] * 100),
             *(true_drop(good, bad, samples, [0] * 100), 1),
@@ -84,15 +84,15 @@ def test_outputs_that_memory_does_not_hold_lie_in_a_file(
     samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
-    expected = predict_drop(good, bad, samples)
-    monkeypatch.setattr("edgekit.quantize.accuracy.kept_outputs._MEMORY_BYTES", 5 * 16)
+    expected = FloatReference(good, samples).predict_drop(bad)
+    monkeypatch.setattr("edgekit.quantize.accuracy.predict._MEMORY_BYTES", 5 * 16)
     reference = FloatReference(good, samples, work=tmp_path)
     assert reference.predict_drop(bad) == expected
     away = good.path.rename(tmp_path / "away.onnx")
     other = classifier(tmp_path, "other", "0, 9, 0, 0")
     found = reference.predict_drop(other)
     away.rename(good.path)
-    assert found == predict_drop(good, other, samples)
+    assert found == FloatReference(good, samples).predict_drop(other)
 
 
 def test_what_calibration_gave_is_not_computed_again(
@@ -154,7 +154,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     labels = [int(rng.choice(4, p=row / row.sum())) for row in powers.astype(np.float64)]
     samples = make_samples([{"x": row} for row in rows])
     good, off = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "off", "1, 0, -1, 0")
-    guess, truth = predict_drop(good, off, samples), true_drop(good, off, samples, labels)
+    guess, truth = FloatReference(good, samples).predict_drop(off), true_drop(good, off, samples, labels)
     assert (guess.source.split(";")[0], truth.source) == ("the float model's confidence", "labels")
     assert truth.drop_estimate is not None
     assert present(guess.drop_interval)[0] <= truth.drop_estimate <= present(guess.drop_interval)[1]
@@ -172,7 +172,7 @@ def test_samples_that_all_have_the_same_answer_are_told_of(
     rows[:, :, 0] += 9
     rows[-1, :, last] += 99
     one = classifier(tmp_path, "one", "0, 0, 0, 0")
-    found = predict_drop(one, one, make_samples([{"x": row} for row in rows]))
+    found = FloatReference(one, make_samples([{"x": row} for row in rows])).predict_drop(one)
     assert (found.source == ONE_ANSWER) is is_one
     lines = list(describe_answers(found))
     assert [line.startswith("warning: all 20 samples have the same answer") for line in lines] == [True] * is_one
@@ -181,7 +181,7 @@ def test_samples_that_all_have_the_same_answer_are_told_of(
 def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
     model = make_model("g (float[1,2,3] x) => (int64[1,2,3] y) { y = Cast<to=7>(x) }", tmp_path / "m.onnx")
     samples = make_samples([{"x": np.ones((1, 2, 3), np.float32)}])
-    found = predict_drop(model, model, samples)
+    found = FloatReference(model, samples).predict_drop(model)
     assert (found.top1_agreement, found.drop_estimate, found.drop_interval) == (None, None, None)
     assert found.meets(0)
 
@@ -192,7 +192,7 @@ def test_whole_numbers_behind_the_classes_of_two_networks_are_answers(tmp_path: 
         is = Equal(c, none)  y = Where(is, none, a) }"""
     exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", "0.4"))
     rows = np.random.default_rng(0).normal(size=(60, 1, 3, 4)).astype(np.float32)
-    found = predict_drop(exact, other, make_samples([{"x": row} for row in rows]))
+    found = FloatReference(exact, make_samples([{"x": row} for row in rows])).predict_drop(other)
     one, two = (CpuSession(model.path, SessionSettings()) for model in (exact, other))
     equal = np.mean([one.run({"x": row})["y"] == two.run({"x": row})["y"] for row in rows])
     assert found.top1_agreement == pytest.approx(equal)
@@ -205,13 +205,13 @@ def test_outputs_that_change_their_shape_have_a_ratio_only(tmp_path: Path) -> No
     text = "g (float[1,9] x) => (float[2,N] y) { r = Relu(x) n = NonZero(r) y = Cast<to=1>(n) }"
     rows = np.random.default_rng(0).normal(size=(8, 1, 9)).astype(np.float32)
     model = make_model(text, tmp_path / "m.onnx")
-    found = predict_drop(model, model, make_samples([{"x": row} for row in rows]))
+    found = FloatReference(model, make_samples([{"x": row} for row in rows])).predict_drop(model)
     assert (found.drop_estimate, found.sqnr_db) == (None, 80)
 
 
 def test_values_that_are_not_finite_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "0, 0, 0, -inf")
-    found = predict_drop(good, bad, samples)
+    found = FloatReference(good, samples).predict_drop(bad)
     assert (found.drop_estimate, found.top1_agreement, found.meets(0.5)) == (1.0, 0.0, False)
 
 
@@ -229,7 +229,7 @@ def drop_of(folder: Path, shape: str, tail: str, scale: float, bias: float) -> P
     sizes = [int(word) for word in shape.split("[")[1].rstrip("]").split(",")]
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": (rng.normal(size=sizes) * scale).astype(np.float32)} for _ in range(40)])
-    return predict_drop(with_bias(folder, shape, 0, tail), with_bias(folder, shape, bias, tail), samples)
+    return FloatReference(with_bias(folder, shape, 0, tail), samples).predict_drop(with_bias(folder, shape, bias, tail))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def predict_pair(folder: Path, text: str, values: tuple[str, str], rows: list[Te
     """Compares two models: `text` with the first and with the second value for VALUE."""
     header = "g "
     one, two = (make_model(header + text.replace("VALUE", value), folder / f"{value}.onnx") for value in values)
-    return predict_drop(one, two, make_samples(rows))
+    return FloatReference(one, make_samples(rows)).predict_drop(two)
 
 
 @pytest.mark.parametrize(
@@ -515,11 +515,13 @@ def test_of_several_outputs_the_one_that_loses_most_is_named(tmp_path: Path) -> 
     rows = np.random.default_rng(0).normal(size=(24, 1, 6)).astype(np.float32)
     samples = make_samples([{"x": row} for row in rows])
     stated = {name: StatedOutput(kind="values") for name in ("y", "z")}
-    found = predict_drop(exact, other, samples, stated)
+    found = FloatReference(exact, samples, stated).predict_drop(other)
     # The exact output does not raise the ratio that is told.
     words = "20.0 dB or more in each output over 24 samples; 'z' loses most and decides nothing that is known"
     assert (found.outputs, describe_prediction(found).startswith(words)) == (("z",), True)
-    found = predict_drop(exact, other, samples, {name: StatedOutput(kind="embedding") for name in ("y", "z")})
+    found = FloatReference(exact, samples, {name: StatedOutput(kind="embedding") for name in ("y", "z")}).predict_drop(
+        other
+    )
     assert found.candidates == 23
 
 
@@ -530,7 +532,7 @@ def test_what_stands_beside_a_decision_counts_too(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(0, 4, (24, 1, 4)).astype(np.float32)
     stated = {"z": StatedOutput(kind="values")}
     reference = FloatReference(exact, make_samples([{"x": row} for row in rows]), stated)
-    assert [part.measure for part in reference.parts] == [MEASURES["classes"].name, MEASURES["values"].name]
+    assert [part.measure.name for part in reference.parts] == [MEASURES["classes"].name, MEASURES["values"].name]
     assert reference.predict_drop(other).outputs == ("z",)
 
 
@@ -548,7 +550,7 @@ def test_raw_numbers_beside_probabilities_of_others_are_no_scores(tmp_path: Path
         text = f"g (float[1,8] x) => (float[1,4] y, float[1,4] z) {{ y = Gemm(x, v, b) {first} }}"
         model = make_model(text, tmp_path / "m.onnx", constants=layers | biases)
         reference = FloatReference(model, make_samples([{"x": row} for row in rows]))
-        assert [part.measure for part in reference.parts] == measures
+        assert [part.measure.name for part in reference.parts] == measures
 
 
 @pytest.mark.parametrize(("squash", "read_as"), [("Softmax", ""), ("Sigmoid", "raw")])
@@ -558,7 +560,7 @@ def test_logits_are_read_as_what_another_output_makes_of_them(squash: str, read_
     model = make_model(text, tmp_path / "m.onnx", {"v": (6, 4)})
     rows = np.random.default_rng(0).normal(0, 4, (24, 30, 1, 6)).astype(np.float32)
     reference = FloatReference(model, make_samples([{"x": row} for row in rows]))
-    assert [part.measure for part in reference.parts] == [MEASURES["map"].name] * 2
+    assert [part.measure.name for part in reference.parts] == [MEASURES["map"].name] * 2
     outputs = [CpuSession(model.path, SessionSettings()).run({"x": row}) for row in rows[:4]]
     readings = read_output_kinds(read_float_graph(model), outputs, {})
     assert readings["y"] == msgspec.structs.replace(readings["z"], squash=read_as)

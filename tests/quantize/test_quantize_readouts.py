@@ -20,7 +20,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
@@ -101,7 +101,9 @@ def test_numbers_that_stand_out_below_as_well_as_above_may_be_a_vector(tmp_path:
     graph = read_float_graph(exact)
     reading = read_output_kinds(graph, [{"y": each.astype(np.float32)} for each in vectors], {})["y"]
     assert (reading.kind, reading.other) == ("classes", "embedding")
-    found = predict_drop(exact, other, make_samples([{"x": each.astype(np.float32)} for each in vectors]))
+    found = FloatReference(exact, make_samples([{"x": each.astype(np.float32)} for each in vectors])).predict_drop(
+        other
+    )
     assert found.measure == "nearest neighbours (recall@1)"
     assert present(found.top1_agreement) < 0.9
     assert found.source.endswith("[outputs] of a recipe states which")
@@ -251,7 +253,7 @@ def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_pa
         near = wanted > FLOOR
         assert (np.abs(wanted[near] - found[near]) < 0.2).all()
         assert (found[~near] < FLOOR + 0.2).all()
-    prediction = predict_drop(model, quantized, samples)
+    prediction = FloatReference(model, samples).predict_drop(quantized)
     assert present(prediction.drop_estimate) < 0.02
 
 
@@ -308,8 +310,8 @@ def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
     one, two = (make_model(text.replace("LAST", last), tmp_path / f"{last}.onnx") for last in ("1", "0.5"))
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": rng.uniform(1, 9, (1, 6)).astype(np.float32)} for _ in range(40)])
-    assert predict_drop(one, two, samples).measure == "spread of the values (R2)"
-    found = predict_drop(one, two, samples, {"y": StatedOutput(kind="classes")})
+    assert FloatReference(one, samples).predict_drop(two).measure == "spread of the values (R2)"
+    found = FloatReference(one, samples, {"y": StatedOutput(kind="classes")}).predict_drop(two)
     assert found.measure == "top-1 accuracy"
     assert 0.7 < present(found.top1_agreement) < 1
 
@@ -321,7 +323,7 @@ def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
     model = make_model("g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }", tmp_path / "m.onnx")
     rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
     samples = make_samples([{"x": row} for row in rows])
-    predicted = predict_drop(model, model, samples, {"y": StatedOutput(kind=stated)})
+    predicted = FloatReference(model, samples, {"y": StatedOutput(kind=stated)}).predict_drop(model)
     assert predicted.measure.startswith(measure)
 
 
@@ -429,7 +431,9 @@ def predict(folder: Path, count: int, stated: dict[str, StatedOutput] | None = N
         for index, value in enumerate(values)
     )
     rows = draw_vectors(np.random.default_rng(0))[:count]
-    return predict_drop(one, two, make_samples([{"x": row[None].astype(np.float32)} for row in rows]), stated)
+    return FloatReference(
+        one, make_samples([{"x": row[None].astype(np.float32)} for row in rows]), stated
+    ).predict_drop(two)
 
 
 VALUES = {"y": StatedOutput(kind="values")}

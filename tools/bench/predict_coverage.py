@@ -29,7 +29,7 @@ from edgekit.errors import EdgekitError
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import load_target
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
@@ -119,8 +119,8 @@ def _measure(task: ZooTask, model: Model, quantized: Model, learn: Samples, labe
         target=target,
         plan=plan,
         samples=scored.count,
-        elsewhere=predict_drop(model, quantized, learn),
-        here=predict_drop(model, quantized, scored),
+        elsewhere=FloatReference(model, learn).predict_drop(quantized),
+        here=FloatReference(model, scored).predict_drop(quantized),
         truth=measure_drop(FloatReference(model, scored, most=MOST_LABELLED), quantized, labels),
     )
 

@@ -403,11 +403,6 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     centred: ClassVar[bool] = False
 
     @property
-    def suppresses(self) -> bool:
-        """False: the graph has done that."""
-        return False
-
-    @property
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
         return self.columns.outputs
@@ -437,6 +432,14 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
         tables = {name: each for name, each in _read_tables(outputs).items() if name in self.outputs}
         kept = {name: [at for at in range(each.shape[1]) if (name, at) not in used] for name, each in tables.items()}
         return np.concatenate([tables[name][:, kept[name]] for name in sorted(tables)], axis=1)
+
+
+Detector = Head | DetectionList
+"""How the outputs of a detector are read.
+
+`keeps_places` is True if row N stands for the same place of the image in both models, as in a raw head, and False for a
+list that is sorted by score, to which the graph applied non-maximum suppression.
+"""
 
 
 def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionList | None:

@@ -300,13 +300,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     keeps_places: ClassVar[bool] = True
 
     @property
-    def suppresses(self) -> bool:
-        """True if non-maximum suppression is still to be applied to the boxes."""
-        return self.peaks is None
-
-    @property
     def centred(self) -> bool:
-        """True if scores are heights of peaks on a map."""
+        """True if scores are heights of peaks on a map; else non-maximum suppression is still to be applied."""
         return self.peaks is not None
 
     @property

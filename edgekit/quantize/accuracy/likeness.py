@@ -10,16 +10,26 @@ import numpy as np
 
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.detections import detection_distances, estimate_drop, record_detections
-from edgekit.quantize.accuracy.extras import extra_distances, judge_extra, record_extra
-from edgekit.quantize.accuracy.head_search import DetectionList
-from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, measure_powers, ratio_db
+from edgekit.quantize.accuracy.detections import (
+    detection_distances,
+    estimate_drop,
+    extra_distances,
+    judge_extra,
+    record_detections,
+    record_extra,
+)
+from edgekit.quantize.accuracy.head_search import Detector
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
 EXTRA_VALUES, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of masks (IoU)", "similarity of points (OKS)"
 """The measures of a detector's other predictions for each object."""
+_EXTRAS = {
+    "values": msgspec.structs.replace(MEASURES["values"], name=EXTRA_VALUES),
+    "masks": Measure(MASKS, "the float model's masks", judge_extra, extra_distances),
+    "points": Measure(POINTS, "the float model's points", judge_extra, extra_distances),
+}
 # The critical value of a group sequential test with five looks, each over twice as many samples as the one before, in
 # standard errors: with it, all looks together find a difference where there is none in 5 % of cases. For steps of equal
 # size it is 2.413 (S. J. Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for
@@ -40,49 +50,23 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An output that is judged, or the outputs of a detector's head together, with their shapes by name.
 
-    `record` takes the outputs of both models for a sample and returns what is stored of them, `judge` returns the loss
-    that all records show, `distances` how far each sample moved. `measure` and `source` are those of the `Prediction`.
+    `record` takes the outputs of both models for a sample and returns what `measure` judges.
     """
 
     shapes: dict[str, tuple[int, ...]]
-    measure: str
-    source: str
+    measure: Measure
     record: Callable[[Tensors, Tensors], Array]
-    judge: Callable[[Sequence[Array]], Loss]
-    distances: Callable[[Sequence[Array]], Array]
 
 
-def read_head(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
+def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
     """Returns a detector's boxes and classes as one part, and each of its other predictions, such as keypoints."""
-    detections = Part(
-        shapes={name: shapes[name] for name in sorted(head.outputs)},
-        measure=AP,
-        source="the float model's detections",
-        record=partial(record_detections, head),
-        judge=partial(estimate_drop, centred=head.centred),
-        distances=partial(detection_distances, centred=head.centred),
-    )
-    values = MEASURES["values"]
-    measures = {
-        "values": (EXTRA_VALUES, values.source, values.judge, values.distances),
-        "masks": (MASKS, "the float model's masks", judge_extra, extra_distances),
-        "points": (POINTS, "the float model's points", judge_extra, extra_distances),
-    }
-    parts = [detections]
-    for each in head.extras:
-        measure, source, judge, distances = measures[each.kind]
-        record = partial(record_extra, head, each)
-        parts.append(
-            Part(
-                shapes=detections.shapes,
-                measure=measure,
-                source=source,
-                record=record,
-                judge=judge,
-                distances=distances,
-            )
-        )
-    return tuple(parts)
+    own, judge = {name: shapes[name] for name in sorted(head.outputs)}, partial(estimate_drop, centred=head.centred)
+    distances = partial(detection_distances, centred=head.centred)
+    detections = Measure(AP, "the float model's detections", judge, distances)
+    extras = [
+        Part(shapes=own, measure=_EXTRAS[each.kind], record=partial(record_extra, head, each)) for each in head.extras
+    ]
+    return (Part(shapes=own, measure=detections, record=partial(record_detections, head)), *extras)
 
 
 def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known: bool) -> tuple[Part, ...]:
@@ -96,19 +80,16 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
     if reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
-    return tuple(_read_as(name, each, shape, note) for each in readings)
 
+    def read_as(reading: Reading) -> Part:
+        measure = MEASURES[reading.kind]
+        return Part(
+            shapes={name: shape},
+            measure=msgspec.structs.replace(measure, source=measure.source + note),
+            record=lambda expected, found: measure.record(expected[name], found[name], reading),
+        )
 
-def _read_as(name: str, reading: Reading, shape: tuple[int, ...], note: str) -> Part:
-    measure = MEASURES[reading.kind]
-    return Part(
-        shapes={name: shape},
-        measure=measure.name,
-        source=measure.source + note,
-        record=lambda expected, found: measure.record(expected[name], found[name], reading),
-        judge=measure.judge,
-        distances=measure.distances,
-    )
+    return tuple(map(read_as, readings))
 
 
 class Compared(NamedTuple):
@@ -201,7 +182,7 @@ class Likeness:
 
     def distances(self) -> Array:
         """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
-        return np.stack([part.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
+        return np.stack([part.measure.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
 
     def judge(self) -> list[tuple[Part, Loss]]:
         """Returns each part with its loss; only a broken one if there is one, and none if records are missing."""
@@ -211,7 +192,7 @@ class Likeness:
             return [(self._parts[min(broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0))]
         if not self.is_whole:
             return []
-        return [(part, part.judge(records)) for part, records in zip(self._parts, self._records, strict=True)]
+        return [(part, part.measure.judge(records)) for part, records in zip(self._parts, self._records, strict=True)]
 
     def ratios(self) -> list[float]:
         """Returns the signal-to-noise ratio in dB of each float output."""

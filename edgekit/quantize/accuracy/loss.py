@@ -136,7 +136,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """How outputs of one kind are compared: what is recorded of a sample, and what all records say.
+    """What the records of all samples say.
 
     `source` names what the loss is estimated from. `distances` returns how far each sample moved, float64 [samples]:
     the Hellinger distance of its decisions, or its noise as a share of the signal.
@@ -144,9 +144,14 @@ class Measure(msgspec.Struct, frozen=True):
 
     name: str
     source: str
-    record: Callable[[Array, Array, Reading], Array]
     judge: Callable[[Sequence[Array]], Loss]
     distances: Callable[[Sequence[Array]], Array]
+
+
+class OutputMeasure(Measure, frozen=True):
+    """The measure of outputs of one kind; `record` returns what is stored of a sample."""
+
+    record: Callable[[Array, Array, Reading], Array]
 
 
 def measure_hellinger(one: Array, two: Array) -> Array:
@@ -154,9 +159,9 @@ def measure_hellinger(one: Array, two: Array) -> Array:
     return np.asarray(np.sqrt(np.maximum(1 - np.sqrt(one * two).sum(axis=0), 0.0)))
 
 
-def _last_distances(records: Sequence[Array]) -> Array:
-    """Returns the distances, which are the last entry of records of decisions."""
-    return np.array([record[-1] for record in records])
+def _of_each(read: Callable[[Array], float]) -> Callable[[Sequence[Array]], Array]:
+    """Returns a function of all records, which reads each by itself."""
+    return lambda records: np.array([read(record) for record in records])
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
@@ -234,10 +239,6 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
     return _judge_classes(table)
 
 
-def _step_distances(records: Sequence[Array]) -> Array:
-    return np.array([record[4].mean() for record in records])
-
-
 def _judge_classes(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
     changed = table[:, 1] > 0
@@ -291,10 +292,6 @@ def _judge_map(records: Sequence[Array]) -> Loss:
     return Loss(estimate=estimate, interval=(max(estimate - low, -1.0), min(estimate + high, 1.0)), agreement=agreement)
 
 
-def _map_distances(records: Sequence[Array]) -> Array:
-    return np.array([record[7].sum() / record[4].sum() for record in records])
-
-
 def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
     same = read_decisions(expected, reading) == read_decisions(found, reading)
     return np.array([np.count_nonzero(~same), same.size], dtype=np.float64)
@@ -308,10 +305,6 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     if table[:, 1].max() == 1:
         most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
-
-
-def _label_distances(records: Sequence[Array]) -> Array:
-    return np.array([changed / count for changed, count in records])
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
@@ -357,10 +350,6 @@ def _judge_image(records: Sequence[Array]) -> Loss:
         return np.asarray(sums[..., 0] / sums[..., 1])
 
     return Loss(estimate=float(score(pairs.sum(axis=0))), interval=bootstrap(pairs, score))
-
-
-def _image_distances(records: Sequence[Array]) -> Array:
-    return np.array([record[0] for record in records])
 
 
 def record_values(expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0) -> Array:
@@ -474,19 +463,30 @@ _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
 ONE_ANSWER = "the float model's confidence in the one answer of all samples"
 """The source of a drop if the float model's class is the same for all samples."""
 _NEIGHBOURS = "the neighbours of each sample among the others"
-MEASURES: Mapping[MeasuredKind, Measure] = {
-    "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _last_distances),
-    "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _map_distances),
-    "sequence": Measure(
-        "whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_sequences, _step_distances
+MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
+    "classes": OutputMeasure(
+        "top-1 accuracy", _CONFIDENCE, _judge_classes, _of_each(lambda record: record[3]), _record_classes
     ),
-    "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _label_distances),
-    "values": Measure("spread of the values (R2)", _DIFFERENCES, record_values, _judge_values, _value_distances),
-    "embedding": Measure(
-        "nearest neighbours (recall@1)", _NEIGHBOURS, _record_vectors, _judge_vectors, _vector_distances
+    "map": OutputMeasure(
+        "mean overlap of classes (mIoU)", _CONFIDENCE, _judge_map,
+        _of_each(lambda record: record[7].sum() / record[4].sum()), _record_map,
     ),
-    "image": Measure("PSNR of images", _DIFFERENCES, _record_image, _judge_image, _image_distances),
-}
+    "sequence": OutputMeasure(
+        "whole answers (exact match)", _CONFIDENCE, _judge_sequences, _of_each(lambda record: record[4].mean()),
+        _record_sequence,
+    ),
+    "labels": OutputMeasure(
+        "equal labels", "the changed labels", _judge_labels, _of_each(lambda record: record[0] / record[1]),
+        _record_labels,
+    ),
+    "values": OutputMeasure("spread of the values (R2)", _DIFFERENCES, _judge_values, _value_distances, record_values),
+    "embedding": OutputMeasure(
+        "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, _record_vectors
+    ),
+    "image": OutputMeasure(
+        "PSNR of images", _DIFFERENCES, _judge_image, _of_each(lambda record: record[0]), _record_image
+    ),
+}  # fmt: skip
 
 
 def _interval_of_costs(costs: Array, total: int) -> tuple[float, float]:

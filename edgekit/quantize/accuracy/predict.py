@@ -1,6 +1,7 @@
 """What quantizing will cost in accuracy, estimated without labels."""
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -13,20 +14,19 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
+from edgekit.model.external import ArrayFile, FileArray
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import (
-    DetectionList,
+    Detector,
     find_head,
     find_image,
     find_list,
     find_silent,
     may_be_head,
 )
-from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.kept_outputs import KeptOutputs
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, find_squash, read_output_kinds
@@ -41,6 +41,9 @@ WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
 # If the records of a model take more bytes, as those of long vectors do, those of the others are dropped: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
+# The memory for the kept outputs of the float model, or their room on the disk. Outputs that do not fit are computed
+# again. Chosen by hand.
+_MEMORY_BYTES, _DISK_BYTES = 64 << 20, 1 << 30
 # The first looks are at every 16th, eighth, fourth and second sample, if these are at least 8: a choice.
 _STRIDES, _LEAST_LOOKED = (16, 8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
@@ -122,17 +125,61 @@ def wanted_samples(prediction: Prediction) -> float | None:
     return wanted if has_labels or wanted <= MOST_SAMPLES else math.inf
 
 
-def predict_drop(
-    model: Model, quantized: Model, samples: Samples, outputs: Mapping[str, StatedOutput] | None = None
-) -> Prediction:
-    """Runs both models over at most MOST_SAMPLES samples, spread evenly, and returns what the difference will cost.
+class _KeptOutputs:
+    """The outputs of a model by the index of the sample, as far as memory, or a file in `folder`, has room for them."""
 
-    For several quantized models of one float model use one `FloatReference`.
+    def __init__(self, folder: Path | None) -> None:
+        self._file, self._room, self._largest = None, _MEMORY_BYTES, 1
+        if folder is not None:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="outputs-", suffix=".data", delete=False) as file:
+                self._file, self._room = ArrayFile(Path(file.name)), _DISK_BYTES
+        self._known: dict[int, Tensors] = {}
+        self._stored: dict[int, list[FileArray]] = {}
 
-    Raises:
-        RuntimeRefusal: ONNX Runtime refuses a model.
-    """
-    return FloatReference(model, samples, outputs).predict_drop(quantized)
+    def __contains__(self, index: int) -> bool:
+        return index in self._known
+
+    def __getitem__(self, index: int) -> Tensors:
+        return self._known[index]
+
+    def missing(self, indices: Sequence[int]) -> list[int]:
+        """Returns the samples whose outputs are not kept."""
+        return [index for index in indices if index not in self._known]
+
+    def fits(self, count: int) -> bool:
+        """Returns True if the outputs of `count` more samples can be kept, judging by the largest so far."""
+        return bool(self._known) and count * self._largest <= self._room
+
+    def keep(self, index: int, outputs: Tensors) -> Tensors:
+        """Keeps a copy of the outputs of a sample, if there is room; returns the copy, else the outputs themselves.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        size = sum(value.nbytes for value in outputs.values())
+        self._largest = max(self._largest, size)
+        if index in self._known or size > self._room:
+            return self._known.get(index, outputs)
+        self._room -= size
+
+        def copy(value: Array) -> Array:
+            # An array that ONNX Runtime returns holds the memory of its whole session.
+            if self._file is None or value.dtype.kind not in "biuf":
+                return value.copy()
+            stored = self._file.zeros(value.shape, value.dtype)
+            stored.values[...] = value
+            self._stored.setdefault(index, []).append(stored)
+            return stored.values
+
+        self._known[index] = {name: copy(value) for name, value in outputs.items()}
+        self.release(index)
+        return self._known[index]
+
+    def release(self, *indices: int) -> None:
+        """Frees the memory of outputs that lie in the file, of some samples or of all, until they are read again."""
+        for index in indices or self._stored:
+            for array in self._stored.get(index, ()):
+                array.release()
 
 
 class FloatReference:
@@ -160,7 +207,7 @@ class FloatReference:
         self._model, self._samples, self._stated, self._most = model, samples, outputs or {}, most
         self._state = state or State()
         self._session: CpuSession | None = None
-        self._kept = KeptOutputs(work)
+        self._kept = _KeptOutputs(work)
         self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
@@ -212,10 +259,11 @@ class FloatReference:
             for name, reading in others.items()
             for part in read_output(name, reading, shapes[name], is_known=name in known)
         ]
-        silenced = [
-            msgspec.structs.replace(part, measure=SILENT) if silent & part.shapes.keys() else part for part in parts
-        ]
-        return (*heads, *silenced)
+
+        def rename(part: Part) -> Part:
+            return msgspec.structs.replace(part, measure=msgspec.structs.replace(part.measure, name=SILENT))
+
+        return (*heads, *(rename(part) if silent & part.shapes.keys() else part for part in parts))
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost; its records are kept for later comparisons.
@@ -385,7 +433,7 @@ class FloatReference:
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
-    def _find_head(self, few: Sequence[Tensors]) -> tuple[Head | DetectionList | None, frozenset[str]]:
+    def _find_head(self, few: Sequence[Tensors]) -> tuple[Detector | None, frozenset[str]]:
         """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
 
         Outputs that are stated to be something else are left out.
@@ -429,11 +477,11 @@ def _predict(likeness: Likeness, samples: int) -> Prediction:
     low, high = loss.interval
     return msgspec.structs.replace(
         unknown,
-        measure=part.measure,
+        measure=part.measure.name,
         top1_agreement=loss.agreement,
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
-        source=ONE_ANSWER if loss.is_one_answer else part.source,
+        source=ONE_ANSWER if loss.is_one_answer else part.measure.source,
         outputs=tuple(part.shapes) if len(judged) > 1 else (),
-        candidates=samples - 1 if part.measure == MEASURES["embedding"].name else None,
+        candidates=samples - 1 if part.measure.name == MEASURES["embedding"].name else None,
     )
