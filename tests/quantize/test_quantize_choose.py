@@ -36,7 +36,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import keep_float, relieve_step
-from edgekit.quantize.mixed_precision.score import grids_to_inputs, judge_candidate, open_judge, strip_weights
+from edgekit.quantize.mixed_precision.score import grids_to_inputs, open_judge, strip_weights
 from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq import place_plan
@@ -139,9 +139,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
         ),
     }
     alone = {
-        name: judge_candidate(
-            strip_weights(place_plan(graph, each, "m"), graph), compared, statistics, keep_float_weights=True
-        )
+        name: open_judge(strip_weights(place_plan(graph, each, "m"), graph), compared, statistics)()
         for name, each in plans.items()
     }
     stripped = strip_weights(place_plan(graph, plan, "m"), graph)
@@ -151,7 +149,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     outputs = [value.name for value in stripped.graph.output]
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
     judge = open_judge(stripped, compared, statistics)
-    found = {name: judge(values, -np.inf) for name, values in fed.items()}
+    found = {name: judge(values) for name, values in fed.items()}
     assert [value.name for value in stripped.graph.output] == outputs
     assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
     assert found["mse"] == pytest.approx(alone["mse"], abs=0.2)
@@ -202,16 +200,16 @@ def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_on
     quick = judge_draft(draft, memo)
     assert [candidate.rounding for candidate in quick.candidates] == ["bias", "nearest"]
     assert judge_draft(draft.use_unsigned(), memo) is quick
-    every = learn_roundings(draft, quick, memo)
+    every = learn_roundings(draft, quick, memo).candidates
     assert [candidate.rounding for candidate in every] == ["refit", "gptq", "bias", "nearest"]
     assert (every[2:], len(memo.judged)) == (quick.candidates, 2)
     faithful = msgspec.structs.replace(quick, unrounded_db=quick.candidates[0].sqnr_db + 0.1)
-    assert learn_roundings(draft.use_unsigned(), faithful, memo) == every  # few weights, and below 40 dB
+    assert learn_roundings(draft.use_unsigned(), faithful, memo).candidates == every  # few weights, and below 40 dB
     assert len(memo.judged) == 2
     # Another method may lead before: weights are rounded by samples for the method with the best ranges.
     ahead = msgspec.structs.replace(quick.candidates[0], method="percentile-99.9", sqnr_db=99.0)
     led = msgspec.structs.replace(quick, candidates=(ahead, *quick.candidates))
-    assert learn_roundings(draft, led, Memo())[1:] == every
+    assert learn_roundings(draft, led, Memo()).candidates[1:] == every
     assert [draft.use_unsigned().plan.grids["y"].zero_point, draft.plan.grids["y"].zero_point] == [0, -128]
     assert draft.use_unsigned().use_unsigned() == draft.use_unsigned()
     with pytest.raises(UsageError, match="no ranges of method 'mode'"):
@@ -221,7 +219,7 @@ def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_on
     for left, roundings in ((0.4, ["refit"]), (0.6, ["refit", "gptq"])):
         bias = msgspec.structs.replace(every[2], sqnr_db=1.0)
         costly = msgspec.structs.replace(quick, candidates=(bias,), unrounded_db=every[0].sqnr_db + left)
-        assert [each.rounding for each in learn_roundings(draft, costly, Memo())] == [*roundings, "bias"]
+        assert [each.rounding for each in learn_roundings(draft, costly, Memo()).candidates] == [*roundings, "bias"]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +331,7 @@ def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Pre
     plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     judged = judge_draft(draft, Memo())
-    assert learn_roundings(draft, judged, Memo()) == judged.candidates
+    assert learn_roundings(draft, judged, Memo()) == judged
     assert {(each.rounding, each.relieved, each.equalized) for each in judged.candidates} == {("nearest", (), False)}
     assert "minmax" in {each.method for each in judged.candidates}
 

@@ -27,7 +27,7 @@ from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
-from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate
+from edgekit.quantize.mixed_precision.score import has_held_out, open_judge
 from edgekit.quantize.objective import find_enlarged, find_objective, measure_classes, measure_loss, measure_scores
 from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
@@ -186,12 +186,11 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
         held.offer(index, {"x": row}, {"y": row @ weight})
     save_held_out(tmp_path, held)
     point = ComparedTensor(tensor="y", reader="", centred=False)
-    told = {"keep_float_weights": True} if keep else {}
-    assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
+    assert least <= open_judge(proto, (point,), tmp_path, keep_float_weights=keep)() <= most
     # Weights that were set aside lie in the same folder.
     (tmp_path / "w.data").write_bytes(weight.tobytes())
     point_to(proto.graph.initializer[-1], DataPlace("w.data", 0, weight.nbytes))
-    assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
+    assert least <= open_judge(proto, (point,), tmp_path, keep_float_weights=keep)() <= most
     assert has_held_out(tmp_path)
 
 

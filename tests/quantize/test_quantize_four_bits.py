@@ -33,7 +33,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.sessions import open_quantized
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
-from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.weights import WeightError, choose_kept, keep_eight, rank_weights, scale_errors
 from edgekit.quantize.plan import Candidate, draft_plan
 from edgekit.quantize.qdq import round_weights
@@ -161,7 +161,7 @@ def round_draft(draft: Draft, plan: QuantPlan) -> onnx.ModelProto:
 
 
 def judge(draft: Draft, plan: QuantPlan) -> float:
-    return judge_candidate(round_draft(draft, plan), draft.compared, draft.statistics)
+    return open_judge(round_draft(draft, plan), draft.compared, draft.statistics, keep_float_weights=False)()
 
 
 def narrow_net(folder: Path) -> Model:
@@ -276,7 +276,7 @@ def test_layers_rounded_in_order_make_up_for_those_before(tmp_path: Path) -> Non
     for rounding in roundings:
         draft = draft_narrow(net, calibration, rounding)
         rounded = round_draft(draft, draft.plan)
-        ratios[rounding] = judge_candidate(rounded, draft.compared, draft.statistics)
+        ratios[rounding] = open_judge(rounded, draft.compared, draft.statistics, keep_float_weights=False)()
         # What was rounded once is the same when it is read again.
         assert round_draft(draft, draft.plan) == rounded
     assert ratios["comq"] > ratios["nearest"] + 1

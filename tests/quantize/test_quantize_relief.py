@@ -434,7 +434,7 @@ def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
         constants_to_inputs(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
     )
     other = {"dft": _DFT + np.float32(0.01)}
-    whole = judge(other, -np.inf)
+    whole = judge(other)
     assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
     assert whole < judge(other, 70.0) < 70
     assert judge(other, whole) == whole
@@ -447,8 +447,8 @@ def test_the_features_before_a_layer_with_a_switch_are_compared(tmp_path: Path) 
     (last,) = {each.reader for each in compared if each.reader}
     rounded = {last: {1: graph.weight("w2") + np.float32(0.01)}}
     judge = open_judge(switch_weights(graph, rounded), compared, Path(calibration.statistics))
-    assert judge({SWITCHES: np.array([True])}, -np.inf) < 60
-    assert judge({SWITCHES: np.array([False])}, -np.inf) == 80
+    assert judge({SWITCHES: np.array([True])}) < 60
+    assert judge({SWITCHES: np.array([False])}) == 80
 
 
 def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:

@@ -176,8 +176,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
 
 def _learn(subject: _Subject, judged: Judged) -> Judged:
     """Returns a judged draft with roundings that learn from samples among its candidates, where they may gain."""
-    candidates = learn_roundings(judged.draft, judged.found, subject.memo)
-    return msgspec.structs.replace(judged, found=msgspec.structs.replace(judged.found, candidates=candidates))
+    return Judged(draft=judged.draft, found=learn_roundings(judged.draft, judged.found, subject.memo))
 
 
 def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:

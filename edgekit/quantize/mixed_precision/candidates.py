@@ -4,7 +4,7 @@ Large constants of nodes that stay float are stored in 8 or 16 bits where the ou
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -32,7 +32,6 @@ from edgekit.quantize.mixed_precision.score import (
     constants_to_inputs,
     grids_to_inputs,
     has_held_out,
-    judge_candidate,
     list_rounded,
     open_judge,
     strip_weights,
@@ -67,6 +66,10 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     method: str
     unrounded_db: float
+
+    def add(self, learned: Iterable[Candidate]) -> "Judgement":
+        """Returns a judgement with more candidates."""
+        return msgspec.structs.replace(self, candidates=sort_candidates([*self.candidates, *learned]))
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +112,13 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def effort(self) -> Effort:
         """How many runs planning may take."""
         return find_effort(self.graph, self.calibration.samples)
+
+    def open_judge(self, graph: onnx.ModelProto, *, keep_float_weights: bool = True) -> Callable[..., float]:
+        """Returns a judge of a form of the graph over as many samples as the effort allows (`score.open_judge`)."""
+        most, at_once = self.effort.judging_samples, self.effort.at_once
+        return open_judge(
+            graph, self.compared, self.statistics, keep_float_weights=keep_float_weights, most=most, at_once=at_once
+        )
 
     def choose(self, method: str, rounding: Rounding) -> "Draft":
         """Returns the draft with the ranges of `method`, and with `rounding`."""
@@ -165,8 +175,8 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
     return memo.judged[key]
 
 
-def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candidate, ...]:
-    """Returns the candidates of a draft, best first, including roundings that learn from samples.
+def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> Judgement:
+    """Returns the judgement of a draft with roundings that learn from samples among its candidates.
 
     These are slow, so they are tried only if rounded weights cost something, or if the model is small, and no longer
     once what is left of that cost is not worth it.
@@ -174,28 +184,27 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
     Raises:
         UsageError: the statistics are gone.
     """
-    draft, best_db = draft.use_unsigned(), judged.candidates[0].sqnr_db
-    weights = count_weights(draft.graph)
+    draft, weights = draft.use_unsigned(), count_weights(draft.graph)
     # Roundings are tried with the best range method, though minmax may be the best candidate so far.
-    reached = [each.sqnr_db for each in judged.candidates if each.method == judged.method] or [best_db]
+    reached = [each.sqnr_db for each in judged.candidates if each.method == judged.method]
+    reached = reached or [judged.candidates[0].sqnr_db]
 
     def may_gain() -> bool:
         return bool(draft.plan.bits) or needs_moments(max(reached), judged.unrounded_db, weights)
 
     if not weights or not may_gain():
-        return judged.candidates
+        return judged
     key = f"{digest_draft(draft)}.{judged.method}.learned"
-    if key not in memo.judged:
-        chosen = draft.choose(judged.method, "nearest")
-        rounded = _judge_roundings(chosen, _FEW_BITS if chosen.plan.bits else _SLOW, memo.budget)
-        learned = list[Candidate]()
-        while may_gain() and (found := next(rounded, None)) is not None:
-            learned.append(found)
-            reached.append(found.sqnr_db)
-        if memo.budget.left_out:
-            return sort_candidates([*judged.candidates, *learned])
+    if key in memo.judged:
+        return judged.add(memo.judged[key].candidates)
+    chosen, learned = draft.choose(judged.method, "nearest"), list[Candidate]()
+    rounded = _judge_roundings(chosen, _FEW_BITS if chosen.plan.bits else _SLOW, memo.budget)
+    while may_gain() and (found := next(rounded, None)) is not None:
+        learned.append(found)
+        reached.append(found.sqnr_db)
+    if not memo.budget.left_out:
         memo.judged[key] = msgspec.structs.replace(judged, candidates=tuple(learned))
-    return sort_candidates([*judged.candidates, *memo.judged[key].candidates])
+    return judged.add(learned)
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
@@ -207,7 +216,7 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     judged = judge_draft(draft, memo)
     method, rounding = judged.method, draft.plan.rounding
     if not draft.plan.bits:
-        best = learn_roundings(draft, judged, memo)[0]
+        best = learn_roundings(draft, judged, memo).candidates[0]
         method, rounding = best.method, best.rounding
     return choose_ranges(draft.graph, draft.plan, draft.calibration, method, rounding)
 
@@ -226,9 +235,8 @@ def choose_rounding(draft: Draft) -> Rounding:
     for rounding in dict.fromkeys((best, _SLOW[-1])):
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
         rounded = list_rounded(round_weights(placed, draft.graph, plan, draft.statistics), draft.graph)
-        proto, most = switch_weights(draft.graph, rounded), draft.effort.judging_samples
-        judge = open_judge(proto, draft.compared, draft.statistics, most=most, at_once=draft.effort.at_once)
-        found = judge({SWITCHES: np.ones(len(rounded), bool)}, reached)
+        judge = draft.open_judge(switch_weights(draft.graph, rounded))
+        found = judge({SWITCHES: np.ones(len(rounded), bool)})
         reached, best = (found, rounding) if found > reached else (reached, best)
     return best
 
@@ -325,9 +333,8 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: 
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    (stripped, fed), effort = plans_to_inputs(draft, plans, placed), draft.effort
-    judge = open_judge(stripped, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
-    ratios = dict[str, float]()
+    stripped, fed = plans_to_inputs(draft, plans, placed)
+    judge, ratios = draft.open_judge(stripped), dict[str, float]()
     for method, values in fed.items():
         ratios[method] = judge(values, max(ratios.values(), default=-math.inf))
     return ratios
@@ -370,15 +377,8 @@ def _judge_roundings(
 def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto) -> Candidate:
     plan = msgspec.structs.replace(draft.plan, rounding=rounding)
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    effort = draft.effort
-    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
-    return Candidate(
-        method=plan.method,
-        rounding=rounding,
-        relieved=(),
-        sqnr_db=round(ratio, 3),
-        equalized=bool(plan.factors),
-    )
+    ratio = round(draft.open_judge(qdq, keep_float_weights=False)(), 3)
+    return Candidate(method=plan.method, rounding=rounding, relieved=(), sqnr_db=ratio, equalized=bool(plan.factors))
 
 
 def place_draft(draft: Draft) -> onnx.ModelProto:

@@ -21,7 +21,6 @@ from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision import candidates
-from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import (
@@ -154,9 +153,8 @@ def fit_inputs(draft: candidates.Draft, reached_db: float | None = None) -> Quan
         return plan
     draft = draft.use_unsigned()
     graph, fed = candidates.plans_to_inputs(draft, {"": draft.plan}, candidates.place_draft(draft))
-    effort = draft.effort
-    judge = open_judge(graph, draft.compared, draft.statistics, most=effort.judging_samples, at_once=effort.at_once)
-    reached = judge(fed[""], -math.inf) if reached_db is None else reached_db
+    judge = draft.open_judge(graph)
+    reached = judge(fed[""]) if reached_db is None else reached_db
     for name, end in ends if reached < GOOD_DB else ():
         while True:
             span = plan.wide.get(name, plan.ranges[name])

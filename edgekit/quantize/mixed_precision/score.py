@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -207,77 +208,54 @@ EQUAL_DB = 0.1
 """Ratios that differ by less, 2 % of the noise power, count as equal: a choice."""
 
 
-def judge_candidate(
-    qdq: onnx.ModelProto,
-    compared: tuple[ComparedTensor, ...],
-    statistics: Path,
-    *,
-    keep_float_weights: bool = False,
-    most: int | None = None,
-    at_once: int | None = None,
-) -> float:
-    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, or the first `most`.
-
-    With several tensors it is the ratio of their mean noise. The candidate runs on the CPU provider, with products that
-    do not saturate; weights that were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX
-    Runtime does not quantize float weights between Q and DQ nodes, as it does by default. `at_once` samples run in
-    parallel.
-
-    Raises:
-        UsageError: the statistics are gone.
-    """
-    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=keep_float_weights)
-    powers = np.zeros((len(compared), 2))
-
-    def run(pair: tuple[Tensors, Tensors]) -> Tensors:
-        return session.run(pair[0])
-
-    for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most), at_once):
-        powers += _all_powers(names, expected, found)
-    return join_ratios([ratio_db(*power) for power in powers])
-
-
 def open_judge(
     qdq: onnx.ModelProto,
     compared: tuple[ComparedTensor, ...],
     statistics: Path,
     *,
+    keep_float_weights: bool = True,
     whole: Tensors | None = None,
     most: int | None = None,
     at_once: int | None = None,
-) -> Callable[[Tensors, float], float]:
-    """Returns a function that judges values for added inputs of a graph with float weights, all in one session.
+) -> Callable[..., float]:
+    """Returns a function that judges a graph, in one session, by values for inputs that were added to it (if any).
 
-    It takes the values and a wanted ratio in dB, and returns the ratio over all held-out samples, or the first `most`.
-    Noise only adds up: once the ratio is below the wanted one, no more samples are run, and the result is an upper
-    bound. `at_once` runs are in parallel. The outputs are compared with those of the float model, or, with `whole`,
-    with those of this session for these values: then both round sums in the same way.
+    It takes the values and a wanted ratio in dB, and returns the signal-to-noise ratio over all held-out samples, or
+    the first `most`; with several tensors it is the ratio of their mean noise. Noise only adds up: once the signal is
+    known and the ratio is below the wanted one, no more samples are run, and the result is an upper bound. The outputs
+    are compared with those of the float model, or, with `whole`, with those of this session for these values: then both
+    round sums in the same way. The graph runs on the CPU provider, with products that do not saturate; weights that
+    were set aside are read from the folder `statistics`. Without `keep_float_weights` ONNX Runtime quantizes float
+    weights between Q and DQ nodes, as it does by default. `at_once` samples run in parallel.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
-    own = list[tuple[Tensors, Tensors]]()
+    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=keep_float_weights)
+    own, signals = list[tuple[Tensors, Tensors]](), list[Array]()
 
     def read() -> Iterable[tuple[Tensors, Tensors]]:
         return own or islice(read_held_out(statistics), most)
 
     if whole is not None:
         own += [(inputs, session.run({**inputs, **whole})) for inputs, _ in read()]
-    signal = np.zeros(len(compared))
-    for _, expected in read():
-        signal += [measure_loss(each, expected[each.tensor])(expected[each.tensor])[0] for each in compared]
 
-    def judge(values: Tensors, wanted: float) -> float:
-        noise, ratio = np.zeros(len(compared)), math.inf
+    def judge(values: Tensors = MappingProxyType({}), wanted: float = -math.inf) -> float:
+        powers = np.zeros((len(compared), 2))
         for (_, expected), found in map_in_order(lambda pair: session.run({**pair[0], **values}), read(), at_once):
-            noise += _all_powers(names, expected, found)[:, 1]
-            ratio = join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
-            if ratio < wanted:
-                break
-        return ratio
+            lost = [measure_loss(each, expected[each.tensor])(found[name]) for each, name in names.items()]
+            powers += np.stack(lost)
+            if signals and (ratio := _join_powers(signals[0], powers[:, 1])) < wanted:
+                return ratio
+        if np.isfinite(powers).all():
+            signals[:] = [powers[:, 0]]
+        return _join_powers(*powers.T)
 
     return judge
+
+
+def _join_powers(signal: Array, noise: Array) -> float:
+    return join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
 
 
 def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
@@ -304,10 +282,6 @@ def _open_compared(
     finally:
         del qdq.graph.output[:]
         qdq.graph.output.extend(given)
-
-
-def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> Array:
-    return np.stack([measure_loss(each, expected[each.tensor])(found[name]) for each, name in names.items()])
 
 
 def has_held_out(statistics: Path) -> bool:

@@ -20,7 +20,7 @@ from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import relief
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
-from edgekit.quantize.mixed_precision.score import judge_candidate, list_rounded, strip_weights, switch_weights
+from edgekit.quantize.mixed_precision.score import list_rounded, open_judge, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
@@ -97,7 +97,13 @@ def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> C
 
 def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    return judge_candidate(qdq, draft.compared, draft.statistics, at_once=draft.effort.at_once)
+    return _judge_form(draft, qdq, keep_float_weights=False)
+
+
+def _judge_form(draft: Draft, graph: onnx.ModelProto, *, keep_float_weights: bool) -> float:
+    """Returns the ratio in dB of a form of a draft's graph over all held-out samples."""
+    at_once = draft.effort.at_once
+    return open_judge(graph, draft.compared, draft.statistics, keep_float_weights=keep_float_weights, at_once=at_once)()
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
@@ -166,10 +172,7 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
     if plan.bits or not draft.effort.is_short:
         return None
     placed = place_draft(draft)
-    floats = judge_candidate(
-        strip_weights(placed, graph), draft.compared, draft.statistics, keep_float_weights=True,
-        at_once=draft.effort.at_once,
-    )  # fmt: skip
+    floats = _judge_form(draft, strip_weights(placed, graph), keep_float_weights=True)
     least = 10 ** (-floats / 10)
     noise = 10 ** (-_judge(draft, placed, draft.plan) / 10)
     if relief.rise_db(1 - least / noise) < relief.LEAST_GAIN_DB:
