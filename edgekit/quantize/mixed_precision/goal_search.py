@@ -75,12 +75,13 @@ def find_plan(
     wanted = Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
     plan, searched = search_plan(search, wanted, state)
     if searched is not None:
-        searched = _widen_weights(search, searched, goal)
-        searched = _try_float(search, searched, wanted)
-        searched = _compare_with_minmax(search, searched, goal)
-        searched = _cut_state(search, searched, goal)
-        searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
-        plan = searched.chosen.plan
+        choice = _Choice(search, searched, wanted)
+        _widen_weights(choice)
+        _try_float(choice)
+        _compare_with_minmax(choice)
+        _cut_state(choice)
+        _try_wider(choice, adopts=max_drop is not None and search.may_widen)
+        plan, searched = choice.chosen.plan, choice.found
     if not narrow:
         return plan, searched
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
@@ -104,188 +105,189 @@ def _loses_nothing(prediction: Prediction) -> bool:
     return drop is not None and drop <= _NEGLIGIBLE and prediction.top1_agreement in {None, 1.0}
 
 
-def _compare_with_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result after its plan was compared with minmax rounded to nearest, chosen if it loses less.
+class _Choice:
+    """The result of a search, to which more trials are added; one that is better becomes the chosen one."""
 
-    Of two plans the better is the one that meets the goal. If both do, or neither, it is the one that moves the
-    decisions of all samples less: by the mean Hellinger distance of a decision (`Measure.distances`), to which every
-    sample contributes. The few decisions that changed would tell less, and the ratio to the signal counts errors of
-    logits that decide nothing.
-    """
-    if _loses_nothing(searched.chosen.prediction):
-        return searched
-    minmax = partial(plan_minmax, search.model, search.calibration, search.target, searched.chosen.plan)
-    searched, trial = _add_trial(search, searched, "minmax", minmax, look_against(search, searched.chosen))
-    is_better = trial is not None and _loses_less(search, searched.chosen, trial, max_drop)
-    return _adopt(searched, trial, max_drop) if trial is not None and is_better else searched
+    def __init__(self, search: Search, found: Searched, goal: Goal) -> None:
+        self.search, self.found, self.goal = search, found, goal
+
+    @property
+    def chosen(self) -> Trial:
+        """The trial to write."""
+        return self.found.chosen
+
+    def allows(self, step: str) -> bool:
+        """Returns True while time is left."""
+        return self.search.memo.budget.allows(step)
+
+    def change(self, **fields: object) -> None:
+        """Changes fields of the result."""
+        self.found = msgspec.structs.replace(self.found, **fields)
+
+    def adopt(self, trial: Trial) -> None:
+        """Chooses a trial."""
+        self.change(chosen=trial, met=self.found.met or trial.prediction.meets(self.goal.max_drop))
+
+    def add(
+        self, step: str, make: Callable[[], QuantPlan | None], look: Callable[[Model], Look] | None = None
+    ) -> Trial | None:
+        """Adds the trial of a plan and returns it: None if time is over or the plan was tried."""
+
+        def attempt() -> Trial | None:
+            plan = make()
+            if plan is None or any(plan == each.plan for each in self.found.trials):
+                return None
+            return measure_plan(self.search, step, plan, look=look)
+
+        trial = self.search.memo.budget.attempt(step, attempt) if self.allows(step) else None
+        if trial is not None:
+            self.change(trials=(*self.found.trials, trial))
+        return trial
+
+    def add_better(self, step: str, make: Callable[[], QuantPlan | None]) -> bool:
+        """Adds the trial of a plan; returns True if it is chosen, as it loses less than the chosen one.
+
+        The target must take as much of the work. Of two plans the better is the one that meets the goal. If both do, or
+        neither, it is the one that moves the decisions of all samples less: by the mean Hellinger distance of a
+        decision (`Measure.distances`), to which every sample contributes. The few decisions that changed would tell
+        less, and the ratio to the signal counts errors of logits that decide nothing.
+        """
+        search, chosen = self.search, self.chosen
+        trial = self.add(step, make, look_against(search, chosen))
+        # A trial that is not whole was clearly worse after some of the samples.
+        if trial is None or not trial.is_whole or trial.taken_macs < chosen.taken_macs - SAME_SHARE:
+            return False
+        is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
+        if is_met == is_better:
+            farther = search.compare(*(quantize_step(search, each.step, each.plan).model for each in (chosen, trial)))
+            # Where no decisions are known, the ratio to the signal is all there is.
+            is_better = (farther or chosen.prediction.loss() - trial.prediction.loss()) > 0
+        if is_better:
+            self.adopt(trial)
+        return is_better
 
 
-def _try_float(search: Search, searched: Searched, goal: Goal) -> Searched:
-    """Returns the search result with more trials, if the chosen plan misses the goal: with more nodes in float.
+def _compare_with_minmax(choice: _Choice) -> None:
+    """Tries minmax rounded to nearest, unless the chosen plan loses nothing."""
+    search, chosen = choice.search, choice.chosen
+    if not _loses_nothing(chosen.prediction):
+        choice.add_better("minmax", partial(plan_minmax, search.model, search.calibration, search.target, chosen.plan))
+
+
+def _try_float(choice: _Choice) -> None:
+    """Tries more nodes in float, if the chosen plan misses the goal.
 
     These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`). A trial is chosen if it meets
     the goal or saves more than a tolerated loss, the target still takes as much of the work, and enough of it stays in
     integers, unless it loses little where the plan before loses much.
     """
-    before, first, memo, max_drop = searched.chosen, searched.trials[0], search.memo, goal.max_drop
-    if before.prediction.meets(max_drop) or not (before.plan.judged and memo.budget.allows(MORE_RELIEF)):
-        return searched
+    search, goal, before, first = choice.search, choice.goal, choice.chosen, choice.found.trials[0]
+    if before.prediction.meets(goal.max_drop) or not (before.plan.judged and choice.allows(MORE_RELIEF)):
+        return
     has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
     least = (LEAST_INTEGER_SHARE if goal.is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
 
     def adopt(base: Trial, names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
-        nonlocal searched
-        if searched.chosen.prediction.meets(max_drop):
+        if choice.chosen.prediction.meets(goal.max_drop):
             return False
         plan = partial(keep_tensors_float, search.model, search.calibration, base.plan, names)
-        searched, trial = _add_trial(search, searched, f"{base.step}, {len(names)} tensors in float", plan)
+        trial = choice.add(f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE:
             return False
         if trial.integer_macs < least and not rescues(trial.prediction, before.prediction):
             return False
-        enough = find_tolerated_loss([searched.chosen, trial], goal.most_changed)
-        saves = searched.chosen.prediction.loss(goal.most_changed) > enough
-        if saves or trial.prediction.meets(max_drop):
-            searched = _adopt(searched, trial, max_drop)
-            return True
-        return False
+        enough = find_tolerated_loss([choice.chosen, trial], goal.most_changed)
+        saves = choice.chosen.prediction.loss(goal.most_changed) > enough or trial.prediction.meets(goal.max_drop)
+        if saves:
+            choice.adopt(trial)
+        return saves
 
-    wide_range, kept = WideRange(), list[tuple[str, ...]]()
-    if before.plan.wide or not search.relievable:
-        find = partial(find_wide_range, search.model, search.calibration, search.target, first.plan, before.plan, memo)
-        wide_range = memo.budget.attempt(MORE_RELIEF, find) or wide_range
-        kept = [names for names in wide_range.steps if adopt(before, names)]
-        # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
-        wider = [each for each in searched.trials if kept and len(each.plan.wide) > len(before.plan.wide)]
-        for base in wider:
-            adopt(base, kept[-1])
-    return msgspec.structs.replace(searched, wide_range=wide_range.beyond_float)
+    if not before.plan.wide and search.relievable:
+        return
+    model, calibration, memo = search.model, search.calibration, search.memo
+    find = partial(find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
+    wide_range = memo.budget.attempt(MORE_RELIEF, find) or WideRange()
+    kept = [names for names in wide_range.steps if adopt(before, names)]
+    # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
+    for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
+        adopt(base, kept[-1])
+    choice.change(wide_range=wide_range.beyond_float)
 
 
-def _widen_weights(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result with one more trial, if the goal is missed: its worst weights have 16 bits.
-
-    It is chosen if it loses less, and the target takes as much of the work.
-    """
-    chosen, memo = searched.chosen, search.memo
+def _widen_weights(choice: _Choice) -> None:
+    """Tries 16 bits for the worst weights, if the goal is missed."""
+    search, chosen = choice.search, choice.chosen
     has_wide = search.target.widens(search.precision) or not search.relievable
-    if not has_wide or chosen.prediction.meets(max_drop) or not memo.budget.allows(MORE_RELIEF):
-        return searched
-    step, look = f"{chosen.step}, weights in 16 bits", look_against(search, chosen)
-    searched, trial = _add_trial(search, searched, step, partial(widen_step, search, chosen.plan), look)
-    if trial is None or trial.taken_macs < chosen.taken_macs - SAME_SHARE:
-        return searched
-    return _adopt(searched, trial, max_drop) if _loses_less(search, chosen, trial, max_drop) else searched
+    if has_wide and not chosen.prediction.meets(choice.goal.max_drop) and choice.allows(MORE_RELIEF):
+        choice.add_better(f"{chosen.step}, weights in 16 bits", partial(widen_step, search, chosen.plan))
 
 
-def _cut_state(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result with the ranges of state halved, as long as that loses less over whole sequences.
+def _cut_state(choice: _Choice) -> None:
+    """Halves the ranges of state, as long as that loses less over whole sequences.
 
     Example: the cell state of an LSTM counts up to 300, but reaches its outputs through a Tanh, which is flat beyond 9.
     With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
     """
-    first, plan = searched.chosen, searched.chosen.plan
+    search, first = choice.search, choice.chosen
     if not search.feeds or _loses_nothing(first.prediction):
-        return searched
-    draft = open_draft(search.model, search.calibration, plan)
+        return
+    draft = open_draft(search.model, search.calibration, first.plan)
     seen = draft.calibration.ranges["minmax"]
     names = [name for name in find_state(draft.graph, search.feeds) if name in seen]
     if not names or not draft.effort.is_short:
-        return searched
+        return
     limit, is_better = max(max(-seen[name].low, seen[name].high) for name in names), True
     while is_better and limit > 0:
         limit /= 2
-        make = partial(cut_ranges, plan, names, limit)
-        searched, trial = _add_trial(search, searched, f"{first.step}, state within {limit:.3g}", make)
-        is_better = trial is not None and _loses_less(search, searched.chosen, trial, max_drop)
-        if trial is not None and is_better:
-            searched = _adopt(searched, trial, max_drop)
-    return searched
+        make = partial(cut_ranges, first.plan, names, limit)
+        is_better = choice.add_better(f"{first.step}, state within {limit:.3g}", make)
 
 
-def _adopt(searched: Searched, trial: Trial, max_drop: float) -> Searched:
-    return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
+def _try_wider(choice: _Choice, *, adopts: bool) -> None:
+    """Tries 16 bits for all activations, or many tensors out of 8 bits, for advice if much is lost or changes.
 
-
-def _loses_less(search: Search, chosen: Trial, other: Trial, max_drop: float) -> bool:
-    # `other` was clearly worse after some of the samples.
-    if not other.is_whole:
-        return False
-    is_met, meets = (each.prediction.meets(max_drop) for each in (chosen, other))
-    if is_met != meets:
-        return meets
-    # Where no decisions are known, the ratio to the signal is all there is.
-    farther = search.compare(*(quantize_step(search, each.step, each.plan).model for each in (chosen, other)))
-    return (farther or chosen.prediction.loss() - other.prediction.loss()) > 0
-
-
-def _add_trial(
-    search: Search,
-    searched: Searched,
-    step: str,
-    make: Callable[[], QuantPlan | None],
-    look: Callable[[Model], Look] | None = None,
-) -> tuple[Searched, Trial | None]:
-    """Returns the search result with one more trial, and that trial: None if time is over or its plan was tried."""
-
-    def attempt() -> Trial | None:
-        plan = make()
-        if plan is None or any(plan == each.plan for each in searched.trials):
-            return None
-        return measure_plan(search, step, plan, look=look)
-
-    trial = search.memo.budget.attempt(step, attempt) if search.memo.budget.allows(step) else None
-    if trial is None:
-        return searched, None
-    return msgspec.structs.replace(searched, trials=(*searched.trials, trial)), trial
-
-
-def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: bool) -> Searched:
-    """Returns the search result with one more trial: 16 bits for all activations, or many tensors out of 8 bits.
-
-    It is tried if much is lost, or many decisions change. With `adopts` it is chosen if it meets a goal that no other
-    plan met.
+    With `adopts` the trial is chosen if it meets a goal that no other plan met.
     """
-    chosen, wider = searched.chosen, search.wider
-    misses = adopts and not searched.met and wider is not None
+    search, chosen, wider = choice.search, choice.chosen, choice.search.wider
+    misses = adopts and not choice.found.met and wider is not None
     is_worth = misses or loses_much(chosen.prediction) or changes_many(chosen.prediction)
-    if not is_worth or not search.memo.budget.allows(MORE_RELIEF):
-        return searched
+    if not is_worth or not choice.allows(MORE_RELIEF):
+        return
     step: str = wider or f"relieve {_MANY}"
-    make: Callable[[], QuantPlan | None] = partial(plan_step, search, searched.trials, _MANY)
+    make: Callable[[], QuantPlan | None] = partial(plan_step, search, choice.found.trials, _MANY)
     if wider is not None:
         make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
-    known = trial = next((each for each in searched.trials if each.step == step), None)
-    if known is None:
-        # Advice needs no more samples than show which of the two loses less.
-        look = look_against(search, chosen, is_advice=True)
-        searched, trial = _add_trial(search, searched, step, make, look)
+    known = next((each for each in choice.found.trials if each.step == step), None)
+    # Advice needs no more samples than show which of the two loses less.
+    trial = known or choice.add(step, make, look_against(search, chosen, is_advice=True))
     # A plan with tensors out of 8 bits that the search had tried is only mentioned if it loses less.
     if trial is None or (
         wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
     ):
-        return _advise(search, searched, f"no plan that was tried loses less: {_ELSE}")
-    if misses and trial.prediction.meets(max_drop):
+        _advise(choice, f"no plan that was tried loses less: {_ELSE}")
+        return
+    if misses and trial.prediction.meets(choice.goal.max_drop):
         whole = complete_trial(search, trial)
-        trials = tuple(whole if each is trial else each for each in searched.trials)
-        searched, trial = msgspec.structs.replace(searched, trials=trials), whole
-    if misses and trial.prediction.meets(max_drop):
-        return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
+        choice.change(trials=tuple(whole if each is trial else each for each in choice.found.trials))
+        trial = whole
+    if misses and trial.prediction.meets(choice.goal.max_drop):
+        choice.change(chosen=trial, met=True, note=f"with {wider}, no other plan does")
+        return
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
-    return _advise(search, searched, f"{what}: {_weigh(search, chosen, trial)}")
+    _advise(choice, f"{what}: {_weigh(search, chosen, trial)}")
 
 
-def _advise(search: Search, searched: Searched, advice: str) -> Searched:
-    """Returns the search result with advice, which names the tensor that loses most."""
-    first, worst = searched.trials[0].plan, ""
-    if searched.wide_range:
-        worst = explain_wide_range(searched.wide_range[0], search.target)
+def _advise(choice: _Choice, advice: str) -> None:
+    """Adds advice to the result, which names the tensor that loses most."""
+    search, first, worst = choice.search, choice.found.trials[0].plan, ""
+    if choice.found.wide_range:
+        worst = explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
         draft = open_draft(search.model, search.calibration, first)
-        name = partial(name_worst, draft, searched.chosen.plan, search.memo)
+        name = partial(name_worst, draft, choice.chosen.plan, search.memo)
         worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
-    return msgspec.structs.replace(searched, advice="; ".join(part for part in (advice, worst) if part))
+    choice.change(advice="; ".join(part for part in (advice, worst) if part))
 
 
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
