@@ -20,6 +20,7 @@ from edgekit.data.npz import MALFORMED
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import PARSER_LOCK, Array, Tensors
+from edgekit.quantize import gptq
 from edgekit.quantize.calibration.held_out import read_fitted
 from edgekit.quantize.calibration.moments import (
     InputMoments,
@@ -28,27 +29,6 @@ from edgekit.quantize.calibration.moments import (
     open_moments,
     patches_per_sample,
     scale_moments,
-)
-from edgekit.quantize.gptq import (
-    FOUR_LIMIT,
-    LIMIT,
-    Rounded,
-    add_spread,
-    damp_moment,
-    find_inactive,
-    isolate_inactive,
-    join_pieces,
-    least_multiplier,
-    pack_int4,
-    refit_weights,
-    round_comq,
-    round_gptq,
-    round_nearest,
-    search_scale,
-    shrink_moment,
-    spare_for_bias,
-    split_pieces,
-    weight_scale,
 )
 from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
@@ -115,7 +95,7 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_four_bits(self) -> bool:
         """True if its weight gets 4 bits."""
-        return self.limit == FOUR_LIMIT
+        return self.limit == gptq.FOUR_LIMIT
 
     @property
     def is_wide(self) -> bool:
@@ -161,9 +141,9 @@ def find_places(qdq: onnx.GraphProto, graph: Graph, limit: int, bits: Mapping[st
             bias_scale=bias.input[1] if bias is not None else None,
             step=step,
             per_channel=scale.ndim > 0,
-            limit=FOUR_LIMIT if bits.get(layer.weight) == 4 and scale.ndim else limit,
-            spare=spare_for_bias(kind),
-            least=least_multiplier(kind, made_kind) * made_step / step,
+            limit=gptq.FOUR_LIMIT if bits.get(layer.weight) == 4 and scale.ndim else limit,
+            spare=gptq.spare_for_bias(kind),
+            least=gptq.least_multiplier(kind, made_kind) * made_step / step,
         )
     return {name: (layer, places[name]) for name, layer in layers.items() if name in places}
 
@@ -177,8 +157,8 @@ def write_layer(
         initializers[name].CopyFrom(numpy_helper.from_array(value, name))
 
     if place.has_four_bits:
-        initializers[place.weight].CopyFrom(pack_int4(integers, place.weight))
-        initializers[place.weight_zero].CopyFrom(pack_int4(np.zeros(scale.shape, np.int8), place.weight_zero))
+        initializers[place.weight].CopyFrom(gptq.pack_int4(integers, place.weight))
+        initializers[place.weight_zero].CopyFrom(gptq.pack_int4(np.zeros(scale.shape, np.int8), place.weight_zero))
     else:
         store(place.weight, np.ascontiguousarray(integers))
     store(place.weight_scale, np.asarray(scale if place.per_channel else scale[0]))
@@ -284,8 +264,8 @@ def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Arr
 def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> Array:
     """Returns the scale [groups, outputs, 1]; `energy` [groups, inputs] is the mean square of each input."""
     if place.has_four_bits:
-        return search_scale(matrix, energy=energy, floor=floor)
-    return weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
+        return gptq.search_scale(matrix, energy=energy, floor=floor)
+    return gptq.weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
 
 
 def _round_for_inputs(
@@ -304,11 +284,13 @@ def _round_for_inputs(
     ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
     moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
     share = len(true) / 4 / (size + len(true) / 4)
-    left = shrink_moment(moment, len(true))
-    split = split_pieces(matrix, layer.groups, size)
+    left = gptq.shrink_moment(moment, len(true))
+    split = gptq.split_pieces(matrix, layer.groups, size)
     # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: if no errors reach the layer, W' is W.
-    change = np.swapaxes(np.linalg.solve(damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
-    fitted = join_pieces(split + change, layer.groups)
+    change = np.swapaxes(
+        np.linalg.solve(gptq.damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2
+    )
+    fitted = gptq.join_pieces(split + change, layer.groups)
     energy = np.diagonal(left, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
     scale = _find_scale(fitted, place, floor, energy)
     rounded = _round_pieces(fitted, left, layer, place, scale, floor, by_comq=place.has_four_bits)
@@ -330,17 +312,17 @@ def _round_pieces(
     *,
     by_comq: bool,
     noise: float = 0.0,
-) -> Rounded:
+) -> gptq.Rounded:
     """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
     size = moment.shape[-1]
-    is_whole, split = size == layer.inputs, split_pieces(matrix, layer.groups, size)
+    is_whole, split = size == layer.inputs, gptq.split_pieces(matrix, layer.groups, size)
     scales = np.repeat(scale, matrix.shape[2] // size, axis=0)
     if by_comq:
-        found = round_comq(split, moment, scales, fits_scale=is_whole, floor=floor)
+        found = gptq.round_comq(split, moment, scales, fits_scale=is_whole, floor=floor)
         scale = found.scale if is_whole else scale
     else:
-        found = round_gptq(split, moment, scales, noise, place.limit)
-    return Rounded(integers=join_pieces(found.integers, layer.groups), scale=scale)
+        found = gptq.round_gptq(split, moment, scales, noise, place.limit)
+    return gptq.Rounded(integers=gptq.join_pieces(found.integers, layer.groups), scale=scale)
 
 
 Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
@@ -366,7 +348,7 @@ def round_qdq_weights(
     statistics: Path,
     rounding: Rounding,
     factors: Mapping[str, tuple[float, ...]],
-    limit: int = LIMIT,
+    limit: int = gptq.LIMIT,
     bits: Mapping[str, int] | None = None,
 ) -> None:
     """Rewrites the weights, scales and biases of `qdq`, the QDQ form of `graph`, in place.
@@ -388,7 +370,7 @@ def round_qdq_weights(
                 weight = graph.weight(layer.weight)
                 matrix = layer.to_matrix(weight)
                 scale = _find_scale(matrix, place, floor, np.ones((layer.groups, layer.inputs)))
-                integers = layer.from_matrix(round_nearest(matrix, scale, place.limit).integers, weight.shape)
+                integers = layer.from_matrix(gptq.round_nearest(matrix, scale, place.limit).integers, weight.shape)
                 write_layer(initializers, place, integers=integers, scale=scale.reshape(-1), bias=bias)
         return
     if rounding == "qronos":
@@ -433,7 +415,7 @@ def _correct_layer(
     if moments is None:
         return None
     if rounding == "bias":
-        rounded = round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
+        rounded = gptq.round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
     else:
         rounded = _round_with_moments(layer, matrix, moments, place, floor, rounding)
     errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
@@ -442,7 +424,7 @@ def _correct_layer(
     mean = moments.mean[:, :, None].astype(np.float64)
     for start in range(0, matrix.shape[1], rows):
         span = slice(start, start + rows)
-        values = Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
+        values = gptq.Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
         errors[:, span] = ((matrix[:, span].astype(np.float64) - values) @ mean)[:, :, 0]
     corrected = {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
@@ -455,7 +437,7 @@ def _correct_layer(
 
 def _round_with_moments(
     layer: Layer, matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: Rounding
-) -> Rounded:
+) -> gptq.Rounded:
     parts, widest = [*moments.split(_MOMENT_BYTES)], float(moments.spread.max())
     prepare = partial(_prepare_moment, is_centred=layer.bias is not None, widest=widest)
     # Prepared once where all inputs are one part, as in most layers.
@@ -463,9 +445,11 @@ def _round_with_moments(
     noise = place.step**2 / 12 if rounding == "refit" else 0.0
 
     def refit(matrix: Array, moment: Array, inactive: Array) -> Array:
-        split = split_pieces(matrix, layer.groups, moments.size)
+        split = gptq.split_pieces(matrix, layer.groups, moments.size)
         # Least squares would set the weights of inputs that were always zero to zero.
-        return join_pieces(np.where(inactive[:, None], split, refit_weights(split, moment, noise)), layer.groups)
+        return gptq.join_pieces(
+            np.where(inactive[:, None], split, gptq.refit_weights(split, moment, noise)), layer.groups
+        )
 
     if rounding == "refit":
         fitted = (refit(matrix[..., span], *(known[0] if known else prepare(own))) for span, own in parts)
@@ -479,12 +463,14 @@ def _round_with_moments(
         )
         for span, own in parts
     ]  # fmt: skip
-    return Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=rounded[0].scale)
+    return gptq.Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=rounded[0].scale)
 
 
 def _prepare_moment(moments: InputMoments, *, is_centred: bool, widest: float) -> tuple[Array, Array]:
     """Returns a second moment that can be inverted, and which inputs are inactive."""
     # The bias corrects the mean error, so only deviations from the mean matter.
     blocks, spread = moments.second_moment(centred=is_centred), moments.spread.reshape(-1, moments.size)
-    inactive = find_inactive(blocks, spread, widest)
-    return isolate_inactive(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), inactive), inactive
+    inactive = gptq.find_inactive(blocks, spread, widest)
+    return gptq.isolate_inactive(
+        gptq.add_spread(gptq.shrink_moment(blocks, moments.count), spread, moments.count), inactive
+    ), inactive

@@ -19,7 +19,7 @@ from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
-from edgekit.quantize.mixed_precision import goal_search
+from edgekit.quantize.mixed_precision import plan_search
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.quantize.weight_only.blocks import quantize_blocks
@@ -213,7 +213,7 @@ def test_a_plan_that_loses_much_may_get_little_work_in_integers_if_that_saves_it
 ) -> None:
     """A speaker encoder lost 14 points in 16 bits, and 0.4 with 71 % of its work in integers, where 75 % are wanted."""
     for name in ("DEFAULT_INTEGER_SHARE", "LEAST_INTEGER_SHARE"):
-        monkeypatch.setattr(goal_search, name, 1.01)  # any tensor in float is too much
+        monkeypatch.setattr(plan_search, name, 1.01)  # any tensor in float is too much
 
     def tell(step: str) -> tuple[float, float]:
         drop = after if "in float" in step else before

@@ -14,19 +14,7 @@ import numpy as np
 
 from edgekit.model.outputs import CODES, Column, ListColumns
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.heads import (
-    BINS,
-    CENTRED,
-    EXPLICIT,
-    Columns,
-    ExtraColumns,
-    Head,
-    are_boxes,
-    decode_boxes,
-    lay_grids,
-    overlap_boxes,
-    squash_scores,
-)
+from edgekit.quantize.accuracy import heads
 
 # A raw head has more rows: a small network for images of 64 pixels has 80.
 _LEAST_ROWS = 40
@@ -36,7 +24,7 @@ _MOST_OUTPUTS = 20
 # More rows, or smaller cells, are pixels.
 _MOST_ROWS, _LEAST_CELL = 1 << 17, 4
 _BOX = 4
-_BOX_WIDTHS = (_BOX, *(_BOX * bins for bins in BINS))
+_BOX_WIDTHS = (_BOX, *(_BOX * bins for bins in heads.BINS))
 # If the highest score is lower, nothing is detected; detectors for COCO reach 0.3 and more.
 _LEAST_SCORE = 0.1
 # At most this share of rows has a high score: most of an image is background.
@@ -70,7 +58,7 @@ _MOSTLY = 0.95
 _TOLERANCE = 1e-3
 
 
-_Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
+_Pair = tuple[tuple[heads.Columns, ...], tuple[heads.Columns, ...]]
 """The columns of boxes; and those of the objectness, if there is one, and of the scores."""
 
 
@@ -81,7 +69,7 @@ class _HighScores(msgspec.Struct, frozen=True, kw_only=True):
     classes: Array
 
 
-def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None:
+def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> heads.Head | None:
     """Returns how to read the raw head of a detector, None where no reading makes sense.
 
     `outputs` are those of a float model for a few samples, `image` is the height and width of its input.
@@ -93,10 +81,10 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
             continue
         for head in _read_scores(outputs, boxes, scores):
             sure = _find_high_scores(head, outputs)
-            for code, grid in lay_grids(tuple(each.count for each in boxes), rows, sides, image) if sure else ():
+            for code, grid in heads.lay_grids(tuple(each.count for each in boxes), rows, sides, image) if sure else ():
                 if grid is None and len(boxes[0].outputs) > 1:
                     continue
-                peaks = sides[0][1:] if code in CENTRED else None
+                peaks = sides[0][1:] if code in heads.CENTRED else None
                 coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
                 near, mixed = _agreement(coded, outputs, sure, image)
                 # A reading with objectness is preferred: the overlap of boxes is about the same without it.
@@ -106,7 +94,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
     return best and msgspec.structs.replace(best, extras=tuple(_find_extras(best, outputs, image)))
 
 
-def _find_extras(head: Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[ExtraColumns]:
+def _find_extras(head: heads.Head, outputs: Sequence[Tensors], image: tuple[int, int]) -> Iterator[heads.ExtraColumns]:
     """Yields other predictions for the rows of boxes: other outputs, and columns after those that are read."""
     boxes, stops = head.boxes[0], dict[tuple[str, ...], int]()
     for each in (*head.boxes, head.scores, *filter(None, [head.objectness])):
@@ -117,7 +105,7 @@ def _find_extras(head: Head, outputs: Sequence[Tensors], image: tuple[int, int])
     )
     for each in group:
         start = stops.get(each.outputs, 0)
-        rest = ExtraColumns(outputs=each.outputs, axis=each.axis, start=start, stop=each.stop, image=image)
+        rest = heads.ExtraColumns(outputs=each.outputs, axis=each.axis, start=start, stop=each.stop, image=image)
         prototypes = _find_prototypes(outputs[0], rest.count)
         if prototypes and head.grid is None:
             yield msgspec.structs.replace(rest, kind="masks", prototypes=prototypes)
@@ -132,14 +120,14 @@ def _find_prototypes(outputs: Tensors, count: int) -> str:
     return next((name for name, each in maps.items() if count > 1 and each.shape[:2] == (1, count)), "")
 
 
-def _count_numbers(head: Head, rest: Columns, outputs: Sequence[Tensors]) -> int:
+def _count_numbers(head: heads.Head, rest: heads.Columns, outputs: Sequence[Tensors]) -> int:
     """Returns how many numbers each keypoint has, 0 if the columns are no keypoints, which lie near their box."""
     sure = _find_high_scores(head, outputs)
     if not sure:
         return 0
     pairs = list(zip(outputs, sure, strict=True))
     values = np.concatenate([rest.read(row, one.rows) for row, one in pairs])
-    boxes = np.concatenate([decode_boxes(head.code, head.read_boxes(row, one.rows), None) for row, one in pairs])
+    boxes = np.concatenate([heads.decode_boxes(head.code, head.read_boxes(row, one.rows), None) for row, one in pairs])
     middle, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
     for numbers in (3, 2):
         if rest.count % numbers:
@@ -176,7 +164,7 @@ def find_silent(
         if is_seen or not _are_shares(lowest, highest):
             continue
         corners = np.concatenate([boxes.read(row) for row in outputs])
-        if any(are_boxes(decode(corners), image, explicit=True) for decode in EXPLICIT.values()):
+        if any(heads.are_boxes(decode(corners), image, explicit=True) for decode in heads.EXPLICIT.values()):
             return frozenset((*boxes.outputs, *scores[-1].outputs))
     return frozenset()
 
@@ -209,7 +197,7 @@ def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
                 yield from ((boxes, (there, scores)) for there in others if there.count == 1 and there is not scores)
 
 
-def _join_levels(outputs: Tensors) -> Iterator[list[Columns]]:
+def _join_levels(outputs: Tensors) -> Iterator[list[heads.Columns]]:
     """Yields groups of columns for the same rows, such as boxes and scores.
 
     Columns are one output, or one for each level. Example: cls_8, cls_16, cls_32 and box_8, box_16, box_32 make a group
@@ -222,17 +210,21 @@ def _join_levels(outputs: Tensors) -> Iterator[list[Columns]]:
             if value.dtype.kind == "f" and value.ndim == rank and (rank == 2 or value.shape[0] == 1):
                 places = tuple(np.delete(value.shape, axis).tolist())
                 counts.setdefault(value.shape[axis], {}).setdefault(places, []).append(name)
-        groups: dict[tuple[tuple[int, ...], ...], list[Columns]] = {}
+        groups: dict[tuple[tuple[int, ...], ...], list[heads.Columns]] = {}
         for count, names in counts.items():
             largest_first = sorted(names, key=math.prod, reverse=True)
             are_levels = len({len(each) for each in names.values()}) == 1
             for levels in [tuple(largest_first)] if are_levels else [(each,) for each in largest_first]:
                 for level_names in zip(*(names[each] for each in levels), strict=True):
-                    groups.setdefault(levels, []).append(Columns(outputs=level_names, axis=axis, start=0, stop=count))
+                    groups.setdefault(levels, []).append(
+                        heads.Columns(outputs=level_names, axis=axis, start=0, stop=count)
+                    )
         yield from (group for levels, group in groups.items() if sum(map(math.prod, levels)) >= _LEAST_ROWS)
 
 
-def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tuple[Columns, ...], Sequence[Columns]]]:
+def _pick_boxes(
+    group: Sequence[heads.Columns], *, is_map: bool
+) -> Iterator[tuple[tuple[heads.Columns, ...], Sequence[heads.Columns]]]:
     """Yields the columns of a group that may be boxes, and those that may be scores for them.
 
     Boxes are all columns of an output, or the first four before other numbers, such as keypoints of a face; then there
@@ -249,11 +241,11 @@ def _pick_boxes(group: Sequence[Columns], *, is_map: bool) -> Iterator[tuple[tup
         yield pair, [other for other in group if other not in pair]
 
 
-def _split_table(table: Columns, outputs: Tensors) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+def _split_table(table: heads.Columns, outputs: Tensors) -> Iterator[tuple[heads.Columns, tuple[heads.Columns, ...]]]:
     """Yields (boxes, scores) and (boxes, objectness and scores) for the usual orders of columns in one table."""
     count = table.count
 
-    def part(start: int, stop: int) -> Columns:
+    def part(start: int, stop: int) -> heads.Columns:
         return msgspec.structs.replace(table, start=start, stop=stop)
 
     for width in _BOX_WIDTHS:
@@ -267,7 +259,7 @@ def _split_table(table: Columns, outputs: Tensors) -> Iterator[tuple[Columns, tu
             yield part(1, width + 1), (part(0, 1), part(width + 1, end))
 
 
-def _count_scores(rest: Columns, outputs: Tensors) -> int:
+def _count_scores(rest: heads.Columns, outputs: Tensors) -> int:
     """Returns how many of the columns after boxes may be scores; the rest are mask coefficients, keypoints or angles.
 
     If the first is a probability, scores end before the first column that is none. There are as many mask coefficients
@@ -281,7 +273,7 @@ def _count_scores(rest: Columns, outputs: Tensors) -> int:
     return rest.count - next(counts, 0)
 
 
-def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
+def _sides(outputs: Tensors, columns: heads.Columns) -> tuple[tuple[int, int, int], ...]:
     """Returns (anchors, height, width) of each level, () if the outputs are no maps."""
     shapes = [outputs[name].shape for name in columns.outputs]
     rank = len(shapes[0])
@@ -289,7 +281,9 @@ def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ..
     return tuple((shape[1] if rank == 5 else columns.anchors, *shape[at]) for shape in shapes if rank >= 4)
 
 
-def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: tuple[Columns, ...]) -> Iterator[Head]:
+def _read_scores(
+    outputs: Sequence[Tensors], boxes: tuple[heads.Columns, ...], parts: tuple[heads.Columns, ...]
+) -> Iterator[heads.Head]:
     """Yields how scores may be read: as probabilities, or as logits with or without a background."""
     scores = [parts[-1].view(row) for row in outputs]
     low, high = min(float(each.min()) for each in scores), max(float(each.max()) for each in scores)
@@ -301,15 +295,15 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
     if len(parts) == 2:
         there = np.stack([parts[0].read(row) for row in outputs])
         whether = "" if _are_shares(float(there.min()), float(there.max())) else "sigmoid"
-        there = squash_scores(there, whether)
+        there = heads.squash_scores(there, whether)
         # A sigmoid is monotonic, so it may follow the maximum.
         best = np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64)
-        both = there * squash_scores(best, squash)
+        both = there * heads.squash_scores(best, squash)
         # Where the objectness is high, one class scores high too; if the column is a class itself, no other does.
         is_told = both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12)
         # Objectness and scores are both probabilities, or both logits.
         if is_told and squash == whether:
-            yield Head(
+            yield heads.Head(
                 boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, squash_objectness=whether, code=""
             )
         return
@@ -319,15 +313,17 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
         sums_to_one = are_shares and all(np.abs(each.sum(axis=-1) - 1).max() < 1e-2 for each in scores)
         if max(shares) >= _BACKGROUND and (sums_to_one or not are_shares):
             over = "" if sums_to_one else "softmax"
-            yield Head(boxes=boxes, scores=parts[0], squash=over, background=ends[int(np.argmax(shares))], code="")
-    yield Head(boxes=boxes, scores=parts[0], squash=squash, code="")
+            yield heads.Head(
+                boxes=boxes, scores=parts[0], squash=over, background=ends[int(np.argmax(shares))], code=""
+            )
+    yield heads.Head(boxes=boxes, scores=parts[0], squash=squash, code="")
 
 
 def _are_shares(low: float, high: float) -> bool:
     return low >= -_TOLERANCE and high <= 1 + _TOLERANCE
 
 
-def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScores, ...]:
+def _find_high_scores(head: heads.Head, outputs: Sequence[Tensors]) -> tuple[_HighScores, ...]:
     """Returns the rows of each sample with a high score, () if there are too many or too few of them."""
     best = np.stack([head.read_surest(row) for row in outputs])
     least = float(best.max()) / 2
@@ -341,7 +337,7 @@ def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScor
 
 
 def _agreement(
-    head: Head, outputs: Sequence[Tensors], sure: Sequence[_HighScores], image: tuple[int, int]
+    head: heads.Head, outputs: Sequence[Tensors], sure: Sequence[_HighScores], image: tuple[int, int]
 ) -> tuple[float, float]:
     """Returns the mean IoU of boxes with high scores, and the same with shuffled numbers; (0, 0) if they are no boxes.
 
@@ -350,10 +346,10 @@ def _agreement(
     """
     values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
     every = np.concatenate(values)
-    boxes = [decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
+    boxes = [heads.decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
     beyond = np.abs(every[:, :2] - 0.5).max(axis=1) - 0.5
     in_cells = head.peaks is None or float((beyond <= _BEYOND_CELL).mean()) >= _MOSTLY
-    if not in_cells or not are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
+    if not in_cells or not heads.are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
         return 0.0, 0.0
     near = [each for right, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(right, one.classes)]
     if len(near) < _LEAST_SEEN:
@@ -364,16 +360,16 @@ def _agreement(
     return own, float(np.mean(others))
 
 
-def _overlap_shuffled(head: Head, values: Array, sure: Sequence[_HighScores]) -> float:
+def _overlap_shuffled(head: heads.Head, values: Array, sure: Sequence[_HighScores]) -> float:
     """Returns the mean IoU of boxes with high scores if their numbers were `values`, those of all samples in a row."""
     swapped = np.split(values, np.cumsum([len(one.rows) for one in sure])[:-1])
-    boxes = [decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
+    boxes = [heads.decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
     return float(
         np.mean([each for box, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(box, one.classes)])
     )
 
 
-def _least_agreement(head: Head, mixed: float) -> float:
+def _least_agreement(head: heads.Head, mixed: float) -> float:
     """Returns by how much the mean IoU must exceed that of shuffled boxes, `mixed`."""
     if head.peaks is not None:
         return _LEAST_CENTRED
@@ -382,7 +378,7 @@ def _least_agreement(head: Head, mixed: float) -> float:
 
 def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
     """Returns, for each box, its highest IoU with another box of its class."""
-    overlaps = overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
+    overlaps = heads.overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
     np.fill_diagonal(overlaps, 0)
     return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
 
@@ -399,7 +395,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     columns: ListColumns
 
     keeps_places: ClassVar[bool] = False
-    extras: ClassVar[tuple[ExtraColumns, ...]] = ()
+    extras: ClassVar[tuple[heads.ExtraColumns, ...]] = ()
     centred: ClassVar[bool] = False
 
     @property
@@ -414,7 +410,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
         tables, columns = _read_tables(outputs), self.columns
-        boxes = EXPLICIT[columns.code](_read_boxes(tables, columns.boxes))
+        boxes = heads.EXPLICIT[columns.code](_read_boxes(tables, columns.boxes))
         scores = self.read_scores(outputs)
         kinds = np.zeros(len(scores), np.int64)
         if columns.kind is not None:
@@ -434,7 +430,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
         return np.concatenate([tables[name][:, kept[name]] for name in sorted(tables)], axis=1)
 
 
-Detector = Head | DetectionList
+Detector = heads.Head | DetectionList
 """How the outputs of a detector are read.
 
 `keeps_places` is True if row N stands for the same place of the image in both models, as in a raw head, and False for a
@@ -466,7 +462,7 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
     for boxes in _place_boxes(names, [each for each in (score, kind) if each is not None]):
         numbers = np.concatenate([_read_boxes(sample, boxes)[kept] for sample, kept in zip(samples, sure, strict=True)])
         for code in CODES:
-            if are_boxes(EXPLICIT[code](numbers), image, explicit=True):
+            if heads.are_boxes(heads.EXPLICIT[code](numbers), image, explicit=True):
                 return DetectionList(columns=ListColumns(boxes=boxes, score=score, kind=kind, code=code))
     return None
 

@@ -10,14 +10,7 @@ import numpy as np
 
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.detections import (
-    detection_distances,
-    estimate_drop,
-    extra_distances,
-    judge_extra,
-    record_detections,
-    record_extra,
-)
+from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db
 
@@ -27,8 +20,8 @@ EXTRA_VALUES, MASKS, POINTS = "R2 of the numbers beside boxes", "overlap of mask
 """The measures of a detector's other predictions for each object."""
 _EXTRAS = {
     "values": msgspec.structs.replace(MEASURES["values"], name=EXTRA_VALUES),
-    "masks": Measure(MASKS, "the float model's masks", judge_extra, extra_distances),
-    "points": Measure(POINTS, "the float model's points", judge_extra, extra_distances),
+    "masks": Measure(MASKS, "the float model's masks", detections.judge_extra, detections.extra_distances),
+    "points": Measure(POINTS, "the float model's points", detections.judge_extra, detections.extra_distances),
 }
 # The critical value of a group sequential test with five looks, each over twice as many samples as the one before, in
 # standard errors: with it, all looks together find a difference where there is none in 5 % of cases. For steps of equal
@@ -60,13 +53,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
     """Returns a detector's boxes and classes as one part, and each of its other predictions, such as keypoints."""
-    own, judge = {name: shapes[name] for name in sorted(head.outputs)}, partial(estimate_drop, centred=head.centred)
-    distances = partial(detection_distances, centred=head.centred)
-    detections = Measure(AP, "the float model's detections", judge, distances)
+    own, judge = (
+        {name: shapes[name] for name in sorted(head.outputs)},
+        partial(detections.estimate_drop, centred=head.centred),
+    )
+    distances = partial(detections.detection_distances, centred=head.centred)
+    whole = Measure(AP, "the float model's detections", judge, distances)
     extras = [
-        Part(shapes=own, measure=_EXTRAS[each.kind], record=partial(record_extra, head, each)) for each in head.extras
+        Part(shapes=own, measure=_EXTRAS[each.kind], record=partial(detections.record_extra, head, each))
+        for each in head.extras
     ]
-    return (Part(shapes=own, measure=detections, record=partial(record_detections, head)), *extras)
+    return (Part(shapes=own, measure=whole, record=partial(detections.record_detections, head)), *extras)
 
 
 def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known: bool) -> tuple[Part, ...]:

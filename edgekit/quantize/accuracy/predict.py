@@ -19,14 +19,7 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State, find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.head_search import (
-    Detector,
-    find_head,
-    find_image,
-    find_list,
-    find_silent,
-    may_be_head,
-)
+from edgekit.quantize.accuracy import head_search
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, find_squash, read_output_kinds
@@ -433,7 +426,7 @@ class FloatReference:
             few.append(self._kept.keep(index, self._run(index, sample)))
         return few
 
-    def _find_head(self, few: Sequence[Tensors]) -> tuple[Detector | None, frozenset[str]]:
+    def _find_head(self, few: Sequence[Tensors]) -> tuple[head_search.Detector | None, frozenset[str]]:
         """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
 
         Outputs that are stated to be something else are left out.
@@ -443,17 +436,17 @@ class FloatReference:
         def drop_stated(outputs: Tensors) -> dict[str, Array]:
             return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
 
-        image = find_image(next(iter(self._samples)))
+        image = head_search.find_image(next(iter(self._samples)))
         # Anchors and strides follow from the sizes of image and outputs, which differ from sample to sample here.
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
             return None, frozenset()
         rows = [drop_stated(outputs) for outputs in few]
-        listed = find_list(rows, image)
-        if listed is not None or not may_be_head(rows[0]):
+        listed = head_search.find_list(rows, image)
+        if listed is not None or not head_search.may_be_head(rows[0]):
             return listed, frozenset()
-        head = find_head(rows, image)
-        return head, frozenset() if head is not None else find_silent(rows, image)
+        head = head_search.find_head(rows, image)
+        return head, frozenset() if head is not None else head_search.find_silent(rows, image)
 
 
 def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:

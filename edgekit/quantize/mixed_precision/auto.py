@@ -13,28 +13,9 @@ from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
-from edgekit.quantize.equalization.equalize import (
-    MeasuredPairs,
-    choose_factors,
-    equalize_calibration,
-    equalize_graph,
-    measure_pairs,
-    scales_silu,
-)
+from edgekit.quantize.equalization import equalize
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.mixed_precision import relief
-from edgekit.quantize.mixed_precision.candidates import (
-    NOTABLE_DB,
-    QUICK,
-    Draft,
-    Judgement,
-    Memo,
-    choose_ranges,
-    judge_draft,
-    judge_plan,
-    learn_roundings,
-    sort_candidates,
-)
+from edgekit.quantize.mixed_precision import candidates, relief
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weights import keep_eight
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -52,19 +33,19 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     precision: Precision
     method: str
     relieve: bool
-    memo: Memo
+    memo: candidates.Memo
 
     @cached_property
-    def pairs(self) -> MeasuredPairs:
+    def pairs(self) -> equalize.MeasuredPairs:
         """The pairs of tensors whose channels may be equalized, measured once."""
-        return measure_pairs(self.graph, Path(self.calibration.statistics), self.calibration.ranges["minmax"])
+        return equalize.measure_pairs(self.graph, Path(self.calibration.statistics), self.calibration.ranges["minmax"])
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A draft, and how its candidates were judged."""
 
-    draft: Draft
-    found: Judgement
+    draft: candidates.Draft
+    found: candidates.Judgement
 
     @property
     def best_db(self) -> float:
@@ -74,7 +55,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def quick_db(self) -> float:
         """The ratio of the best candidate whose rounding does not learn from samples."""
-        return max(each.sqnr_db for each in self.found.candidates if each.rounding in QUICK)
+        return max(each.sqnr_db for each in self.found.candidates if each.rounding in candidates.QUICK)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +74,7 @@ def plan_quantization(
     *,
     method: str = "auto",
     relieve: bool = True,
-    memo: Memo | None = None,
+    memo: candidates.Memo | None = None,
 ) -> QuantPlan:
     """Returns the plan of quantizing a prepared float model for a target.
 
@@ -115,19 +96,21 @@ def plan_quantization(
     graph = open_float_graph(model, calibration)
     plan = draft_plan(model, graph, calibration, target, precision)
     if method not in {"auto", "best"}:
-        return choose_ranges(graph, plan, calibration, method, "nearest")
+        return candidates.choose_ranges(graph, plan, calibration, method, "nearest")
     if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
-        return choose_ranges(graph, plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
-    memo = Memo() if memo is None else memo
+        return candidates.choose_ranges(
+            graph, plan, calibration, "minmax", "bias" if calibration.statistics else "nearest"
+        )
+    memo = candidates.Memo() if memo is None else memo
     if not memo.budget.allows("range methods and roundings"):
-        return choose_ranges(graph, plan, calibration, "minmax", "bias")
+        return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
     subject = _Subject(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
         relieve=relieve, memo=memo,
     )  # fmt: skip
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
-    return choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
+    return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
 
 
 def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
@@ -162,7 +145,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     equalized = attempt(
         "equalized channels", partial(_equalize, subject, unequalized, reached=unequalized, through_silu=False)
     )
-    chosen = prefer_draft(unequalized, equalized, NOTABLE_DB)
+    chosen = prefer_draft(unequalized, equalized, candidates.NOTABLE_DB)
     through_silu = attempt(
         "channels equalized through SiLU", partial(_equalize, subject, unequalized, reached=chosen, through_silu=True)
     )
@@ -171,12 +154,14 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     best = _finish(subject, lead)
-    return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
+    return msgspec.structs.replace(
+        best.plan, judged=candidates.sort_candidates([*candidates.sort_candidates([*judged]), *best.tried])
+    )
 
 
 def _learn(subject: _Subject, judged: Judged) -> Judged:
     """Returns a judged draft with roundings that learn from samples among its candidates, where they may gain."""
-    return Judged(draft=judged.draft, found=learn_roundings(judged.draft, judged.found, subject.memo))
+    return Judged(draft=judged.draft, found=candidates.learn_roundings(judged.draft, judged.found, subject.memo))
 
 
 def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:
@@ -194,13 +179,13 @@ def _judge(
 
     `reached_db` is the ratio of the best draft before.
     """
-    graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
-    calibration = add_image_headroom(graph, equalize_calibration(subject.graph, subject.calibration, factors))
+    graph = equalize.equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
+    calibration = add_image_headroom(graph, equalize.equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
-    draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    draft = candidates.Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relief.relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
-    judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
+    judged = Judged(draft=draft, found=candidates.judge_draft(draft, subject.memo, method=method))
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
 
@@ -213,8 +198,8 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None
-    factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
-    if not factors or (through_silu and not scales_silu(subject.graph, factors)):
+    factors = equalize.choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
+    if not factors or (through_silu and not equalize.scales_silu(subject.graph, factors)):
         return None
     method = None if unequalized.draft.effort.is_short else reached.found.candidates[0].method
     return _judge(subject, factors, method, reached.best_db)
@@ -232,11 +217,11 @@ def _finish(subject: _Subject, judged: Judged) -> Finished:
     plan = attempt("ranges of inputs", partial(relief.fit_inputs, draft, reached_db if is_judged else None))
     if plan is None or plan == found.plan:
         return found
-    fitted = judge_plan(msgspec.structs.replace(draft, plan=plan))
+    fitted = candidates.judge_plan(msgspec.structs.replace(draft, plan=plan))
     return Finished(plan=plan, ratio_db=fitted.sqnr_db, tried=(*found.tried, fitted))
 
 
-def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
+def _relieve(subject: _Subject, draft: candidates.Draft, lead: Candidate) -> Finished:
     draft = draft.choose(lead.method, lead.rounding)
     budget = subject.memo.budget
     plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())

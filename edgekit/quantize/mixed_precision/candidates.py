@@ -26,17 +26,7 @@ from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.gains import NORM
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.score import (
-    EQUAL_DB,
-    SWITCHES,
-    constants_to_inputs,
-    grids_to_inputs,
-    has_held_out,
-    list_rounded,
-    open_judge,
-    strip_weights,
-    switch_weights,
-)
+from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
 from edgekit.quantize.qdq import place_plan, plan_graph, round_weights
@@ -116,7 +106,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def open_judge(self, graph: onnx.ModelProto, *, keep_float_weights: bool = True) -> Callable[..., float]:
         """Returns a judge of a form of the graph over as many samples as the effort allows (`score.open_judge`)."""
         most, at_once = self.effort.judging_samples, self.effort.at_once
-        return open_judge(
+        return score.open_judge(
             graph, self.compared, self.statistics, keep_float_weights=keep_float_weights, most=most, at_once=at_once
         )
 
@@ -234,9 +224,9 @@ def choose_rounding(draft: Draft) -> Rounding:
     placed, reached, best = place_draft(draft), -math.inf, draft.plan.rounding
     for rounding in dict.fromkeys((best, _SLOW[-1])):
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
-        rounded = list_rounded(round_weights(placed, draft.graph, plan, draft.statistics), draft.graph)
-        judge = draft.open_judge(switch_weights(draft.graph, rounded))
-        found = judge({SWITCHES: np.ones(len(rounded), bool)})
+        rounded = score.list_rounded(round_weights(placed, draft.graph, plan, draft.statistics), draft.graph)
+        judge = draft.open_judge(score.switch_weights(draft.graph, rounded))
+        found = judge({score.SWITCHES: np.ones(len(rounded), bool)})
         reached, best = (found, rounding) if found > reached else (reached, best)
     return best
 
@@ -347,9 +337,9 @@ def plans_to_inputs(
 
     So one session can judge all plans, which may differ only in ranges. `placed` is the QDQ form of one of them.
     """
-    stripped = strip_weights(placed, draft.graph)
+    stripped = score.strip_weights(placed, draft.graph)
     grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
-    names = grids_to_inputs(stripped, next(iter(grids.values())))
+    names = score.grids_to_inputs(stripped, next(iter(grids.values())))
     return stripped, {each: {name: found[name] for name in names} for each, found in grids.items()}
 
 
@@ -412,14 +402,19 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     graph = plan_graph(model, plan, calibration)
     sizes = dict(sorted(find_float_constants(graph, plan), key=lambda item: -item[1]))
     compared, statistics = find_objective(graph, calibration), Path(calibration.statistics)
-    if not (sizes and compared and calibration.statistics and has_held_out(statistics)):
+    if not (sizes and compared and calibration.statistics and score.has_held_out(statistics)):
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
-    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (EQUAL_DB / 10) - 1)
+    least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (score.EQUAL_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
     whole = {name: graph.weight(name) for name in sizes}
-    judge = open_judge(
-        constants_to_inputs(graph.model, whole), compared, statistics, whole=whole, most=effort.first_samples, at_once=1
+    judge = score.open_judge(
+        score.constants_to_inputs(graph.model, whole),
+        compared,
+        statistics,
+        whole=whole,
+        most=effort.first_samples,
+        at_once=1,
     )
 
     def narrow(name: str, bits: int) -> Array:

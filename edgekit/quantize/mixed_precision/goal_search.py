@@ -12,41 +12,9 @@ from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.mixed_precision import float_fallback, plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
-from edgekit.quantize.mixed_precision.float_fallback import (
-    WideRange,
-    explain_wide_range,
-    find_wide_range,
-    keep_tensors_float,
-    name_worst,
-)
-from edgekit.quantize.mixed_precision.plan_search import (
-    DEFAULT_INTEGER_SHARE,
-    FEW_CHANGED,
-    LEAST_INTEGER_SHARE,
-    MORE_RELIEF,
-    SAME_SHARE,
-    Goal,
-    Search,
-    Searched,
-    Work,
-    changes_many,
-    complete_trial,
-    find_tolerated_loss,
-    look_against,
-    loses_much,
-    measure_plan,
-    plan_step,
-    quantize_step,
-    rescues,
-    search_plan,
-    widen_step,
-)
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    open_draft,
-)
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
@@ -59,8 +27,8 @@ _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
 
 def find_plan(
-    search: Search, *, max_drop: float | None, narrow: bool, state: State | None = None
-) -> tuple[QuantPlan, Searched | None]:
+    search: plan_search.Search, *, max_drop: float | None, narrow: bool, state: State | None = None
+) -> tuple[QuantPlan, plan_search.Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
     It is compared with minmax rounded to nearest with the same float nodes, by how far they move the outputs of all
@@ -71,9 +39,9 @@ def find_plan(
         ModelError: no node of the model can be quantized.
     """
     goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
-    most_changed = FEW_CHANGED if search.target.widens(search.precision) else MOST_CHANGED
-    wanted = Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
-    plan, searched = search_plan(search, wanted, state)
+    most_changed = plan_search.FEW_CHANGED if search.target.widens(search.precision) else MOST_CHANGED
+    wanted = plan_search.Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
+    plan, searched = plan_search.search_plan(search, wanted, state)
     if searched is not None:
         choice = _Choice(search, searched, wanted)
         _widen_weights(choice)
@@ -90,7 +58,9 @@ def find_plan(
     if narrowed is None or not narrowed.narrow.bits or searched is None:
         return narrowed or plan, searched
     wide = searched.chosen
-    chosen = measure_plan(search, f"{wide.step}, narrow", narrowed, Work(wide.taken_macs, wide.integer_macs))
+    chosen = plan_search.measure_plan(
+        search, f"{wide.step}, narrow", narrowed, plan_search.Work(wide.taken_macs, wide.integer_macs)
+    )
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
     if misses or chosen.prediction.loss() > wide.prediction.loss() + (
         _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EQUAL_DB
@@ -108,7 +78,7 @@ def _loses_nothing(prediction: Prediction) -> bool:
 class _Choice:
     """The result of a search, to which more trials are added; one that is better becomes the chosen one."""
 
-    def __init__(self, search: Search, found: Searched, goal: Goal) -> None:
+    def __init__(self, search: plan_search.Search, found: plan_search.Searched, goal: plan_search.Goal) -> None:
         self.search, self.found, self.goal = search, found, goal
 
     @property
@@ -137,7 +107,7 @@ class _Choice:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
-            return measure_plan(self.search, step, plan, look=look)
+            return plan_search.measure_plan(self.search, step, plan, look=look)
 
         trial = self.search.memo.budget.attempt(step, attempt) if self.allows(step) else None
         if trial is not None:
@@ -153,13 +123,15 @@ class _Choice:
         less, and the ratio to the signal counts errors of logits that decide nothing.
         """
         search, chosen = self.search, self.chosen
-        trial = self.add(step, make, look_against(search, chosen))
+        trial = self.add(step, make, plan_search.look_against(search, chosen))
         # A trial that is not whole was clearly worse after some of the samples.
-        if trial is None or not trial.is_whole or trial.taken_macs < chosen.taken_macs - SAME_SHARE:
+        if trial is None or not trial.is_whole or trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
             return False
         is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
         if is_met == is_better:
-            farther = search.compare(*(quantize_step(search, each.step, each.plan).model for each in (chosen, trial)))
+            farther = search.compare(
+                *(plan_search.quantize_step(search, each.step, each.plan).model for each in (chosen, trial))
+            )
             # Where no decisions are known, the ratio to the signal is all there is.
             is_better = (farther or chosen.prediction.loss() - trial.prediction.loss()) > 0
         if is_better:
@@ -182,22 +154,24 @@ def _try_float(choice: _Choice) -> None:
     integers, unless it loses little where the plan before loses much.
     """
     search, goal, before, first = choice.search, choice.goal, choice.chosen, choice.found.trials[0]
-    if before.prediction.meets(goal.max_drop) or not (before.plan.judged and choice.allows(MORE_RELIEF)):
+    if before.prediction.meets(goal.max_drop) or not (before.plan.judged and choice.allows(plan_search.MORE_RELIEF)):
         return
-    has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
-    least = (LEAST_INTEGER_SHARE if goal.is_given or has_collapsed else DEFAULT_INTEGER_SHARE) * first.integer_macs
+    has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < relief.COLLAPSED_DB
+    least = (
+        plan_search.LEAST_INTEGER_SHARE if goal.is_given or has_collapsed else plan_search.DEFAULT_INTEGER_SHARE
+    ) * first.integer_macs
 
     def adopt(base: Trial, names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
         if choice.chosen.prediction.meets(goal.max_drop):
             return False
-        plan = partial(keep_tensors_float, search.model, search.calibration, base.plan, names)
+        plan = partial(float_fallback.keep_tensors_float, search.model, search.calibration, base.plan, names)
         trial = choice.add(f"{base.step}, {len(names)} tensors in float", plan)
-        if trial is None or trial.taken_macs < before.taken_macs - SAME_SHARE:
+        if trial is None or trial.taken_macs < before.taken_macs - plan_search.SAME_SHARE:
             return False
-        if trial.integer_macs < least and not rescues(trial.prediction, before.prediction):
+        if trial.integer_macs < least and not plan_search.rescues(trial.prediction, before.prediction):
             return False
-        enough = find_tolerated_loss([choice.chosen, trial], goal.most_changed)
+        enough = plan_search.find_tolerated_loss([choice.chosen, trial], goal.most_changed)
         saves = choice.chosen.prediction.loss(goal.most_changed) > enough or trial.prediction.meets(goal.max_drop)
         if saves:
             choice.adopt(trial)
@@ -206,8 +180,8 @@ def _try_float(choice: _Choice) -> None:
     if not before.plan.wide and search.relievable:
         return
     model, calibration, memo = search.model, search.calibration, search.memo
-    find = partial(find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
-    wide_range = memo.budget.attempt(MORE_RELIEF, find) or WideRange()
+    find = partial(float_fallback.find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
+    wide_range = memo.budget.attempt(plan_search.MORE_RELIEF, find) or float_fallback.WideRange()
     kept = [names for names in wide_range.steps if adopt(before, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
     for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
@@ -219,8 +193,8 @@ def _widen_weights(choice: _Choice) -> None:
     """Tries 16 bits for the worst weights, if the goal is missed."""
     search, chosen = choice.search, choice.chosen
     has_wide = search.target.widens(search.precision) or not search.relievable
-    if has_wide and not chosen.prediction.meets(choice.goal.max_drop) and choice.allows(MORE_RELIEF):
-        choice.add_better(f"{chosen.step}, weights in 16 bits", partial(widen_step, search, chosen.plan))
+    if has_wide and not chosen.prediction.meets(choice.goal.max_drop) and choice.allows(plan_search.MORE_RELIEF):
+        choice.add_better(f"{chosen.step}, weights in 16 bits", partial(plan_search.widen_step, search, chosen.plan))
 
 
 def _cut_state(choice: _Choice) -> None:
@@ -232,7 +206,7 @@ def _cut_state(choice: _Choice) -> None:
     search, first = choice.search, choice.chosen
     if not search.feeds or _loses_nothing(first.prediction):
         return
-    draft = open_draft(search.model, search.calibration, first.plan)
+    draft = relief.open_draft(search.model, search.calibration, first.plan)
     seen = draft.calibration.ranges["minmax"]
     names = [name for name in find_state(draft.graph, search.feeds) if name in seen]
     if not names or not draft.effort.is_short:
@@ -251,16 +225,16 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     """
     search, chosen, wider = choice.search, choice.chosen, choice.search.wider
     misses = adopts and not choice.found.met and wider is not None
-    is_worth = misses or loses_much(chosen.prediction) or changes_many(chosen.prediction)
-    if not is_worth or not choice.allows(MORE_RELIEF):
+    is_worth = misses or plan_search.loses_much(chosen.prediction) or plan_search.changes_many(chosen.prediction)
+    if not is_worth or not choice.allows(plan_search.MORE_RELIEF):
         return
     step: str = wider or f"relieve {_MANY}"
-    make: Callable[[], QuantPlan | None] = partial(plan_step, search, choice.found.trials, _MANY)
+    make: Callable[[], QuantPlan | None] = partial(plan_search.plan_step, search, choice.found.trials, _MANY)
     if wider is not None:
         make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
     known = next((each for each in choice.found.trials if each.step == step), None)
     # Advice needs no more samples than show which of the two loses less.
-    trial = known or choice.add(step, make, look_against(search, chosen, is_advice=True))
+    trial = known or choice.add(step, make, plan_search.look_against(search, chosen, is_advice=True))
     # A plan with tensors out of 8 bits that the search had tried is only mentioned if it loses less.
     if trial is None or (
         wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
@@ -268,7 +242,7 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
         _advise(choice, f"no plan that was tried loses less: {_ELSE}")
         return
     if misses and trial.prediction.meets(choice.goal.max_drop):
-        whole = complete_trial(search, trial)
+        whole = plan_search.complete_trial(search, trial)
         choice.change(trials=tuple(whole if each is trial else each for each in choice.found.trials))
         trial = whole
     if misses and trial.prediction.meets(choice.goal.max_drop):
@@ -282,31 +256,33 @@ def _advise(choice: _Choice, advice: str) -> None:
     """Adds advice to the result, which names the tensor that loses most."""
     search, first, worst = choice.search, choice.found.trials[0].plan, ""
     if choice.found.wide_range:
-        worst = explain_wide_range(choice.found.wide_range[0], search.target)
+        worst = float_fallback.explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
-        draft = open_draft(search.model, search.calibration, first)
-        name = partial(name_worst, draft, choice.chosen.plan, search.memo)
+        draft = relief.open_draft(search.model, search.calibration, first)
+        name = partial(float_fallback.name_worst, draft, choice.chosen.plan, search.memo)
         worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
     choice.change(advice="; ".join(part for part in (advice, worst) if part))
 
 
-def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
+def _weigh(search: plan_search.Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, with its bytes relative to the chosen trial's and its work in integers."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:z.2f} points are lost"
     one, two = chosen.prediction, other.prediction
     is_better = two.loss() < one.loss()
-    if changes_many(one) and two.top1_agreement is not None:
+    if plan_search.changes_many(one) and two.top1_agreement is not None:
         figure += f" and {two.top1_agreement:.1%} of the decisions are the same"
     # A few samples are enough to choose, but say little of the loss itself.
     figure += "" if other.is_whole else f" over {two.samples} samples"
     if not is_better:
         return f"{figure}, which is no better: {_ELSE}"
-    now, then = (quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
+    now, then = (plan_search.quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
 
 
-def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
+def write_chosen(
+    search: plan_search.Search, plan: QuantPlan, searched: plan_search.Searched | None, out: Path
+) -> QuantizedModel:
     """Writes the model of a plan to `out`: a copy of the file from the search if there is one, else a new one.
 
     Raises:
