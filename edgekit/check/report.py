@@ -284,55 +284,107 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class _View(msgspec.Struct, frozen=True, kw_only=True):
-    """Both graphs.
+class _Tracer:
+    """Both graphs, and the nodes of `source` that depend on constants only, or that an output needs, by position."""
 
-    `constant` holds the positions of source nodes that depend on constants only, `idle` of those that no output needs.
-    """
+    def __init__(self, source: Graph, prepared: Graph) -> None:
+        self.source, self.prepared = source, prepared
+        self.names = {node.name: node for node in prepared.nodes}
+        self.known = {node.name for node in source.nodes}
+        self.constant, self.needed, results = set[int](), set[int](), set[str]()
+        for node in source.nodes:
+            inputs = [name for name in node.input if name]
+            fixed = all(name in source.constants or name in results for name in inputs)
+            if (fixed and inputs and not node.bodies) or (node.op_type in _SHAPE_OPS and node.name not in self.names):
+                self.constant.add(node.index)
+                results.update(node.output)
+        for node in reversed(source.nodes):
+            readers = {reader.index for name in node.output for reader in source.consumers.get(name, ())}
+            if readers & self.needed or any(name in source.outputs for name in node.output):
+                self.needed.add(node.index)
 
-    source: Graph
-    prepared: Graph
-    names: Mapping[str, Node]
-    known: frozenset[str]
-    constant: frozenset[int]
-    idle: frozenset[int]
+    def trace(self, node: Node, later: Mapping[int, Trace]) -> Trace:
+        """Returns what became of a node; `later` says it of its readers."""
+        same = self.names.get(node.name)
+        if same is not None and (same.op_type, same.domain) == (node.op_type, node.domain):
+            return Trace(fate="kept", became=(same.name,))
+        if same is not None:
+            return Trace(fate="rewritten", became=(same.name,), note=f"written as {same.op_type}")
+        producers = self.prepared.producers
+        makers = [producers[name] for name in node.output if name in producers]
+        if makers:
+            return self._describe_makers(makers)
+        if node.index in self.constant or all(name in self.prepared.constants for name in node.output if name):
+            return Trace(fate="folded", note="depends on constants only, so it is computed once, before the model runs")
+        if node.index not in self.needed:
+            return Trace(fate="removed", note="no output of the model depends on it")
+        readers = [reader for name in node.output for reader in self.source.consumers.get(name, ())]
+        for reader in readers:
+            trace = later[reader.index]
+            if trace.fate == "kept":
+                return self._describe_input(node, reader)
+            if trace.became:
+                named = ", ".join(self.names[name].op_type for name in trace.became)
+                return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
+        if readers and all(later[reader.index].fate == "folded" for reader in readers):
+            return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
+        return Trace(fate="removed", note="nothing that is left reads it")
+
+    def _describe_makers(self, makers: list[Node]) -> Trace:
+        """Describes a node by the prepared nodes that now make its outputs, and the new nodes that lead to them."""
+        # If an old node now makes this node's output, it was fused with it: fusion keeps the name of the last output.
+        if all(maker.name in self.known for maker in makers):
+            named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
+            return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
+        region: dict[str, Node] = {}
+        ahead = [maker for maker in makers if maker.name not in self.known]
+        # From the new producers back through new nodes, to values that the user's model had.
+        while ahead:
+            node = ahead.pop()
+            region[node.name] = node
+            for name in node.input:
+                before = None if name in self.source.producers else self.prepared.producers.get(name)
+                if before is not None and before.name not in self.known and before.name not in region:
+                    ahead.append(before)
+        nodes = sorted(region.values(), key=lambda node: node.index)
+        return Trace(
+            fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op_type for node in nodes)}"
+        )
+
+    def _describe_input(self, node: Node, reader: Node) -> Trace:
+        now = self.names[reader.name].input
+        read = next((now[at] for at, name in enumerate(reader.input) if name in node.output and at < len(now)), "")
+        if read in self.prepared.constants:
+            return Trace(fate="folded", note="its result is a constant")
+        maker = self.prepared.producers.get(read)
+        # What the node reads, traced back through removed nodes.
+        sources: set[str] = set()
+        name = node.input[0]
+        while name and name not in sources:
+            sources.add(name)
+            before = self.source.producers.get(name)
+            name = "" if before is None or name in self.prepared.producers else before.input[0]
+        if read in sources:
+            return Trace(fate="removed", note="it only hands its input on")
+        if maker is None:
+            return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
+        how = "the same as" if maker.op_type == node.op_type else "merged into"
+        return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op_type} '{maker.name}'")
 
 
 def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, Trace]]:
     """Yields each node of `source` with its graph and what became of it; nodes of its subgraphs follow a node."""
-    names = {node.name: node for node in prepared.nodes}
-    constant, needed = set[int](), set[int]()
-    results: set[str] = set()
-    for node in source.nodes:
-        inputs = [name for name in node.input if name]
-        fixed = bool(inputs) and not node.bodies and all(name in source.constants or name in results for name in inputs)
-        if fixed or (node.op_type in _SHAPE_OPS and node.name not in names):
-            constant.add(node.index)
-            results.update(node.output)
-    for node in reversed(source.nodes):
-        readers = {reader.index for name in node.output for reader in source.consumers.get(name, ())}
-        if readers & needed or any(name in source.outputs for name in node.output):
-            needed.add(node.index)
-    view = _View(
-        source=source,
-        prepared=prepared,
-        names=names,
-        known=frozenset(node.name for node in source.nodes),
-        constant=frozenset(constant),
-        idle=frozenset(node.index for node in source.nodes) - needed,
-    )
-    found: dict[int, Trace] = {}
+    tracer, found = _Tracer(source, prepared), dict[int, Trace]()
     makers = {name: node.index for name, node in source.producers.items()}
     nodes = {node.index: node for node in source.nodes}
     needs = {index: [makers[name] for name in node.reads if name in makers] for index, node in nodes.items()}
-    order = TopologicalSorter(needs)
     # From the end, because the fate of a node may depend on that of its readers. A file may hold nodes in any order.
-    for index in reversed(tuple(order.static_order())):
-        found[index] = _trace(view, nodes[index], found)
+    for index in reversed(tuple(TopologicalSorter(needs).static_order())):
+        found[index] = tracer.trace(nodes[index], found)
     for node in source.nodes:
         trace = found[node.index]
         yield source, node, trace
-        same = names.get(node.name)
+        same = tracer.names.get(node.name)
         # Subgraphs are paired by their order among the attributes. If their number changed, their nodes share the fate
         # of the node.
         if same is not None and len(same.bodies) == len(node.bodies):
@@ -347,74 +399,6 @@ def _inherit(node: Node, trace: Trace) -> Iterator[tuple[Graph, Node, Trace]]:
         for inner in body.nodes:
             yield body, inner, trace
             yield from _inherit(inner, trace)
-
-
-def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
-    same = view.names.get(node.name)
-    if same is not None and (same.op_type, same.domain) == (node.op_type, node.domain):
-        return Trace(fate="kept", became=(same.name,))
-    if same is not None:
-        return Trace(fate="rewritten", became=(same.name,), note=f"written as {same.op_type}")
-    producers = view.prepared.producers
-    makers = [producers[name] for name in node.output if name in producers]
-    if makers:
-        return _describe_makers(view, makers)
-    if node.index in view.constant or all(name in view.prepared.constants for name in node.output if name):
-        return Trace(fate="folded", note="depends on constants only, so it is computed once, before the model runs")
-    if node.index in view.idle:
-        return Trace(fate="removed", note="no output of the model depends on it")
-    readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
-    for reader in readers:
-        trace = later[reader.index]
-        if trace.fate == "kept":
-            return _describe_input(view, node, reader)
-        if trace.became:
-            named = ", ".join(view.names[name].op_type for name in trace.became)
-            return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
-    if readers and all(later[reader.index].fate == "folded" for reader in readers):
-        return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
-    return Trace(fate="removed", note="nothing that is left reads it")
-
-
-def _describe_makers(view: _View, makers: list[Node]) -> Trace:
-    """Describes a node by the prepared nodes that now make its outputs, and the new nodes that lead to them."""
-    # If an old node now makes this node's output, it was fused with it: fusion keeps the name of the last output.
-    if all(maker.name in view.known for maker in makers):
-        named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
-        return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
-    region: dict[str, Node] = {}
-    ahead = [maker for maker in makers if maker.name not in view.known]
-    # From the new producers back through new nodes, to values that the user's model had.
-    while ahead:
-        node = ahead.pop()
-        region[node.name] = node
-        for name in node.input:
-            before = None if name in view.source.producers else view.prepared.producers.get(name)
-            if before is not None and before.name not in view.known and before.name not in region:
-                ahead.append(before)
-    nodes = sorted(region.values(), key=lambda node: node.index)
-    return Trace(fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op_type for node in nodes)}")
-
-
-def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
-    now = view.names[reader.name].input
-    read = next((now[at] for at, name in enumerate(reader.input) if name in node.output and at < len(now)), "")
-    if read in view.prepared.constants:
-        return Trace(fate="folded", note="its result is a constant")
-    maker = view.prepared.producers.get(read)
-    # What the node reads, traced back through removed nodes.
-    sources: set[str] = set()
-    name = node.input[0]
-    while name and name not in sources:
-        sources.add(name)
-        before = view.source.producers.get(name)
-        name = "" if before is None or name in view.prepared.producers else before.input[0]
-    if read in sources:
-        return Trace(fate="removed", note="it only hands its input on")
-    if maker is None:
-        return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
-    how = "the same as" if maker.op_type == node.op_type else "merged into"
-    return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op_type} '{maker.name}'")
 
 
 def _names(nodes: list[Node]) -> tuple[str, ...]:

@@ -3,14 +3,61 @@
 `count_huge_terms` tells whether values stay finite: attention masks contain the lowest float32, or minus infinity.
 """
 
+import contextlib
 import math
-from collections.abc import Collection, Iterator
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, permutations
+from typing import TypeVar
 
 import numpy as np
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
+
+_T = TypeVar("_T")
+
+
+class MisfitError(Exception):
+    """Raised where a part of a graph is not what a pattern wants."""
+
+
+def need(condition: object) -> None:
+    """Ends a match unless this is true.
+
+    Raises:
+        MisfitError: it is not.
+    """
+    if not condition:
+        raise MisfitError
+
+
+def known(value: _T | None) -> _T:
+    """Returns a value that is known.
+
+    Raises:
+        MisfitError: it is None.
+    """
+    if value is None:
+        raise MisfitError
+    return value
+
+
+def single(values: Sequence[_T]) -> _T:
+    """Returns the one value of a list.
+
+    Raises:
+        MisfitError: there are none, or several.
+    """
+    need(len(values) == 1)
+    return values[0]
+
+
+def attempt(find: Callable[[], _T]) -> _T | None:
+    """Returns what a function finds, None if it raises MisfitError."""
+    with contextlib.suppress(MisfitError):
+        return find()
+    return None
+
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it. In float16 a
 # quarter of the largest number is the limit.
@@ -176,21 +223,21 @@ def square_of(graph: Graph, name: str) -> str | None:
     return node.input[0] if graph.number(node.input[1]) == 2 else None
 
 
-def mean_of(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns x and an axis where a value is the mean of x along this axis, in any shape, else None.
+def mean_of(graph: Graph, name: str) -> tuple[str, int]:
+    """Returns x and an axis where a value is the mean of x along this axis, in any shape.
 
     JAX writes a mean as a sum times the reciprocal of the number of values.
+
+    Raises:
+        MisfitError: it is another value.
     """
-    name = unshape(graph, name)
-    mean = made_by(graph, name, "ReduceMean")
-    share, values = (1.0, ()) if mean is not None else factors(graph, name)
-    total = made_by(graph, unshape(graph, values[0]), "ReduceSum") if len(values) == 1 else mean
-    axis = None if total is None else reduced_axis(graph, total)
-    shape = () if total is None else graph.value(total.input[0]).shape or ()
-    if total is None or axis is None or not -len(shape) <= axis < len(shape):
-        return None
-    is_mean = total is mean or is_near(share * (shape[axis] or 0), 1)
-    return (total.input[0], axis % len(shape)) if is_mean else None
+    total, share = made_by(graph, unshape(graph, name), "ReduceMean"), None
+    if total is None:
+        share, values = factors(graph, unshape(graph, name))
+        total = known(made_by(graph, unshape(graph, single(values)), "ReduceSum"))
+    shape, axis = known(graph.value(total.input[0]).shape), known(reduced_axis(graph, total))
+    need(-len(shape) <= axis < len(shape) and (share is None or is_near(share * (shape[axis] or 0), 1)))
+    return total.input[0], axis % len(shape)
 
 
 def unshape(graph: Graph, name: str) -> str:
@@ -218,16 +265,26 @@ def reduced_axis(graph: Graph, node: Node) -> int | None:
     return axes[0] if axes is not None and len(axes) == 1 else None
 
 
-def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
-    """Returns x and epsilon where a value is the square root of x + epsilon, else None."""
-    node = made_by(graph, name, "Sqrt", "Pow")
-    if node is None or (node.op_type == "Pow" and graph.number(node.input[1]) != 0.5):
-        return None
-    added = made_by(graph, node.input[0], "Add")
-    for value, number in (added.input, added.input[::-1]) if added is not None else ():
-        if (epsilon := graph.number(number)) is not None:
-            return value, epsilon
-    return None
+def root_of(graph: Graph, name: str) -> tuple[str, float]:
+    """Returns x and epsilon where a value is the square root of x + epsilon.
+
+    Raises:
+        MisfitError: it is another value.
+    """
+    node = known(made_by(graph, name, "Sqrt", "Pow"))
+    need(node.op_type == "Sqrt" or graph.number(node.input[1]) == 0.5)
+    value, epsilon = split_number(graph, known(made_by(graph, node.input[0], "Add")))
+    return value, epsilon
+
+
+def split_number(graph: Graph, node: Node) -> tuple[str, float]:
+    """Returns the operand of a node with two operands whose other one is a constant number, and this number.
+
+    Raises:
+        MisfitError: neither is one.
+    """
+    pairs = ((one, graph.number(other)) for one, other in permutations(node.input))
+    return known(next(((one, number) for one, number in pairs if number is not None), None))
 
 
 def fraction_of(

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,10 +18,9 @@ from onnx import helper, numpy_helper
 from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.contrib import is_own
 from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.match import MisfitError, known, need
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
-
-_T = TypeVar("_T")
 
 FLOATS = frozenset({"float32", "float16"})
 """The element types for which rewrites that add constants are written."""
@@ -33,31 +32,6 @@ Write = Callable[["Writer"], None]
 """Adds the nodes that replace `Writer.node`; the node stays if none are added, or if `need` or `known` ends it."""
 Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 """Changes a graph of an opset version in place, and returns the names of the nodes it changed."""
-
-
-class MisfitError(Exception):
-    """Ends the rewrite of a node that is not of the form that it replaces: the node stays."""
-
-
-def need(condition: object) -> None:
-    """Goes on only if this is true.
-
-    Raises:
-        MisfitError: it is not.
-    """
-    if not condition:
-        raise MisfitError
-
-
-def known(value: _T | None) -> _T:
-    """Returns a value that is known.
-
-    Raises:
-        MisfitError: it is None.
-    """
-    if value is None:
-        raise MisfitError
-    return value
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):

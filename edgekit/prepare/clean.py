@@ -23,8 +23,8 @@ from edgekit._ort import Level, SessionSettings, external_config, makes_session,
 from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
-from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, known, need, node_rewrite
+from edgekit.graph.match import known, made_by, need
+from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model import model as models
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.soundness import read_opsets

@@ -13,7 +13,9 @@ from edgekit.graph.match import (
     factors,
     is_near,
     keeps_axis,
+    known,
     made_by,
+    need,
     other_operand,
     reduced_axis,
     scaled_by,
@@ -22,7 +24,7 @@ from edgekit.graph.match import (
     walk_product,
 )
 from edgekit.graph.nhwc import find_orders
-from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 
 @node_rewrite("clip-to-relu", {"Clip"}, since=11)
@@ -385,19 +387,13 @@ _GELU_SINCE = 20
 _CUBIC = 0.044715
 
 
-@rewrite("join-gelu")
-def join_gelu(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+@node_rewrite("join-gelu", {"Mul", "Div"})
+def join_gelu(writer: Writer) -> None:
     """Fuses x / 2 * (1 + Erf(x / sqrt 2)), and GELU's approximation with Tanh, into one node.
 
     The last node of the pattern is replaced: by ONNX's Gelu from opset 20 on, before that by ONNX Runtime's Gelu or
     FastGelu. The last bits may differ (1e-6 relative; with Tanh 1e-5).
     """
-    # A quick test: every network has Mul and Div nodes, but few have these.
-    has_gate = any(node.op_type in {"Erf", "Tanh"} for node in graph.node)
-    return replace_nodes(graph, opset, {"Mul", "Div"}, _join_gelu) if has_gate else ()
-
-
-def _join_gelu(writer: Writer) -> None:
     graph, output = writer.graph, writer.node.output[0]
     for gate in walk_product(graph, output):
         bent = made_by(graph, other_operand(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, known, need, node_rewrite, rewrite
+from edgekit.graph.match import known, made_by, need
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.match import count_huge_terms, list_lent_constants, made_by
-from edgekit.graph.rewrite import Writer, known, need, node_rewrite, rewrite
+from edgekit.graph.match import count_huge_terms, known, list_lent_constants, made_by, need
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
 from edgekit.model.soundness import find_captured, list_bodies
 
@@ -135,15 +135,12 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
     return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
 
 
-@rewrite("default-activations")
-def drop_default_activations(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Removes the attribute `activations` of LSTM, GRU and RNN where it states the default, in place."""
-    changed: list[str] = []
-    for node in view_part(graph, opset).nodes if any(node.op_type in _FUNCTIONS for node in graph.node) else ():
-        if not node.domain and node.attributes.get("activations") and has_default_activations(node):
-            refill(node.proto.attribute, [each for each in node.proto.attribute if each.name != "activations"])
-            changed.append(node.proto.name)
-    return tuple(changed)
+@node_rewrite("default-activations", _FUNCTIONS)
+def drop_default_activations(writer: Writer) -> None:
+    """Removes the attribute `activations` of LSTM, GRU and RNN where it states the default."""
+    need(writer.node.attributes.get("activations") and has_default_activations(writer.node))
+    made = writer.copy(writer.node)
+    refill(made.attribute, [each for each in made.attribute if each.name != "activations"])
 
 
 def has_default_activations(node: Node) -> bool:
@@ -231,21 +228,19 @@ def write_pad_value(writer: Writer) -> None:
     writer.add("Pad", [*node.input[:2], writer.constant("value", 0), *node.input[3:]], **node.attributes)
 
 
-@rewrite("resize-empty-inputs")
-def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Replaces empty tensors for `roi` and `scales` of each Resize by "", in place; returns the names of the nodes.
+@node_rewrite("resize-empty-inputs", {"Resize"}, since=13)
+def leave_out_empty_inputs(writer: Writer) -> None:
+    """Replaces empty tensors for `roi` and `scales` of a Resize by "".
 
     Both inputs are optional from opset 13 on.
     """
-    empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]} if opset >= 13 else set[str]()
-    changed: list[str] = []
-    for node in graph.node:
-        found = [at for at in (_ROI, _SCALES) if at < len(node.input) and node.input[at] in empty]
-        if node.op_type == "Resize" and not node.domain and found:
-            for at in found:
-                node.input[at] = ""
-            changed.append(node.name)
-    return tuple(changed)
+    graph, node = writer.graph, writer.node
+    given = {at: graph.constants.get(node.given(at)) for at in (_ROI, _SCALES)}
+    found = [at for at, tensor in given.items() if tensor is not None and list(tensor.dims) == [0]]
+    need(found)
+    made = writer.copy(node)
+    for at in found:
+        made.input[at] = ""
 
 
 @rewrite("own-constants")

@@ -13,8 +13,8 @@ import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
-from edgekit.graph.match import factors, made_by
-from edgekit.graph.rewrite import MisfitError, Writer, known, need, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.match import MisfitError, factors, known, made_by, need
+from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
 
@@ -38,17 +38,6 @@ class _Attention(msgspec.Struct, frozen=True, kw_only=True):
     instead: str
 
 
-class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of attention. The number of query rows (`tokens`) and of key rows (`rows`) may be unknown."""
-
-    heads: int
-    size: int
-    value_size: int
-    batch: int | None
-    tokens: int | None
-    rows: int | None
-
-
 # Before opset 13 Softmax normalises over all axes from `axis` to the last.
 @node_rewrite("join-attention", {"Transpose"}, since=OPSET_SINCE)
 def join_attention(writer: Writer) -> None:
@@ -61,17 +50,23 @@ def join_attention(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     need(node.entries("perm") == _SWAP_HEADS)
     found = _match_attention(graph, node)
-    sizes = _read_sizes(graph, found)
+    query_dims, turned_dims, value_dims = (_dims(graph, name) for name in (found.query, found.turned, found.value))
+    need(len(query_dims) == len(turned_dims) == len(value_dims) == 4)
+    # The number of query rows (`tokens`) and of key rows (`rows`) may be unknown.
+    (batch, *_, size), tokens, rows = query_dims, query_dims[2], turned_dims[3]
+    heads, width, value_size = known(query_dims[1]), known(size) * known(query_dims[1]), known(value_dims[3])
+    # MatMul broadcasts keys of batch size 1 to all samples; the kernel does not.
+    need(turned_dims[:3] == (batch, heads, size) and value_dims[:3] == (batch, heads, rows))
     # The kernel of the CPU provider supports float32 only.
     need(graph.value(found.query).dtype == "float32")
     mask = found.mask
     if mask:
-        dims, tokens = _dims(graph, mask), known(sizes.tokens)
+        dims, tokens = _dims(graph, mask), known(tokens)
         missing = 4 - len(dims) if len(dims) > 1 else 0
         # Leading axes of size 1 are added up to four axes.
         whole = (1,) * missing + dims
-        need(len(whole) == 4 and whole[3] == known(sizes.rows))
-        need(whole[0] in {1, sizes.batch} and whole[1] in {1, sizes.heads} and whole[2] in {1, tokens})
+        need(len(whole) == 4 and whole[3] == known(rows))
+        need(whole[0] in {1, batch} and whole[1] in {1, heads} and whole[2] in {1, tokens})
         if missing:
             mask = writer.add("Unsqueeze", [mask, writer.ints("mask_axes", list(range(missing)))], "mask_apart")
         if whole[2] != tokens:
@@ -79,8 +74,8 @@ def join_attention(writer: Writer) -> None:
             mask = writer.add("Expand", [mask, writer.ints("mask_shape", [1, 1, tokens, 1])], "mask")
     query = _find_rows(writer, found.query, _SWAP_HEADS, "query")
     if not query:
-        rows = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
-        query = writer.reshape(rows, "query_shape", [0, 0, sizes.heads * sizes.size], "query")
+        apart = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
+        query = writer.reshape(apart, "query_shape", [0, 0, width], "query")
     # The kernel takes key and value either both as [batch, rows, heads * size] or both as [batch, heads, rows, size].
     # `keys` are [batch, heads, rows, size], from before the model's own Transpose of the last two axes.
     turn = made_by(graph, _skip_idle(graph, found.turned), "Transpose")
@@ -90,14 +85,12 @@ def join_attention(writer: Writer) -> None:
     if not all(pair):
         pair = [keys or writer.add("Transpose", [found.turned], "keys", perm=_TURN), found.value]
     inputs = [query, *pair, "", "", mask] if mask else [query, *pair]
-    mixed = writer.add(
-        "MultiHeadAttention", inputs, "attention", domain=ORT_DOMAIN, num_heads=sizes.heads, scale=found.scale
-    )
+    mixed = writer.add("MultiHeadAttention", inputs, "attention", domain=ORT_DOMAIN, num_heads=heads, scale=found.scale)
     if found.instead:
         # The kernel's result is NaN in the rows in which the Softmax is NaN.
         asked = writer.add("IsNaN", [mixed], "asked")
         mixed = writer.add("Where", [asked, found.instead, mixed], "guarded")
-    writer.reshape(mixed, "apart", [0, 0, sizes.heads, sizes.value_size])
+    writer.reshape(mixed, "apart", [0, 0, heads, value_size])
 
 
 def _match_attention(graph: Graph, node: Node) -> _Attention:
@@ -120,16 +113,6 @@ def _match_attention(graph: Graph, node: Node) -> _Attention:
                 instead="" if guard is None else guard.input[1],
             )  # fmt: skip
     raise MisfitError
-
-
-def _read_sizes(graph: Graph, found: _Attention) -> _Sizes:
-    """Returns the sizes if the shapes are those of attention and every size that the kernel needs is known."""
-    query, turned, value = (_dims(graph, name) for name in (found.query, found.turned, found.value))
-    need(len(query) == len(turned) == len(value) == 4)
-    heads, size, value_size = known(query[1]), known(query[3]), known(value[3])
-    # MatMul broadcasts keys of batch size 1 to all samples; the kernel does not.
-    need(turned[:3] == (query[0], heads, size) and value[:3] == (query[0], heads, turned[3]))
-    return _Sizes(heads=heads, size=size, value_size=value_size, batch=query[0], tokens=query[2], rows=turned[3])
 
 
 def _dims(graph: Graph, name: str) -> Shape:

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import onnx
 
-from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite, replace_nodes, rewrite
+from edgekit.graph.match import known, made_by, need
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
 from edgekit.model.tensors import Array
 

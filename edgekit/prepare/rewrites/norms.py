@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
 
 import msgspec
@@ -10,17 +11,21 @@ import numpy as np
 from edgekit.graph.contrib import LAYER_NORM_SINCE
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import (
+    attempt,
     fraction_of,
     keeps_axis,
+    known,
     made_by,
     mean_of,
+    need,
     other_operand,
     reduced_axes,
     root_of,
+    single,
     square_of,
     unshape,
 )
-from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 
 # The first opsets with LayerNormalization, RMSNormalization, and with the axes of ReduceMean as an input.
@@ -41,36 +46,31 @@ class _Norm(msgspec.Struct, frozen=True):
     shift: str
 
 
-def _find_norm(graph: Graph, name: str) -> _Norm | None:
-    """Returns the normalisation that computes a value in parts, with its factors in any order, else None.
+def _find_norm(graph: Graph, name: str) -> _Norm:
+    """Returns the normalisation that computes a value in parts, with its factors in any order.
 
     TensorFlow and Keras write x * f + (shift - mean(x) * f) with f = scale / sqrt(variance + epsilon).
     """
     scaled, shift, subtracted = _find_shift(graph, name)
-    below = fraction_of(graph, scaled)[1]
-    root = root_of(graph, unshape(graph, below[0])) if len(below) == 1 else None
-    variance = _find_variance(graph, root[0]) if root is not None else None
-    if root is None or variance is None:
-        return None
-    data, axis, squared = variance
+    divisor = single(fraction_of(graph, scaled)[1])
+    variance, epsilon = root_of(graph, unshape(graph, divisor))
+    data, axis, squared = _find_variance(graph, variance)
     above = fraction_of(graph, scaled, (data, squared))[0]
     vectors = [each for each in above if each in graph.constants]
-    moved = [each for each in above if each not in graph.constants]
-    if len(moved) != 1 or len(vectors) > 1 or not keeps_axis(graph, below[0], data, axis):
-        return None
+    moved = single([each for each in above if each not in graph.constants])
     has_mean = squared != data
+    need(len(vectors) <= 1 and keeps_axis(graph, divisor, data, axis))
     if subtracted:
         over, under = fraction_of(graph, subtracted)
-        mean = [each for each in over if each not in graph.constants]
-        is_mean = len(mean) == 1 and mean_of(graph, mean[0]) == (data, axis) and keeps_axis(graph, mean[0], data, axis)
-        is_same = sorted(over) == sorted((*mean, *vectors)) and under == below
-        is_norm = has_mean and is_mean and is_same and moved == [data]
+        mean = single([each for each in over if each not in graph.constants])
+        need(
+            has_mean and moved == data and mean_of(graph, mean) == (data, axis) and keeps_axis(graph, mean, data, axis)
+        )
+        need(sorted(over) == sorted((mean, *vectors)) and under == (divisor,))
     else:
-        is_norm = _find_mean(graph, moved[0]) == (data, axis) if has_mean else moved == [data]
-    along = [each for each in (*vectors, shift) if each]
-    if not is_norm or not all(_lies_along(graph, each, data, axis) for each in along):
-        return None
-    return _Norm(data, axis, root[1], has_mean, vectors[0] if vectors else "", shift)
+        need(_find_mean(graph, moved) == (data, axis) if has_mean else moved == data)
+    need(all(_lies_along(graph, each, data, axis) for each in (*vectors, shift) if each))
+    return _Norm(data, axis, epsilon, has_mean, vectors[0] if vectors else "", shift)
 
 
 def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
@@ -85,8 +85,8 @@ def _find_shift(graph: Graph, name: str) -> tuple[str, str, str]:
     return name, "", ""
 
 
-def _find_variance(graph: Graph, name: str) -> tuple[str, int, str] | None:
-    """Returns x, the axis, and the squared tensor where a value is a variance of x or a mean of its squares, else None.
+def _find_variance(graph: Graph, name: str) -> tuple[str, int, str]:
+    """Returns x, the axis, and the squared tensor where a value is a variance of x or a mean of its squares.
 
     The variance is the mean of (x - mean(x))^2, or max(0, mean(x^2) - mean(x)^2), as JAX and Flax write it: then the
     squared tensor is "".
@@ -94,23 +94,21 @@ def _find_variance(graph: Graph, name: str) -> tuple[str, int, str] | None:
     variance = unshape(graph, name)
     variance = unshape(graph, other_operand(graph, made_by(graph, variance, "Max"), 0.0) or variance)
     difference = made_by(graph, variance, "Sub")
-    mean = mean_of(graph, variance if difference is None else difference.input[0])
-    data = square_of(graph, mean[0]) if mean is not None else None
-    if mean is None or data is None:
-        return None
+    squares, axis = mean_of(graph, variance if difference is None else difference.input[0])
+    data = known(square_of(graph, squares))
     if difference is None:
-        centred = _find_mean(graph, data)
-        return (data, mean[1], data) if centred is None else (*centred, data)
-    squared = square_of(graph, unshape(graph, difference.input[1]))
-    return (data, mean[1], "") if squared and mean_of(graph, squared) == (data, mean[1]) else None
+        centred = attempt(lambda: _find_mean(graph, data))
+        return (data, axis, data) if centred is None else (*centred, data)
+    mean = known(square_of(graph, unshape(graph, difference.input[1])))
+    need(mean_of(graph, mean) == (data, axis))
+    return data, axis, ""
 
 
-def _find_mean(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns x and an axis where a value is x - mean(x) along this axis, else None."""
-    node = made_by(graph, name, "Sub")
-    mean = mean_of(graph, node.input[1]) if node is not None else None
-    if node is None or mean is None or mean[0] != node.input[0] or not keeps_axis(graph, node.input[1], *mean):
-        return None
+def _find_mean(graph: Graph, name: str) -> tuple[str, int]:
+    """Returns x and an axis where a value is x - mean(x) along this axis."""
+    node = known(made_by(graph, name, "Sub"))
+    mean = mean_of(graph, node.input[1])
+    need(mean[0] == node.input[0] and keeps_axis(graph, node.input[1], *mean))
     return mean
 
 
@@ -131,12 +129,12 @@ def join_layer_norm(writer: Writer) -> None:
     two Transposes. The last bits may differ (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
-    norm = known(_find_norm(graph, node.output[0]))
+    norm = _find_norm(graph, node.output[0])
     dtype, shape = graph.value(norm.data).dtype, graph.value(norm.data).shape or ()
     readers = graph.readers(node.output[0])
     need(norm.has_mean and dtype in FLOATS)
     # If the readers are normalisations too, this node is a part of a larger match, with scale or shift.
-    need(not readers or any(_find_norm(graph, reader.output[0]) is None for reader in readers))
+    need(not readers or any(attempt(partial(_find_norm, graph, reader.output[0])) is None for reader in readers))
     size = known(shape[norm.axis])
     ones = "" if norm.scale else writer.constant("scale", np.ones(size), dtype or "")
     vectors = [ones or writer.reshaped("scale", norm.scale, [size])]
@@ -158,7 +156,7 @@ def join_rms_norm(writer: Writer) -> None:
     SimplifiedLayerNormalization. The last bits may differ (1e-5 relative).
     """
     graph = writer.graph
-    norm = known(_find_norm(graph, writer.node.output[0]))
+    norm = _find_norm(graph, writer.node.output[0])
     need(not norm.has_mean and norm.scale and graph.is_float_constant(norm.scale))
     # The scale must be a vector along the last axis.
     need(len(graph.value(norm.scale).shape or ()) == 1 and norm.axis == len(graph.value(norm.data).shape or ()) - 1)

@@ -3,15 +3,15 @@
 import math
 import string
 from collections.abc import Mapping, Sequence
-from itertools import chain, permutations
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import made_by, reduced_axes
-from edgekit.graph.rewrite import Writer, known, need, node_rewrite
+from edgekit.graph.match import known, made_by, need, reduced_axes, split_number
+from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 from edgekit.prepare.rewrites.norms import reduce_axes
 
@@ -287,15 +287,13 @@ def scale_to_conv(writer: Writer) -> None:
     PaddleOCR's networks scale and shift after each activation function; quantized, each step would be rounded again.
     """
     graph, node = writer.graph, writer.node
-    product, shift = _split_number(graph, node.input[0], "Add")
-    x, scale = _split_number(graph, product, "Mul")
+    product, shift = _split_only(graph, node.input[0], "Add")
+    x, scale = _split_only(graph, product, "Mul")
     names = [name for name in node.input[1:] if name]
     constants = [graph.constants.get(name) for name in names]
     # Weights that lie on the disk stay.
     need(all(each is not None and each.data_type == onnx.TensorProto.FLOAT for each in constants))
-    need(not any(map(graph.is_external, names)))
-    shift, scale = known(shift), known(scale)
-    need(scale)
+    need(scale and not any(map(graph.is_external, names)))
     if any(node.entries("pads") or ()) or node.attributes.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"}:
         need(abs(shift) <= _MOST_SHIFT * abs(scale))
         x, shift = writer.add("Add", [x, writer.constant("shift", shift / scale, "float32")], "shifted"), 0.0
@@ -308,8 +306,7 @@ def scale_to_conv(writer: Writer) -> None:
     writer.add("Conv", [x, *names], **node.attributes)
 
 
-def _split_number(graph: Graph, name: str, op: str) -> tuple[str, float | None]:
-    """Returns the other operand and the number of an Add or Mul whose result is read once, else the name and None."""
-    made, is_only = made_by(graph, name, op), len(graph.readers(name)) == 1 and name not in graph.outputs
-    pairs = [(one, graph.number(two)) for one, two in permutations(made.input)] if made is not None and is_only else []
-    return next((pair for pair in pairs if pair[1] is not None), (name, None))
+def _split_only(graph: Graph, name: str, op: str) -> tuple[str, float]:
+    """Returns the other operand and the number of an Add or Mul whose result is read once."""
+    need(len(graph.readers(name)) == 1 and name not in graph.outputs)
+    return split_number(graph, known(made_by(graph, name, op)))

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import Writer, known, need, node_rewrite
+from edgekit.graph.match import known, need
+from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.prepare.rewrites.idle import has_default_activations
 
 # The inputs of an LSTM (ONNX operators): the bias, the lengths of sequences, the first states, the peepholes.

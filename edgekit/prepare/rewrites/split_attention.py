@@ -7,7 +7,8 @@ import numpy as np
 from onnx import helper
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import FLOATS, Writer, known, need, node_rewrite
+from edgekit.graph.match import known, need
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 OPSET_SINCE = 13
 """The first opset in which the sizes of Split and the axes of Unsqueeze are inputs."""
@@ -53,12 +54,13 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
 class Parts(msgspec.Struct, kw_only=True):
     """Builds the nodes that replace one attention node; a constant that several of them read is written once.
 
-    `turned` is how many elements of each head a rotary embedding rotates.
+    `turned` is how many elements of each head a rotary embedding rotates; `is_first` says that all rows are new ones.
     """
 
     writer: Writer
     heads: Heads
     turned: int = 0
+    is_first: bool = False
     made: dict[str, str] = {}
 
     @property
@@ -313,13 +315,6 @@ _KEPT_WHOLE = (
 )  # fmt: skip
 
 
-class _Case(Parts, kw_only=True):
-    """A GroupQueryAttention that can be split; `past` is the number of rows in the cache input."""
-
-    past: int
-    is_first: bool
-
-
 @node_rewrite("split-grouped-attention", {"GroupQueryAttention"}, since=OPSET_SINCE)
 def split_grouped_attention(writer: Writer) -> None:
     """Splits GroupQueryAttention into its rotary embedding, cache update, mask, MatMuls and Softmax.
@@ -328,14 +323,9 @@ def split_grouped_attention(writer: Writer) -> None:
     values, which do not affect any result. The last bits may differ (1e-5 relative).
     """
     graph, node, heads = writer.graph, writer.node, _read_grouped_heads(writer)
-    past, table = graph.value(node.given(_PAST)).static_shape, graph.value(node.given(_COS)).static_shape
-    case = _Case(
-        writer=writer,
-        heads=heads,
-        past=past[2] if past else 0,
-        turned=2 * table[1] if table and node.integer("do_rotary", 0) else 0,
-        is_first=heads.tokens == graph.number(node.input[_TOTAL]),
-    )
+    table = graph.value(node.given(_COS)).static_shape
+    turned = 2 * table[1] if table and node.integer("do_rotary", 0) else 0
+    case = Parts(writer=writer, heads=heads, turned=turned, is_first=heads.tokens == writer.number(_TOTAL))
     query, key, value = node.input[:3]
     if not node.has_input(1):
         widths = [count * heads.size for count in (heads.heads, heads.keys, heads.keys)]
@@ -367,7 +357,7 @@ def _read_grouped_heads(writer: Writer) -> Heads:
     past = known(static_float(graph, node.input[_PAST], 4)) if node.has_input(_PAST) else (batch, keys, 0, size)
     heads = Heads(
         batch=batch, tokens=tokens, rows=max(int(total), past[2]), heads=count, keys=keys, size=size, value_size=size,
-        dtype=writer.dtype,
+        dtype=writer.dtype, before=past[2],
     )  # fmt: skip
     need(heads.is_sound and (past[0], past[1], past[3]) == (batch, keys, size))
     # Without a cache all tokens are new; with a cache there must be room for them.
@@ -381,7 +371,7 @@ def _read_grouped_heads(writer: Writer) -> Heads:
     return heads
 
 
-def _find_places(case: _Case, last: str) -> tuple[str, str]:
+def _find_places(case: Parts, last: str) -> tuple[str, str]:
     """Returns the cache position of each new token, twice: as [.., tokens, 1] and as [.., 1, tokens]."""
     tokens = case.heads.tokens
     if tokens == 1 and not case.is_first:
@@ -444,7 +434,7 @@ def _rotate(case: Parts, x: str, part: str, turns: tuple[str, str]) -> str:
     return add("Concat", [*made, *others], f"{part}_turned", axis=3)
 
 
-def _update_cache(case: _Case, new: str, position: int, last: str, places: str) -> str:
+def _update_cache(case: Parts, new: str, position: int, last: str, places: str) -> str:
     """Returns the cache with the new rows written into it."""
     add, heads, part = case.writer.add, case.heads, ("", "key", "value")[position]
     past = case.node.input[_PAST + position - 1]
@@ -455,8 +445,8 @@ def _update_cache(case: _Case, new: str, position: int, last: str, places: str) 
         ends = {f"{part}_from": [heads.tokens], f"{part}_to": [heads.rows], f"{part}_axis": [2]}
         bounds = case.writer.constants(ends, "int64")
         return add("Concat", [new, add("Slice", [past, *bounds], f"{part}_rest")], f"{part}_cache", axis=2)
-    if heads.rows > case.past:
-        empty = np.zeros((heads.batch, heads.keys, heads.rows - case.past, heads.size))
+    if heads.rows > heads.before:
+        empty = np.zeros((heads.batch, heads.keys, heads.rows - heads.before, heads.size))
         past = add("Concat", [past, case.writer.constant(f"{part}_empty", empty, heads.dtype)], f"{part}_all", axis=2)
     column = case.rows(heads.rows, (1, 1, heads.rows, 1))
     if heads.tokens == 1:
@@ -471,7 +461,7 @@ def _update_cache(case: _Case, new: str, position: int, last: str, places: str) 
     return add("Where", [is_new, new, past], f"{part}_cache")
 
 
-def _mask(case: _Case, last: str, places: str) -> str:
+def _mask(case: Parts, last: str, places: str) -> str:
     """Returns the bias that masks later tokens, padding, and tokens before the local window."""
     add, rows = case.writer.add, case.rows(case.heads.rows, (1, 1, 1, case.heads.rows))
     counts = add("LessOrEqual", [rows, places], "earlier")
