@@ -68,8 +68,8 @@ def _is_line_layer(view: Graph, node: Node) -> bool:
     if value is None or node.domain or len(value.shape or ()) != 3 or value.dtype not in FLOATS:
         return False
     if node.op_type == "Conv":
-        is_fixed = all(not name or name in view.constants for name in node.input[1:])
-        return is_fixed and len(view.constants[node.input[1]].dims) == 3
+        weight, bias = view.constants.get(node.input[1]), node.given(2)
+        return weight is not None and len(weight.dims) == 3 and (not bias or bias in view.constants)
     return node.op_type in _POOLS and len(node.output) == 1 and not node.integer("storage_order", 0)
 
 
