@@ -102,15 +102,21 @@ def relu_model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs a command with --json, which must end with an exit code, 0 by default; returns its output."""
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command, which must end with an exit code, 0 by default; returns what it printed."""
 
-    def run(arguments: Sequence[str], code: int = 0) -> Any:
+    def run(arguments: Sequence[str], code: int = 0) -> str:
         capsys.readouterr()
-        assert run_command([*arguments, "--json"]) == code
-        return json.loads(capsys.readouterr().out)
+        assert run_command([*arguments]) == code
+        return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def answer(shown: Callable[..., str]) -> Callable[..., Any]:
+    """Runs a command with --json, which must end with an exit code, 0 by default; returns its output."""
+    return lambda arguments, code=0: json.loads(shown([*arguments, "--json"], code))
 
 
 @pytest.fixture

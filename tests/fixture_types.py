@@ -1,10 +1,11 @@
-"""What the fixtures `answer`, `refused` and `make_once` of conftest.py are, and a value that must be there."""
+"""What the fixtures `answer`, `shown`, `refused` and `make_once` of conftest.py are, and a value that must be there."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 Answer = Callable[..., Any]
+Shown = Callable[..., str]
 Refused = Callable[..., str]
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 _Value = TypeVar("_Value")

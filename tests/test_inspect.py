@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from bundle_models import make_bundle, make_contents, save_classifier
+from fixture_types import Shown
 from rich.console import Console
 from tiny_models import parse_model
 
@@ -142,7 +143,7 @@ def test_a_bundle_is_the_same_as_itself_wherever_it_lies(tmp_path: Path) -> None
     assert run_command(["diff", str(bundle.folder), str(tmp_path / "a.zip")]) == 0
 
 
-def test_what_changed_is_named(pair: tuple[Bundle, Bundle], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changed_is_named(pair: tuple[Bundle, Bundle], capsys: pytest.CaptureFixture[str], shown: Shown) -> None:
     old, new = (str(bundle.folder) for bundle in pair)
     assert run_command(["diff", old, new, "--json"]) == 1
     delta = json.loads(capsys.readouterr().out)
@@ -158,8 +159,7 @@ def test_what_changed_is_named(pair: tuple[Bundle, Bundle], capsys: pytest.Captu
         "mul": 8 * 2 * 4, "add": 2 * 4,
     }  # fmt: skip
     assert delta["update_bytes"] == sum(file["new_bytes"] for file in delta["files"])
-    assert run_command(["diff", old, new]) == 1
-    text = capsys.readouterr().out
+    text = shown(["diff", old, new], 1)
     assert "versions.onnxruntime: 1.31.1 -> 1.32.0" in text
     assert "layer mul (MatMul): 160 -> 224 bytes" in text
 
@@ -176,10 +176,9 @@ def test_accuracy_is_told_but_is_no_difference(tmp_path: Path) -> None:
     assert [(figure.device, figure.measure, figure.new) for figure in delta.accuracy] == [("host", "sqnr_db", 1.5)]
 
 
-def test_two_models_are_compared_by_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_are_compared_by_layers(tmp_path: Path, shown: Shown) -> None:
     old, new = save_classifier(tmp_path / "a.onnx").path, save_classifier(tmp_path / "b.onnx", classes=6).path
-    assert run_command(["diff", str(old), str(new)]) == 1
-    assert "layer mul (MatMul): 160 -> 192 bytes" in capsys.readouterr().out
+    assert "layer mul (MatMul): 160 -> 192 bytes" in shown(["diff", str(old), str(new)], 1)
     assert compare_versions(old, old).is_same
 
 
@@ -208,8 +207,7 @@ def test_every_weight_belongs_to_one_layer_in_both_formats(tmp_path: Path) -> No
     assert [layer.macs for layer in sizes.layers] == [40, 0]
 
 
-def test_sizes_of_a_bundle_name_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_of_a_bundle_name_every_file(tmp_path: Path, shown: Shown) -> None:
     bundle = make_bundle(tmp_path)
     assert {file.name for file in measure_sizes(bundle.folder).files} == {*bundle.manifest.files, "manifest.json"}
-    assert run_command(["inspect", str(bundle.folder), "--sizes"]) == 0
-    assert "golden/inputs.npz" in capsys.readouterr().out
+    assert "golden/inputs.npz" in shown(["inspect", str(bundle.folder), "--sizes"])

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
-from fixture_types import Refused
+from fixture_types import Refused, Shown
 from PIL import Image
 from tiny_models import parse_model
 
@@ -146,9 +146,7 @@ def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.C
     assert {"name", "words", "help", "required", "many", "choices"} <= commands["run"]["parameters"][0].keys()
 
 
-def test_init_reads_the_model_and_states_its_guesses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_init_reads_the_model_and_states_its_guesses(tmp_path: Path, shown: Shown, refused: Refused) -> None:
     parse_model(
         "g (float[batch,3,height,width] image, int64 sr) => (float[N,C,H,W] y)"
         "<int64 wanted = {16000}> { wide = Equal(sr, wanted) y = If (wide) <"
@@ -159,8 +157,7 @@ def test_init_reads_the_model_and_states_its_guesses(
     (tmp_path / "photos").mkdir()
     Image.fromarray(np.zeros((100, 140, 3), np.uint8)).save(tmp_path / "photos" / "a.jpg")
     words = ["init", str(tmp_path / "net.onnx"), "--images", str(tmp_path / "photos"), "--target", "xnnpack"]
-    assert run_command([*words, "--out", str(tmp_path / "edgekit.toml")]) == 0
-    said = capsys.readouterr().out
+    said = shown([*words, "--out", str(tmp_path / "edgekit.toml")])
     assert "freezing 'sr' at 16000 leaves 1 of 5 nodes" in said
     assert "images are taken as NCHW, 96 x 96, RGB, float32" in said
     (cell,) = list_cells(load_app(tmp_path / "edgekit.toml"))

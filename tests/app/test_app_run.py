@@ -21,7 +21,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from demo_paths import MODEL
-from fixture_types import Answer, Refused
+from fixture_types import Answer, Refused, Shown
 from group_models import make_talk
 from tiny_models import parse_model, write_small_net
 
@@ -237,9 +237,7 @@ def test_several_processes_give_the_result_of_one_though_one_is_killed(known: Pa
     assert _states(answer(["run", str(app), "--workers", "2"])) == {"digits/cpu": "kept", "digits/coreml": "kept"}
 
 
-def test_watch_runs_again_when_a_file_changes(
-    app: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_runs_again_when_a_file_changes(app: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[float]()
 
     def wait(seconds: float) -> None:
@@ -250,10 +248,9 @@ def test_watch_runs_again_when_a_file_changes(
             app.write_text(app.read_text().replace("samples = 8", "samples = 8  # as before"))
 
     monkeypatch.setattr("edgekit.cli.run.time.sleep", wait)
-    assert run_command(["run", str(app), "--only", "coreml", "--watch", "--quiet"]) == 130
-    shown = capsys.readouterr().out
+    printed = shown(["run", str(app), "--only", "coreml", "--watch", "--quiet"], 130)
     # Nothing changed in the first second; then the file did, but nothing that the bundle is made of.
-    assert [line.partition(";")[0] for line in shown.splitlines() if "bundles passed" in line] == [
+    assert [line.partition(";")[0] for line in printed.splitlines() if "bundles passed" in line] == [
         "0 of 1 bundles passed (1 built)",
         "0 of 1 bundles passed (1 kept)",
     ]

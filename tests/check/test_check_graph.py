@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from check_models import check_file, check_text, graph_of, save_text, why_not
+from fixture_types import Shown
 from onnx import parser
 from tiny_models import save_net
 
@@ -140,15 +141,14 @@ def check_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: Shown
 ) -> None:
     model = str(save_text(PICTURE, tmp_path / "p.onnx"))
     report = check_json(capsys, model, "--target", "cpu")["cpu"]
     assert (report["counted_at"], report["unsized_nodes"]) == ({"batch": 1, "height": 224, "width": 224}, 0)
     assert [node["macs"] for node in report["node_list"]] == PICTURE_MACS
     assert [node["macs"] for node in report["model_nodes"]] == PICTURE_MACS
-    assert run_command(["check", model, "--target", "cpu", "--dim", "height=64"]) == 0
-    said = capsys.readouterr().out
+    said = shown(["check", model, "--target", "cpu", "--dim", "height=64"])
     counted = (
         "work is counted at batch=1, width=128; to check the model at your sizes, give --dim batch=INT --dim width="
     )
@@ -159,13 +159,12 @@ def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told
 
 @pytest.mark.parametrize("target", ["nnapi", "coreml", "qnn"])
 def test_a_provider_that_takes_nothing_without_sizes_is_asked_about_the_file_as_it_is(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: Shown
 ) -> None:
     model = str(save_text(PICTURE, tmp_path / "p.onnx"))
     found = check_json(capsys, model, "--target", target, "--target", "cpu")
     assert [(found[name]["taken"], found[name]["as_is"]["taken"]) for name in (target, "cpu")] == [(0, 0), (2, 2)]
-    assert run_command(["check", model, "--target", target]) == 1
-    assert "give --dim batch=INT --dim height=INT --dim width=INT" in capsys.readouterr().out
+    assert "give --dim batch=INT --dim height=INT --dim width=INT" in shown(["check", model, "--target", target], 1)
     assert check_json(capsys, model, "--target", target, "--shape", "x=1,3,64,64")[target]["taken"] == 2
 
 
@@ -185,18 +184,17 @@ def test_a_formula_is_counted_as_it_follows(tmp_path: Path) -> None:
     assert [node.macs for node in report.node_list] == [0, *[2 * 128 * 256 * 4] * 2]
 
 
-def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_size_tells_is_said(tmp_path: Path, shown: Shown) -> None:
     model = save_text(HIDDEN, tmp_path / "n.onnx")
     report = check_file(model, "cpu")
     assert (report.verdict, report.unsized_nodes) == ("yes", 1)
     assert [node.macs for node in report.node_list if node.op == "MatMul"] == [4 * 4]
-    assert run_command(["check", str(model), "--target", "cpu"]) == 0
-    assert "- the work of 1 node that multiplies is not known even so" in capsys.readouterr().out
+    assert "- the work of 1 node that multiplies is not known even so" in shown(
+        ["check", str(model), "--target", "cpu"]
+    )
 
 
-def test_unknown_work_behind_an_unknown_operator_is_no_reason_to_say_yes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_work_behind_an_unknown_operator_is_no_reason_to_say_yes(tmp_path: Path, shown: Shown) -> None:
     text = """g (float[1,2,8,8] x) => (float[A,B,C,D] y) <float[2,2,1,1] w = {1, 2, 3, 4}>
         { a = Conv(x, w) b = other.Foo(a) y = Conv(b, w) }"""
     proto = onnx.load(str(save_text(text, tmp_path / "n.onnx")))
@@ -204,8 +202,9 @@ def test_unknown_work_behind_an_unknown_operator_is_no_reason_to_say_yes(
     onnx.save(proto, str(tmp_path / "n.onnx"))
     report = check_file(tmp_path / "n.onnx", "coreml")
     assert (report.verdict, report.unsized_nodes) == ("maybe", 1)
-    assert run_command(["check", str(tmp_path / "n.onnx"), "--target", "coreml"]) == 1
-    assert "- the work of 1 node that multiplies is not known: each" in capsys.readouterr().out
+    assert "- the work of 1 node that multiplies is not known: each" in shown(
+        ["check", str(tmp_path / "n.onnx"), "--target", "coreml"], 1
+    )
 
 
 def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path) -> None:

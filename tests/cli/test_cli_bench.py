@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 from demo_paths import MODEL
-from fixture_types import Answer, Refused
+from fixture_types import Answer, Refused, Shown
 from tiny_models import parse_model
-
-from edgekit.cli.main import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +31,9 @@ def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
     assert (run["iterations"], run["threads"]) == (10, 1)
 
 
-def test_bench_compares_two_models_in_alternation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_compares_two_models_in_alternation(tmp_path: Path, shown: Shown) -> None:
     file = tmp_path / "bench.md"
-    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)]) == 0
-    assert "B (" in capsys.readouterr().out
+    assert "B (" in shown([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)])
     title, *_, last = file.read_text().splitlines()
     assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")
     assert "B (" in file.read_text().replace("\\", "")
@@ -69,12 +66,11 @@ def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Answer) -> None
     assert [run["device"] for run in answer(arguments)["runs"]] == ["my desk"]
 
 
-def test_devices_test_lists_its_checks(capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+def test_devices_test_lists_its_checks(shown: Shown, answer: Answer) -> None:
     test = answer(["devices", "test", "host", "-q"])
     assert test["passed"] is True
     assert {"outputs", "placement", "an altered weight is noticed"} <= {check["name"] for check in test["checks"]}
-    assert run_command(["devices", "test", "coreml"]) == 1
-    assert "not tried: Core ML runs only on Apple" in capsys.readouterr().out
+    assert "not tried: Core ML runs only on Apple" in shown(["devices", "test", "coreml"], 1)
 
 
 def test_devices_list_shows_versions(answer: Answer) -> None:

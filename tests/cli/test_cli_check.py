@@ -9,7 +9,7 @@ import onnx
 import pytest
 from demo_paths import MODEL
 from devices_models import require_device
-from fixture_types import Answer
+from fixture_types import Answer, Shown
 from tiny_models import parse_model, save_net
 
 from edgekit.check.check import check_model
@@ -53,13 +53,10 @@ def test_a_refusal_by_the_providers_own_code_gives_the_verdict_no(tmp_path: Path
     assert report["recommendation"].startswith("none")
 
 
-def test_the_page_is_complete_and_the_text_ends_with_the_recommendation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_is_complete_and_the_text_ends_with_the_recommendation(tmp_path: Path, shown: Shown) -> None:
     page = tmp_path / "deep" / "check.html"
     arguments = ["check", str(MODEL), "--target", "xnnpack", "--target", "nnapi", "--html", str(page)]
-    assert run_command(arguments) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("recommendation: nnapi: yes, 100% of MACs")
+    assert shown(arguments).splitlines()[-1].startswith("recommendation: nnapi: yes, 100% of MACs")
     text = page.read_text()
     assert "9 nodes not taken" in text
     assert "XNNPACK has no builder for GlobalAveragePool" in text
@@ -67,7 +64,7 @@ def test_the_page_is_complete_and_the_text_ends_with_the_recommendation(
 
 
 def test_a_model_that_onnx_runtime_cannot_load_still_gets_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+    tmp_path: Path, shown: Shown, answer: Answer
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
     model = parse_model(f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}", tmp_path / "m.onnx")
@@ -75,8 +72,9 @@ def test_a_model_that_onnx_runtime_cannot_load_still_gets_a_report(
     assert "Foo" in report["refusal"]
     assert [node["name"] for node in report["targets"]["nnapi"]["node_list"]] == ["odd"]
     assert report["targets"]["nnapi"]["model_nodes"][0]["fate"] == "kept"
-    assert run_command(["check", str(model), "--target", "nnapi", "--html", str(tmp_path / "c.html")]) == 1
-    assert "refused on any target" in capsys.readouterr().out
+    assert "refused on any target" in shown(
+        ["check", str(model), "--target", "nnapi", "--html", str(tmp_path / "c.html")], 1
+    )
     assert "refused on any target" in (tmp_path / "c.html").read_text()
 
 
@@ -262,14 +260,13 @@ def _overridable(path: Path, ir_version: int) -> Path:
 
 @pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
 def test_check_reports_the_file_as_it_is_and_as_prepare_makes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, ir_version: int, taken: int
+    tmp_path: Path, shown: Shown, answer: Answer, ir_version: int, taken: int
 ) -> None:
     model = str(_overridable(tmp_path / "m.onnx", ir_version))
     found = answer(["check", model, "--target", "nnapi"])["targets"]["nnapi"]
     # From IR version 4 on a caller may give another weight, and NNAPI wants a constant.
     assert (found["taken"], found["as_is"]["taken"]) == (3, taken)
-    assert run_command(["check", model, "--target", "nnapi"]) == 0
-    told = capsys.readouterr().out
+    told = shown(["check", model, "--target", "nnapi"])
     assert ("the file as it is: 2/3" in told) is (taken == 2)
 
 
@@ -294,28 +291,24 @@ def test_an_input_can_be_frozen(tmp_path: Path, answer: Answer) -> None:
     ],
 )
 def test_check_reports_the_model_as_build_makes_it(
-    target: str, text: str, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+    target: str, text: str, nodes: int, tmp_path: Path, shown: Shown, answer: Answer
 ) -> None:
     command = ["check", str(parse_model(f"g {text}", tmp_path / "m.onnx")), "--target", target]
     found = answer(command)["targets"][target]
     assert (found["verdict"], found["built"]["verdict"], found["built"]["taken_macs"]) == ("no", "yes", 1.0)
-    assert run_command(command) == 0
-    told = capsys.readouterr().out
+    told = shown(command)
     assert f"as build makes it, by the automatic changes below: yes; {nodes}/{nodes} (100% of MACs)" in told
     assert f"recommendation: {target}: yes" in told
 
 
-def test_dynamic_dimensions_get_assumed_sizes_to_predict_a_build(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
-) -> None:
+def test_dynamic_dimensions_get_assumed_sizes_to_predict_a_build(tmp_path: Path, shown: Shown, answer: Answer) -> None:
     text = "g (float[N,2,8,8] x) => (float[N,2,8,8] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { y = Conv(x, w) }"
     command = ["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn"]
     document = answer(command, 1)
     found = document["targets"]["qnn"]
     assert (found["verdict"], found["built"]["verdict"], document["assumed"]) == ("no", "yes", {"N": 1})
     # Nobody gave this size, so the verdict of the command is that on the model as it is.
-    assert run_command(command) == 1
-    told = capsys.readouterr().out
+    told = shown(command, 1)
     assert told.count("for example with --dim N=1") == 2
     assert "dimension 0 of input 0 is dynamic" in told
 

@@ -13,7 +13,7 @@ import click
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
-from fixture_types import Answer, Refused, present
+from fixture_types import Answer, Refused, Shown, present
 from tiny_models import parse_model, write_small_net
 
 from edgekit.cli.main import COMMANDS, group, run_command
@@ -29,10 +29,9 @@ def bundles(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command([name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"edgekit {name}" in shown.split("Example:")[1]
+def test_every_command_has_help_with_an_example(name: str, shown: Shown) -> None:
+    printed = shown([name, "--help"])
+    assert f"edgekit {name}" in printed.split("Example:")[1]
     command = present(group.get_command(click.Context(group), name))
     assert command.get_short_help_str(200) == COMMANDS[name]
 
@@ -138,19 +137,15 @@ def test_output_into_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_compare_shows_the_agreement_of_labels_and_fails_without_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_shows_the_agreement_of_labels_and_fails_without_any(tmp_path: Path, shown: Shown) -> None:
     for op in ("ArgMax", "ArgMin"):
         text = f"g (float[1,8] x) => (int64[1] label) {{ label = {op}<axis = 1, keepdims = 0>(x) }}"
         parse_model(text, tmp_path / f"{op}.onnx")
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32))
     data = ["--data", str(tmp_path / "x.npz")]
     first, second = str(tmp_path / "ArgMax.onnx"), str(tmp_path / "ArgMin.onnx")
-    assert run_command(["compare", first, first, *data]) == 0
-    assert "100.0%" in capsys.readouterr().out
-    assert run_command(["compare", first, second, *data]) == 1
-    assert "0.0%" in capsys.readouterr().out
+    assert "100.0%" in shown(["compare", first, first, *data])
+    assert "0.0%" in shown(["compare", first, second, *data], 1)
 
 
 def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_takes_a_model(

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fixture_types import Shown
 
 from edgekit.cli.main import run_command
 
@@ -11,9 +12,8 @@ PAGES = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
-def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["completion", shell]) == 0
-    assert f"_EDGEKIT_COMPLETE={shell}_complete" in capsys.readouterr().out
+def test_each_shell_gets_its_script(shell: str, shown: Shown) -> None:
+    assert f"_EDGEKIT_COMPLETE={shell}_complete" in shown(["completion", shell])
 
 
 @pytest.mark.parametrize(("words", "wanted"), [("edgekit qu", "quantize"), ("edgekit build --prec", "--precision")])

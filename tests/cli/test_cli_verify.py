@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from demo_paths import EVALUATION, LABELS, MODEL
-from fixture_types import Answer, Refused, present
+from fixture_types import Answer, Refused, Shown, present
 from tiny_models import parse_model
 
 import edgekit
@@ -138,19 +138,17 @@ def test_recheck_judges_a_report_without_running_anything(facts: Path, tmp_path:
 
 
 def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, shown: Shown
 ) -> None:
     labels = ["--labels", str(LABELS), "--metric", "top1", "--max-metric-drop", "2"]
     asked = ["verify", str(bundle), "--on", "host", *WITH_DATA, *labels, "--json"]
-    capsys.readouterr()
-    assert run_command(asked) == 3
-    shown = capsys.readouterr().out
-    report = json.loads(shown)
+    printed = shown(asked, 3)
+    report = json.loads(printed)
     assert (report["verdict"], report["passed"], report["runs"][0]["failures"]) == ("not proven", False, [])
     # Eight samples that agree cannot tell two points.
     assert re.search("points worse.* samples would tell", report["runs"][0]["unproven"][0])
     facts = tmp_path / "facts.json"
-    facts.write_text(shown)
+    facts.write_text(printed)
     recheck = ["verify", "--recheck", str(facts), "--history", str(tmp_path / "h.sqlite")]
     files = [f"--{kind}={tmp_path / f'v.{kind}'}" for kind in ("markdown", "html", "junit")]
     assert run_command([*recheck, *files]) == 3
@@ -163,10 +161,8 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
     assert run_command([*recheck, "--gate", "bound"]) == 3
     # Nothing makes a failure go away.
     assert run_command([*recheck, "--accept-unproven", "--min-sqnr", "190"]) == 1
-    capsys.readouterr()
-    assert run_command(["runs", "list", "--history", str(tmp_path / "h.sqlite")]) == 0
-    words = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert words == ["not proven", "not proven", "pass", "not proven", "fail"]
+    rows = shown(["runs", "list", "--history", str(tmp_path / "h.sqlite")]).splitlines()
+    assert [row.rpartition("  ")[2] for row in rows] == ["not proven", "not proven", "pass", "not proven", "fail"]
     codes = [run_command(["runs", "show", str(n), "--history", str(tmp_path / "h.sqlite")]) for n in (1, 3, 5)]
     assert codes == [3, 0, 1]
 
@@ -192,18 +188,15 @@ def test_a_metric_is_read_from_a_file(bundle: Path, tmp_path: Path, answer: Answ
 
 
 def test_the_history_is_kept_listed_shown_and_compared(
-    facts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused, answer: Answer
+    facts: Path, tmp_path: Path, shown: Shown, refused: Refused, answer: Answer
 ) -> None:
     history = ["--history", str(tmp_path / "h.sqlite")]
     for _ in range(2):
         answer(["verify", "--recheck", str(facts), *history])
     assert [run["id"] for run in answer(["runs", "list", *history])["runs"]] == [1, 2]
-    assert run_command(["runs", "show", "2", *history]) == 0
-    assert "digits_mobilenet-cpu: pass" in capsys.readouterr().out
-    assert run_command(["runs", "diff", "1", "2", *history]) == 0
-    assert "nothing became worse" in capsys.readouterr().out
-    assert run_command(["runs", "list", *history, "--bundle", "other"]) == 0
-    assert capsys.readouterr().out == "no verification of 'other' is recorded\n"
+    assert "digits_mobilenet-cpu: pass" in shown(["runs", "show", "2", *history])
+    assert "nothing became worse" in shown(["runs", "diff", "1", "2", *history])
+    assert shown(["runs", "list", *history, "--bundle", "other"]) == "no verification of 'other' is recorded\n"
     for missing in ("3", "9" * 30):
         assert f"has no run {missing}" in refused("runs", "show", missing, *history)
 
@@ -216,13 +209,12 @@ def test_a_run_is_compared_with_the_baseline_before_it_overwrites_it(bundle: Pat
     assert "peak memory" in answer(asked, 1)["runs"][0]["failures"][0]
 
 
-def test_compare_takes_a_metric(capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+def test_compare_takes_a_metric(shown: Shown, answer: Answer) -> None:
     asked = ["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--samples", "40"]
     task = answer([*asked, "--metric", "top1", "--labels", str(LABELS)])["task"]
     assert (task["samples"], task["reference"] == task["got"]) == (40, True)
     strict = ["--metric", "top1", "--labels", str(LABELS), "--max-metric-drop", "0.5"]
-    assert run_command([*asked, *strict]) == 3
-    assert "not proven: metric 'top1' is 0.00 points worse" in capsys.readouterr().out
+    assert "not proven: metric 'top1' is 0.00 points worse" in shown([*asked, *strict], 3)
     assert run_command([*asked, *strict, "--accept-unproven"]) == 0
     assert run_command([*asked, "--metric", "top1"]) == 2
 

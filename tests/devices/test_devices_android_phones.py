@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, qdq_conv, require_device, run_in
+from fixture_types import Shown
 
-from edgekit.cli.main import run_command
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.device import DeviceRun
@@ -190,8 +190,9 @@ def test_a_wrong_driver_is_refused_in_one_line(text: str, words: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_bench_takes_android(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_takes_android(tmp_path: Path, shown: Shown) -> None:
     require_device("android:x86_64", "xnnpack")
     model = str(float_conv(tmp_path / "f.onnx"))
-    assert run_command(["bench", model, "--on", "android:x86_64", "--runs", "2", "--json"]) == 0
-    assert '"provider": "XnnpackExecutionProvider"' in capsys.readouterr().out
+    assert '"provider": "XnnpackExecutionProvider"' in shown(
+        ["bench", model, "--on", "android:x86_64", "--runs", "2", "--json"]
+    )

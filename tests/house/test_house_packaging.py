@@ -9,8 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-from edgekit.cli.main import run_command
+from fixture_types import Shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +67,5 @@ def test_no_message_installs_another_project() -> None:
     assert [path for path in told if re.search(r"install\s+['\"]?edgekit", path.read_text())] == []
 
 
-def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["--version"]) == 0
-    assert capsys.readouterr().out == f"edgekit {metadata.version('edgekit-onnx')}\n"
+def test_the_version_is_that_of_the_distribution(shown: Shown) -> None:
+    assert shown(["--version"]) == f"edgekit {metadata.version('edgekit-onnx')}\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from demo_paths import MODEL
+from fixture_types import Shown
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
@@ -188,14 +189,15 @@ def test_the_demo_is_judged_for_three_providers() -> None:
     ]
 
 
-def test_a_crash_of_the_checker_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_of_the_checker_is_told(tmp_path: Path, shown: Shown) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[4,1] y) { t = Relu(x) y = Transpose(t) }'
     )
     model = parse_model(text, tmp_path / "m.onnx")
     assert "IndexError" in str(ask_ort_checker(model).failure)
-    assert run_command(["check", str(model), "--target", "nnapi", "--compare-ort"]) == 0
-    assert "checker fails on this model: it ended with exit code 1" in capsys.readouterr().out
+    assert "checker fails on this model: it ended with exit code 1" in shown(
+        ["check", str(model), "--target", "nnapi", "--compare-ort"]
+    )
 
 
 def test_a_false_yes_is_explained(tmp_path: Path) -> None:
@@ -211,11 +213,10 @@ def test_a_false_yes_is_explained(tmp_path: Path) -> None:
     assert any("operator names only" in reason and "Conv" in reason for reason in explain_difference(opinion, report))
 
 
-def test_the_command_tells_both_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_both_verdicts(capsys: pytest.CaptureFixture[str], shown: Shown) -> None:
     arguments = ["check", str(MODEL), "--target", "coreml", "--compare-ort"]
-    assert run_command(arguments) == 0
-    shown = capsys.readouterr().out
-    assert "ONNX Runtime's checker says maybe for CoreML MLProgram: 61 of 62 nodes in 2 partitions" in shown
-    assert "check says yes for coreml, because" in shown
+    printed = shown(arguments)
+    assert "ONNX Runtime's checker says maybe for CoreML MLProgram: 61 of 62 nodes in 2 partitions" in printed
+    assert "check says yes for coreml, because" in printed
     assert run_command([*arguments, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ort_checker"]["opinions"]) == 3
