@@ -116,11 +116,12 @@ class _Draft:
     def propagate_back(self, quantizer: _Part) -> None:
         """Inserts a Q and a DQ before each element-moving operator on the path back from a Q."""
         edge = self._edge_before(quantizer)
-        while edge is not None and (edge := self._moved_before(edge)) is not None:
-            maker = self._makers.get(edge.value)
-            if maker is not None and maker.op == _DQ:
-                return
-            edge = self._insert([edge], quantizer)
+        while edge is not None:
+            mover = self._makers.get(edge.value)
+            edge = self._edge_before(mover) if mover is not None and _is_moving(mover.like) else None
+            if edge is not None:
+                maker = self._makers.get(edge.value)
+                edge = None if maker is not None and maker.op == _DQ else self._insert([edge], quantizer)
 
     def propagate_forward(self, quantizer: _Part) -> None:
         """Inserts a Q and DQs after each element-moving operator on the path from a DQ with one reader."""
@@ -154,16 +155,12 @@ class _Draft:
 
     def _edge_before(self, part: _Part) -> _Edge | None:
         """Returns the edge to a node's first input, or None if others read that value too or it is a graph output."""
-        name = part.input[0]
-        if name not in self._makers:
-            known = name in self._graph.inputs or name in self._graph.constants
-            return _Edge(value=name, reader=part) if known and name not in self._graph.captured else None
-        outside = name in self._graph.outputs or name in self._graph.captured
-        return _Edge(value=name, reader=part) if len(self._edges.get(name, ())) == 1 and not outside else None
-
-    def _moved_before(self, edge: _Edge) -> _Edge | None:
-        maker = self._makers.get(edge.value)
-        return self._edge_before(maker) if maker is not None and _is_moving(maker.like) else None
+        name, graph = part.input[0], self._graph
+        if name in self._makers:
+            is_own = len(self._edges.get(name, ())) == 1 and name not in graph.outputs
+        else:
+            is_own = name in graph.inputs or name in graph.constants
+        return _Edge(value=name, reader=part) if is_own and name not in graph.captured else None
 
     def _edges_after(self, part: _Part) -> list[_Edge]:
         name = part.output[0]
@@ -180,12 +177,9 @@ class _Draft:
         """Inserts a Q, and a DQ for each edge, after a value; returns the edge from the value to the Q."""
         base, parameters = edges[0].value, like.input[1:]
         value = self._value(base)
-        zero_point = like.like.input[2] if like.like.has_input(2) else ""
-        dtype = self._graph.value(zero_point).dtype if zero_point else "uint8"
-        quantized = self._name(f"{base}_q_to_dq", value, dtype)
-        leaves = any(edge.reader is None for edge in edges)
-        source = base
-        if leaves:
+        dtype = self._graph.value(like.like.input[2]).dtype if like.like.has_input(2) else "uint8"
+        quantized, source = self._name(f"{base}_q_to_dq", value, dtype), base
+        if any(edge.reader is None for edge in edges):
             maker = self._makers.pop(base)
             source = self._name(f"{base}_pre_q", value, value.dtype)
             maker.output[maker.output.index(base)] = source
@@ -212,8 +206,8 @@ class _Draft:
         return name
 
     def _free(self, wanted: str) -> str:
-        numbered = (f"{wanted}_{count}" for count in itertools.count(1))
-        name = next(each for each in itertools.chain([wanted], numbered) if each not in self._taken)
+        names = itertools.chain([wanted], (f"{wanted}_{count}" for count in itertools.count(1)))
+        name = next(each for each in names if each not in self._taken)
         self._taken.add(name)
         return name
 

@@ -198,11 +198,15 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             kept = _skim(data, "model", (0, len(data)), 0, location)
             return onnx.ModelProto.FromString(b"".join(kept))
+    except FileNotFoundError as error:
+        raise ModelError(f"there is no file '{path}'", hint="check the path of the model") from error
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
         with path.open("rb") as file:
             head = file.read(8)
+        if not head:
+            raise ModelError(f"'{path}' is empty", hint="export or download the model again") from error
         known = (hint for offset, magic, hint in _OTHER_KINDS if head[offset:].startswith(magic))
         # A file that lists several models is no model itself.
         hint = next(known, "give the path of an .onnx file, or export it again")

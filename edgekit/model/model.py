@@ -423,15 +423,7 @@ def tensor_dtype(elem_type: int) -> str:
 def _parse(path: Path) -> onnx.ModelProto:
     if path.suffix == ".ort":
         raise ModelError(f"'{path}' is in ORT format, which is final", hint="give the .onnx model it was made from")
-    try:
-        size_bytes = path.stat().st_size
-        if path.is_file() and size_bytes == 0:
-            raise ModelError(f"'{path}' is empty", hint="export or download the model again")
-        proto = skim_model(path)
-    except FileNotFoundError as error:
-        raise ModelError(f"there is no file '{path}'", hint="check the path of the model") from error
-    except OSError as error:
-        raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
+    proto = skim_model(path)
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
     return proto

@@ -500,10 +500,6 @@ def _write(proto: onnx.ModelProto, model: models.Model, temporary: Path, out: Pa
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.ModelProto(
-        producer_name=proto.producer_name,
-        producer_version=proto.producer_version,
-        doc_string=proto.doc_string,
-        metadata_props=proto.metadata_props,
-        graph=onnx.GraphProto(name=proto.graph.name),
-    )
+    texts = onnx.ModelProto(graph=onnx.GraphProto(name=proto.graph.name))
+    models.copy_fields(proto, texts, {"graph"})
+    return texts

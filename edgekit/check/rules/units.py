@@ -4,6 +4,7 @@ The grouping is ONNX Runtime's (core/optimizer/qdq_transformer/selectors_actions
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node, Shape
+from edgekit.graph.match import attempt, need
 from edgekit.model.tensors import Array
 from edgekit.serialize import read_own_toml
 
@@ -105,7 +107,7 @@ def group_units(
     grouped: dict[int, Unit] = {}
     for node in graph.nodes if selectors is not None else ():
         selector = selectors.get(node.op_type) if selectors is not None else None
-        unit = _group(graph, node, selector, absorb_clips=absorb_clips) if selector is not None else None
+        unit = attempt(partial(_group, graph, node, selector, absorb_clips=absorb_clips)) if selector else None
         if unit is not None and not (fits_bias and selector == "conv" and _has_other_bias(graph, unit)):
             grouped[node.index] = unit
     inside = {member for target, unit in grouped.items() for member in unit.members if member != target}
@@ -123,9 +125,13 @@ def group_units(
     return tuple(units)
 
 
-def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit | None:
-    if node.domain not in _GROUP_DOMAINS or node.since not in SELECTED_SINCE.get(node.op_type, (node.since,)):
-        return None
+def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit:
+    """Returns a node with its DQ and Q nodes, and perhaps a redundant activation, if ONNX Runtime takes them as one.
+
+    Raises:
+        MisfitError: it does not.
+    """
+    need(node.domain in _GROUP_DOMAINS and node.since in SELECTED_SINCE.get(node.op_type, (node.since,)))
     made = ((at, graph.producers.get(name)) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in made if dq is not None and dq.op_type == "DequantizeLinear" and dq.has_input(1)}
     clip = _redundant_candidate(graph, node) if absorb_clips and before else None
@@ -135,13 +141,10 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
         for reader in graph.consumers.get(name, ())
         if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
     ]
-    if clip is not None and (len(quantizers) != 1 or not _is_redundant(graph, clip, quantizers[0][1])):
-        return None
-    if not _accepts(graph, node, selector, list(before.values()), [q for _, q in quantizers], clip):
-        return None
+    need(clip is None or (len(quantizers) == 1 and _is_redundant(graph, clip, quantizers[0][1])))
+    _need_group(graph, node, selector, [*before.values()], [q for _, q in quantizers], is_clipped=clip is not None)
     # The DQ makes a graph output, so it has to stay.
-    if any(dq.output[0] in graph.outputs for dq in before.values()):
-        return None
+    need(not any(dq.output[0] in graph.outputs for dq in before.values()))
     after = dict(quantizers)
     middle = (node.index,) if clip is None else (node.index, clip.index)
     members = (*(dq.index for dq in before.values()), *middle, *(q.index for _, q in quantizers))
@@ -160,47 +163,41 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
     )
 
 
-def _accepts(
-    graph: Graph, node: Node, selector: Selector, before: Sequence[Node], after: Sequence[Node], clip: Node | None
-) -> bool:
-    """Returns True if a node between these DQ and Q nodes, and perhaps a redundant activation, is a group."""
+def _need_group(
+    graph: Graph, node: Node, selector: Selector, before: Sequence[Node], after: Sequence[Node], *, is_clipped: bool
+) -> None:
+    """Ends the match unless a node between these DQ and Q nodes, and perhaps a redundant activation, is a group."""
     dtypes = [graph.value(dq.input[0]).dtype for dq in before]
     results = [graph.value(q.output[0]).dtype for q in after]
     # Optional inputs of these operators may be float, without a DQ.
     is_free = selector in {"any", "pad", "batchnorm"}
     wanted = len(dtypes) if is_free else _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
-    if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and clip is not None):
-        return False
+    need(dtypes and len(dtypes) == wanted and not (selector in _UNCLIPPED and is_clipped))
     # ArgMax finds the same position in integers as in floats, and its result is an index: it needs no Q.
     if selector == "drop_dq":
-        return True
+        return
     if selector == "topk":
-        return dtypes == results
+        need(dtypes == results)
+        return
     # A result that is also read in float, or is a graph output, cannot exist in integers only.
     outputs = [name for name in node.output if name]
     edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
     leaves = any(name in graph.outputs for name in outputs)
-    is_covered = after and not leaves and len(after) == len(outputs) and (clip is not None or edges == len(after))
-    if not is_covered and not (selector in _UNQUANTIZED_OUTPUT and not results):
-        return False
+    is_covered = after and not leaves and len(after) == len(outputs) and (is_clipped or edges == len(after))
+    need(is_covered or (selector in _UNQUANTIZED_OUTPUT and not results))
     # An operator that only moves elements can do so on the integers only if both sides have the same parameters.
-    if selector == "drop" and not _same_parameters(graph, before[0], after[0]):
-        return False
+    need(selector != "drop" or _same_parameters(graph, before[0], after[0]))
     if selector in {"binary", "variadic", "where", "pad", "compare"}:
-        return len({*dtypes, *results}) == 1
-    if any(result != dtypes[0] for result in results):
-        return False
+        need(len({*dtypes, *results}) == 1)
+        return
+    need(all(result == dtypes[0] for result in results))
     biased = len(dtypes) == 3
-    refused = (
-        # Signed activations need signed weights; unsigned ones take either (qdq_selectors.cc).
-        (selector in {"conv", "gemm", "matmul"} and dtypes[0] == "int8" and dtypes[1] != "int8"),
-        # ONNX defines the bias of a QLinearConv as int32 with the scale x_scale * w_scale; beta would scale it once
-        # more.
-        (selector in {"conv", "gemm", "norm"} and biased and dtypes[2] != "int32"),
-        (selector == "gemm" and biased and node.attributes.get("beta", 1.0) != 1.0),
-        (selector == "batchnorm" and len(dtypes) < 3),
-    )
-    return not any(refused)
+    # Signed activations need signed weights; unsigned ones take either (qdq_selectors.cc).
+    need(selector not in {"conv", "gemm", "matmul"} or dtypes[0] != "int8" or dtypes[1] == "int8")
+    # ONNX defines the bias of a QLinearConv as int32 with the scale x_scale * w_scale; beta would scale it once more.
+    need(selector not in {"conv", "gemm", "norm"} or not biased or dtypes[2] == "int32")
+    need(selector != "gemm" or not biased or node.attributes.get("beta", 1.0) == 1.0)
+    need(selector != "batchnorm" or len(dtypes) >= 3)
 
 
 def _has_other_bias(graph: Graph, unit: Unit) -> bool:
@@ -223,12 +220,8 @@ def _has_other_bias(graph: Graph, unit: Unit) -> bool:
 
 def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
     edges = [reader for name in node.output for reader in graph.consumers.get(name, ())]
-    if len(edges) != 1:
-        return None
-    follower = edges[0]
-    if follower.op_type not in {"Relu", "Clip"} or follower.output[0] in graph.outputs:
-        return None
-    return follower if len(graph.consumers.get(follower.output[0], ())) == 1 else None
+    name = edges[0].output[0] if len(edges) == 1 and edges[0].op_type in {"Relu", "Clip"} else ""
+    return edges[0] if name not in graph.outputs and len(graph.consumers.get(name, ())) == 1 else None
 
 
 def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
