@@ -38,22 +38,22 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def fill(self, sample: Tensors, size: int) -> dict[str, Array]:
         """Returns a sample padded to `size`; it must not be longer."""
-        return {name: self._fill(name, value, size) for name, value in sample.items()}
-
-    def _fill(self, name: str, value: Array, size: int) -> Array:
-        axes = self.inputs.get(name, ())
-        if all(value.shape[axis] == size for axis in axes):
-            return value
-        widths = [(0, size - length if axis in axes else 0) for axis, length in enumerate(value.shape)]
-        return np.pad(value, widths, constant_values=np.asarray(self.values[name]).astype(value.dtype))
+        filled = dict(sample)
+        for name, axes in self.inputs.items():
+            value = sample[name]
+            widths = [(0, size - length if axis in axes else 0) for axis, length in enumerate(value.shape)]
+            if any(end for _, end in widths):
+                filled[name] = np.pad(value, widths, constant_values=np.asarray(self.values[name]).astype(value.dtype))
+        return filled
 
     def cut(self, outputs: Tensors, length: int, size: int) -> dict[str, Array]:
         """Returns the outputs of a model of `size`, cut to what belongs to a sample of this length."""
-        return {name: self._cut(name, value, length, size) for name, value in outputs.items()}
 
-    def _cut(self, name: str, value: Array, length: int, size: int) -> Array:
-        axes = (axis for axis in self.outputs.get(name, ()) if axis < value.ndim)
-        return _take(value, {axis: -(-length * value.shape[axis] // size) for axis in axes})
+        def share(name: str, value: Array) -> Array:
+            axes = (axis for axis in self.outputs.get(name, ()) if axis < value.ndim)
+            return _take(value, {axis: -(-length * value.shape[axis] // size) for axis in axes})
+
+        return {name: share(name, value) for name, value in outputs.items()}
 
 
 def find_padding(

@@ -144,9 +144,7 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
             raise UsageError(words, hint=hint)
         for _ in range(rank):
             value.type.tensor_type.shape.dim.add()
-    inputs = read_inputs(graph)
-    shared = _find_shared_names(inputs, dims)
-    sizes = _resolve_dims(inputs, dims, shared, may_stay_open=may_stay_open)
+    shared, sizes = _resolve_dims(read_inputs(graph), dims, may_stay_open=may_stay_open)
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_param in shared:
@@ -171,8 +169,7 @@ def size_inputs(
     """
     unset = set[str]() if may_stay_open else find_unset(inputs, dims)
     dims = {**dict.fromkeys(unset, _UNSET_DIM), **dims}
-    shared = _find_shared_names(inputs, dims)
-    sizes = _resolve_dims(inputs, dims, shared, may_stay_open=may_stay_open)
+    shared, sizes = _resolve_dims(inputs, dims, may_stay_open=may_stay_open)
 
     def fill(spec: TensorSpec) -> tuple[int | str | None, ...] | None:
         axes = _drop_names(spec, shared).name_axes()
@@ -183,9 +180,13 @@ def size_inputs(
 
 def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
     """Returns the dynamic dimensions without a size in `dims`; of a formula, the names in it."""
-    axes = ((text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items())
-    left = [text for text, key in axes if not {text, key} & dims.keys()]
+    left = [text for text, key in _list_axes(inputs) if not {text, key} & dims.keys()]
     return {name for text in left for name in formula_names(text) or {text}} - dims.keys()
+
+
+def _list_axes(inputs: Sequence[TensorSpec]) -> list[tuple[str, str]]:
+    """Returns the name of each dynamic dimension, and that of its axis, `INPUT:AXIS`."""
+    return [(text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items()]
 
 
 class OpenDimsError(UsageError):
@@ -234,7 +235,7 @@ def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: P
         # Errors in the samples are reported when they are used.
         with suppress(EdgekitError):
             sizes = find_sizes(inputs, read_shapes(source, inputs, preprocess))
-        axes = [(text, f"{spec.name}:{axis}") for spec in inputs for axis, text in spec.name_axes().items()]
+        axes = _list_axes(inputs)
         names = [
             each
             for name in error.names
@@ -243,25 +244,20 @@ def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: P
         raise OpenDimsError(error.message, names=names, sizes=sizes) from error
 
 
-def _find_shared_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
-    """Returns the names of dimensions to which keys `INPUT:AXIS` give several sizes."""
-    given: dict[str, set[int]] = {}
-    for spec in inputs:
-        for axis, dim in enumerate(spec.shape or ()):
-            if isinstance(dim, str) and (key := f"{spec.name}:{axis}") in dims:
-                given.setdefault(dim, set()).add(dims[key])
-    return {name for name, sizes in given.items() if len(sizes) > 1}
-
-
 def _drop_names(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
     shape = spec.shape and tuple(None if dim in names else dim for dim in spec.shape)
     return msgspec.structs.replace(spec, shape=shape)
 
 
 def _resolve_dims(
-    inputs: Sequence[TensorSpec], dims: Mapping[str, int], shared: Collection[str], *, may_stay_open: bool
-) -> dict[str, int]:
-    """Returns the size of each dimension by what `--dim` calls it; the `shared` names are ignored."""
+    inputs: Sequence[TensorSpec], dims: Mapping[str, int], *, may_stay_open: bool
+) -> tuple[set[str], dict[str, int]]:
+    """Returns the names to which keys `INPUT:AXIS` give several sizes, which are ignored, and the sizes by name."""
+    given: dict[str, set[int]] = {}
+    for text, key in _list_axes(inputs):
+        if key in dims and text != key:
+            given.setdefault(text, set()).add(dims[key])
+    shared = {name for name, sizes in given.items() if len(sizes) > 1}
     for key, size in dims.items():
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
@@ -279,7 +275,7 @@ def _resolve_dims(
         noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
         places = ", ".join(missing.values())
         raise OpenDimsError(f"the model has {noun} without a number: {places}", names=tuple(missing))
-    return sizes
+    return shared, sizes
 
 
 def name_dims(inputs: Sequence[TensorSpec]) -> set[str]:

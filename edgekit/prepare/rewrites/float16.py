@@ -1,6 +1,6 @@
 """Graphs made to compute in float32: those in half or double precision, and those with weights stored as integers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -43,7 +43,7 @@ def compute_double_in_float(graph: onnx.GraphProto, _opset: int) -> tuple[str, .
     may need the digits, stay float64, as do trees, whose thresholds would be other numbers. Inputs and outputs of the
     graph keep their types by a Cast.
     """
-    types = dict(_list_types(graph))
+    types = _list_types(graph)
     layers = (node for node in graph.node if node.op_type in _LAYERS and node.input)
     has_layer = any(types.get(node.input[0]) == _DOUBLE for node in layers)
     has_trees = any(node.domain == ML_DOMAIN and _DOUBLE in map(types.get, _list_ends(node)) for node in graph.node)
@@ -54,7 +54,7 @@ def _replace_type(graph: onnx.GraphProto, kind: int) -> tuple[str, ...]:
     """Makes tensors of this element type float32, in place, and returns the names of the nodes that have them."""
     if kind not in models.list_element_types(graph):
         return ()
-    types, shown = dict(_list_types(graph)), {value.name for value in (*graph.input, *graph.output)}
+    types, shown = _list_types(graph), {value.name for value in (*graph.input, *graph.output)}
     changed = [node for node in models.iterate_nodes(graph) if kind in map(types.get, _list_ends(node))]
     # This rewrite was applied before if all are Casts right after an input or before an output.
     is_done = all(node.op_type == "Cast" and not shown.isdisjoint(_list_ends(node)) for node in changed)
@@ -79,12 +79,13 @@ def _replace_type(graph: onnx.GraphProto, kind: int) -> tuple[str, ...]:
     return names
 
 
-def _list_types(graph: onnx.GraphProto) -> Iterator[tuple[str, int]]:
+def _list_types(graph: onnx.GraphProto) -> dict[str, int]:
+    types = dict[str, int]()
     for part in models.iterate_graphs(graph):
-        yield from ((tensor.name, tensor.data_type) for tensor in part.initializer)
-        yield from (
-            (value.name, value.type.tensor_type.elem_type) for value in (*part.value_info, *part.input, *part.output)
-        )
+        types |= {tensor.name: tensor.data_type for tensor in part.initializer}
+        values = (*part.value_info, *part.input, *part.output)
+        types |= {value.name: value.type.tensor_type.elem_type for value in values}
+    return types
 
 
 def _list_ends(node: onnx.NodeProto) -> tuple[str, ...]:
@@ -114,26 +115,18 @@ def _keep_interface(graph: onnx.GraphProto, kind: int) -> tuple[list[onnx.NodePr
 
     An output that is an input keeps its name.
     """
-    taken = models.list_names(graph)
-    fed = {value.name for value in graph.input}
-    shown = [value.name for value in graph.output]
-
-    def rename(name: str) -> str:
-        inner = next(free for count in range(len(taken) + 1) if (free := f"{name}.float32{count or ''}") not in taken)
-        models.rename_tensors(graph, {name: inner}, skip_inputs=name in fed)
-        return inner
-
+    taken, fed = models.list_names(graph), {value.name for value in graph.input}
     before, after = list[onnx.NodeProto](), list[onnx.NodeProto]()
-    for value in graph.input:
-        if value.type.tensor_type.elem_type == kind:
+    for casts, values in ((before, graph.input), (after, graph.output)):
+        for value in values:
             name = value.name
-            inner = rename(name)
-            before.append(helper.make_node("Cast", [name], [inner], name=f"{inner}/cast", to=_FLOAT))
-    for value, name in zip(graph.output, shown, strict=True):
-        if value.type.tensor_type.elem_type == kind and name not in fed:
-            inner = rename(name)
+            if value.type.tensor_type.elem_type != kind or (casts is after and name in fed):
+                continue
+            inner = next(free for at in range(len(taken) + 1) if (free := f"{name}.float32{at or ''}") not in taken)
+            models.rename_tensors(graph, {name: inner}, skip_inputs=name in fed)
             value.name = name
-            after.append(helper.make_node("Cast", [inner], [name], name=f"{inner}/cast", to=kind))
+            ends, to = ((name, inner), _FLOAT) if casts is before else ((inner, name), kind)
+            casts.append(helper.make_node("Cast", ends[:1], ends[1:], name=f"{inner}/cast", to=to))
     return before, after
 
 
