@@ -24,7 +24,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.model.model import copy_without_weights, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, channel_overrides, reading_from
-from edgekit.quantize.gains import NORM
+from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.gptq import scale_zeros
 from edgekit.quantize.graph.float_graph import WITH_BIAS
 from edgekit.quantize.graph.layers import read_layer

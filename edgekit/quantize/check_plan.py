@@ -11,12 +11,12 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.candidates import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import RANGE_METHODS
-from edgekit.quantize.residual import SPLIT_BITS
 from edgekit.serialize import ready_type
 from edgekit.target import Target
 

@@ -31,12 +31,11 @@ from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
-from edgekit.quantize.gains import multiply_gains
+from edgekit.quantize.finer_weights import SPLIT_BITS, multiply_gains, split_weights
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.residual import SPLIT_BITS, split_weights
 from edgekit.quantize.rounding import load_rounded, read_moments, round_qdq_weights, store_rounded
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 from edgekit.target import Precision, Target

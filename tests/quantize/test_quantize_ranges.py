@@ -20,10 +20,10 @@ from edgekit.model.state import State
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.calibration.calibrate import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.goal_search import find_state
 from edgekit.quantize.mixed_precision.plan_search import Goal, search_plan
-from edgekit.quantize.mixed_precision.state_ranges import find_state
 from edgekit.quantize.ranges import (
     PARTS,
     Histogram,

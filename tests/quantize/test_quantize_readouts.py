@@ -22,7 +22,7 @@ from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
-from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.calibration.calibrate import add_image_headroom
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.objective import find_objective, measure_loss

@@ -30,12 +30,12 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.finer_weights import bound_outputs
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.residual import bound_outputs
 from edgekit.recipe import Data, Recipe, choose_precision
 from edgekit.target import Precision, load_target
 from edgekit.verify.report import VerifyReport

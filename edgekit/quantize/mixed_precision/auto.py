@@ -11,8 +11,7 @@ import msgspec
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import GOOD_DB
-from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
-from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
 from edgekit.quantize.equalization import equalize
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision import candidates, relief

@@ -23,7 +23,7 @@ from edgekit.progress import Budget
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.effort import Effort, find_effort
-from edgekit.quantize.gains import NORM
+from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import score

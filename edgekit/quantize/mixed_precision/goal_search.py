@@ -1,24 +1,28 @@
-"""Chooses the plan to write: the result of a search is compared with other plans, and advice says what would help."""
+"""Chooses the plan to write: the result of a search is compared with other plans, and advice says what would help.
 
-from collections.abc import Callable
+The ranges of state that a model feeds back to itself may be shortened.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import copy_file
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.mixed_precision import float_fallback, plan_search, relief
+from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
-from edgekit.quantize.mixed_precision.state_ranges import cut_ranges, find_state
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.ranges import TensorRange
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
@@ -165,7 +169,7 @@ def _try_float(choice: _Choice) -> None:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
         if choice.chosen.prediction.meets(goal.max_drop):
             return False
-        plan = partial(float_fallback.keep_tensors_float, search.model, search.calibration, base.plan, names)
+        plan = partial(relief.keep_tensors_float, search.model, search.calibration, base.plan, names)
         trial = choice.add(f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - plan_search.SAME_SHARE:
             return False
@@ -180,8 +184,8 @@ def _try_float(choice: _Choice) -> None:
     if not before.plan.wide and search.relievable:
         return
     model, calibration, memo = search.model, search.calibration, search.memo
-    find = partial(float_fallback.find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
-    wide_range = memo.budget.attempt(plan_search.MORE_RELIEF, find) or float_fallback.WideRange()
+    find = partial(relief.find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
+    wide_range = memo.budget.attempt(plan_search.MORE_RELIEF, find) or relief.WideRange()
     kept = [names for names in wide_range.steps if adopt(before, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
     for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
@@ -256,10 +260,10 @@ def _advise(choice: _Choice, advice: str) -> None:
     """Adds advice to the result, which names the tensor that loses most."""
     search, first, worst = choice.search, choice.found.trials[0].plan, ""
     if choice.found.wide_range:
-        worst = float_fallback.explain_wide_range(choice.found.wide_range[0], search.target)
+        worst = relief.explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
         draft = relief.open_draft(search.model, search.calibration, first)
-        name = partial(float_fallback.name_worst, draft, choice.chosen.plan, search.memo)
+        name = partial(relief.name_worst, draft, choice.chosen.plan, search.memo)
         worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
     choice.change(advice="; ".join(part for part in (advice, worst) if part))
 
@@ -300,3 +304,45 @@ def write_chosen(
 
 def _has_lstm(model: Model) -> bool:
     return any(node.op_type == "LSTM" for node in skim_model(model.path).graph.node)
+
+
+# Operators that pass state on without computing with it.
+_PASSING = frozenset(
+    {"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+
+def find_state(graph: Graph, feeds: Mapping[str, str]) -> frozenset[str]:
+    """Returns the tensors that hold state: fed back, or with the values of such a tensor moved or gated."""
+    found = set[str]()
+    left = [name for feed in feeds.items() for name in feed]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        maker = graph.producers.get(name)
+        left += [each for node in graph.readers(name) if _passes(graph, node) for each in node.output]
+        left += maker.input if maker is not None and maker.op_type in _PASSING else ()
+    return frozenset(found)
+
+
+def cut_ranges(plan: QuantPlan, names: Iterable[str], limit: float) -> QuantPlan:
+    """Returns a plan in which the ranges of some tensors end at `limit` on both sides of zero."""
+    own = frozenset(names)
+
+    def cut(span: TensorRange) -> TensorRange:
+        low, high = (min(max(end, -limit), limit) for end in (span.low, span.high))
+        return TensorRange(low=low, high=high)
+
+    ranges, wide = (
+        {name: cut(span) if name in own else span for name, span in spans.items()} for spans in (plan.ranges, plan.wide)
+    )
+    return msgspec.structs.replace(plan, ranges=ranges, wide=wide)
+
+
+def _passes(graph: Graph, node: Node) -> bool:
+    """Returns True if a node moves values, or is a product with a gate, which lies between 0 and 1."""
+    makers = [graph.producers.get(name) for name in node.input]
+    is_gated = node.op_type == "Mul" and any(maker is not None and maker.op_type == "Sigmoid" for maker in makers)
+    return node.op_type in _PASSING or is_gated

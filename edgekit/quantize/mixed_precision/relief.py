@@ -1,5 +1,7 @@
 """Mixed precision: the tensors that lose most in 8 bits get 16 bits or stay float, a few more at each step.
 
+Tensors that even 16 bits cannot represent stay float.
+
 A tensor that gets 16 bits or float instead of 8 bits is called relieved.
 """
 
@@ -7,21 +9,22 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.loss import GOOD_DB
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.calibration.image_headroom import add_image_headroom
-from edgekit.quantize.graph.float_graph import folded_activations, range_source
+from edgekit.quantize.graph.float_graph import float_activations, folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision import candidates
-from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
+from edgekit.quantize.mixed_precision.sensitivity import Bound, measure_float16, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import (
     Candidate,
@@ -32,7 +35,7 @@ from edgekit.quantize.plan import (
     quantizes_any,
     read_constant_range,
 )
-from edgekit.quantize.qdq import plan_calibration, plan_graph
+from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
 
@@ -344,3 +347,103 @@ def _guess_noise(draft: candidates.Draft) -> dict[str, float]:
         scale = plan.grids[name].scale if name in plan.grids else (whole.high - whole.low) / _STEPS
         guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
     return guesses
+
+
+# How many tensors of 16 bits become float at each step: each takes its neighbours with it.
+_FLOAT_COUNTS = (1, 3, 8)
+
+
+class WideRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors whose values 16 bits cannot represent well.
+
+    Each of `steps` names tensors to try in float, worst first. `beyond_float` names those that the target's float16
+    represents no better.
+    """
+
+    steps: tuple[tuple[str, ...], ...] = ()
+    beyond_float: tuple[str, ...] = ()
+
+
+def find_wide_range(
+    model: Model, calibration: Calibration, target: Target, first: QuantPlan, plan: QuantPlan, memo: candidates.Memo
+) -> WideRange:
+    """Returns the 16-bit tensors that cause much of the noise of `plan`; `first` is the plan with no added 16 bits.
+
+    The step of 16 bits is 257 times finer than that of 8, which usually lowers the noise by 48 dB. Not so for values
+    that span many decades, as the powers of a spectrum do: a step that the largest value needs hides most of the
+    others, in 16 bits too. Floats have steps in proportion to each value, down to the smallest that their type holds:
+    6e-8 in float16, in which some providers compute all floats (`Target.float_bits`).
+
+    Only tensors that ruin the outputs by themselves in 8 bits qualify: from all others 16 bits remove the noise. So if
+    there is none, the ranking with 16 bits is not made.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    if is_relievable(first):
+        ranked = rank_tensors(open_draft(model, calibration, first), memo)
+        ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
+        if not ruinous & plan.wide.keys():
+            return WideRange()
+    draft = open_draft(model, calibration, plan)
+    noise = rank_tensors(draft, memo)
+    # The largest step, of tensors with less noise than this, would not gain enough.
+    least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _FLOAT_COUNTS[-1]
+    wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
+    wide = wide[: _FLOAT_COUNTS[-1]]
+
+    def gains(names: Sequence[str], before: Sequence[str] = ()) -> bool:
+        left, gone = (sum(noise[name] for name in each) for each in (noise.keys() - {*before}, {*names} - {*before}))
+        return gone > 0 and rise_db(gone / left) >= LEAST_GAIN_DB
+
+    if not gains(wide):
+        return WideRange()
+    float16_db = dict[str, float]()
+    if target.float_bits == 16:
+        qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
+        float16_db = measure_float16(draft.graph, qdq, draft.compared, draft.statistics, wide)
+
+    def holds_more(name: str) -> bool:
+        return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
+
+    floats = [name for name in wide if holds_more(name)]
+    steps = [tuple(floats[:count]) for count in (0, *_FLOAT_COUNTS)]
+    return WideRange(
+        steps=tuple(names for before, names in pairwise(steps) if gains(names, before)),
+        beyond_float=tuple(name for name in wide if name not in floats and gains([name])),
+    )
+
+
+def keep_tensors_float(
+    model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]
+) -> QuantPlan | None:
+    """Returns a plan with some 16-bit tensors in float, None if nothing would be quantized.
+
+    Tensors with the same values in other positions, such as behind a Reshape, are kept float too: else the next
+    operator would read them in 16 bits.
+    """
+    graph = open_draft(model, calibration, plan).graph
+    moved = [name for name in float_activations(graph) if range_source(graph, name) in names]
+    kept = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
+    return kept if quantizes_any(graph, kept) else None
+
+
+def explain_wide_range(name: str, target: Target) -> str:
+    """Returns a line that says why neither 16 bits nor float16 represent a tensor, and what to do."""
+    half = np.finfo(np.float16)
+    holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"
+    return f"'{name}' loses most, in 16 bits as in {holds}; scale it, or take its logarithm before the model"
+
+
+def name_worst(first: candidates.Draft, plan: QuantPlan, memo: candidates.Memo) -> str:
+    """Returns a line that names the 8-bit tensor of a plan that loses most, "" if none is left.
+
+    `first` is the draft with no tensors out of 8 bits, whose ranking is in the memo.
+    """
+    floats = {node.name for node in plan.float_nodes}
+    for name, noise in rank_tensors(first, memo).items() if is_relievable(plan) else ():
+        if name not in plan.wide and any(node.name not in floats for node in first.graph.readers(name)):
+            return (
+                f"of the tensors in 8 bits '{name}' loses most: {-10 * math.log10(noise):.1f} dB are left with it alone"
+            )
+    return ""

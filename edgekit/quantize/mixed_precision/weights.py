@@ -13,9 +13,9 @@ import onnx
 from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.progress import Budget
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, makes_images
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.calibration.image_headroom import makes_images
+from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import relief
@@ -25,7 +25,6 @@ from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq import round_weights
-from edgekit.quantize.residual import SPLIT_BITS
 
 # The largest share of weight values that keep 8 bits, which gives up half of what 4 bits save: a choice.
 _MOST_KEPT = 0.5

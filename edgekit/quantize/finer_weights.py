@@ -1,4 +1,6 @@
-"""Gains (scale inputs) of LayerNormalizations for which 8 bits are too few, in plans with 16-bit activations.
+"""Weights that are finer than 8 bits: each becomes two nodes, between tensors of 16 bits.
+
+Gains (scale inputs) of LayerNormalizations for which 8 bits are too few, in plans with 16-bit activations.
 
 QNN takes only 8-bit gains of a LayerNormalization, and all channels share one scale: if one gain is large, the scale is
 too coarse for the others. LayerNormalization(x, gain, bias) is LayerNormalization(x, 1, bias / gain) * gain, in which 1
@@ -11,10 +13,19 @@ matrix. No product reduces the second, so a gain whose noise is below it stays a
 the noise of the gain is compared with that of weights uniformly distributed over the 127 steps of int8: rounding adds a
 variance of 1 / 12 of a squared step to their own of 127^2 / 3, so the noise is 1 / (4 x 127^2) of the signal, the sum
 of g_j^2.
+
+Weights of 16 bits, each as the sum of two weights of 8 bits: every device that takes those can run it. W is about
+W1 + W2: W1 is W in 8 bits, and W2 is the rest, W - W1, in 8 bits with steps 254 times finer (REx, E. Yvinec et al.,
+arXiv:2203.14645). The layer becomes two, whose outputs are added in 16 bits. It costs twice the products. The ranges of
+the new outputs follow without a calibration. A channel x of the input lies within [l, h], and is 0 where it is padded.
+So W2 x lies within [p, q]: p is the sum of min(w l, w h, 0), q that of max(w l, w h, 0). The layer's output has the
+range [a, b], which may clamp it in place of a Relu. Then W1 x + bias needs the range [a - q, b - p]: a value beyond it
+gives a sum beyond [a, b], whatever W2 x is.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -22,8 +33,12 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.model import drop_unread
+from edgekit.model.model import drop_unread, order_nodes, refill
 from edgekit.model.tensors import Array
+from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.gptq import round_nearest, weight_scale
+from edgekit.quantize.graph.layers import Layer, expand_channel_factors
+from edgekit.quantize.rounding import QdqLayer, find_places, read_bias, read_moments, write_layer
 
 NORM = "LayerNormalization"
 """The operator. Gains are positive, so asymmetric uint8 gives them twice the steps of int8."""
@@ -112,16 +127,16 @@ def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.
         "gain": (np.clip(np.rint(gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
     }
     for part, (values, size, offset) in parts.items():
-        grid = add_grid(qdq, f"{prefix}.{part}", size, values.dtype.type(offset))
-        qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
-        qdq.node.append(make_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
+        grid = _add_grid(qdq, f"{prefix}.{part}", size, values.dtype.type(offset))
+        integers = numpy_helper.from_array(values, f"{prefix}.{part}.integers")
+        qdq.initializer.append(integers)
+        read = [integers.name, *grid]
+        qdq.node.append(helper.make_node("DequantizeLinear", read, [f"{prefix}.{part}"], domain=domain))
     even, made, name = f"{prefix}.even", node.output[0], node.name
     node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
     node.output[0], node.name = even, f"{prefix}.norm"
-    grid = add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
-    qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
-    qdq.node.append(make_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
-    qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
+    rounded_even = _add_rounding(qdq, even, 4 * reach / _MOST_16, _MOST_16 // 2 + 1, domain)
+    qdq.node.append(helper.make_node("Mul", [rounded_even, f"{prefix}.gain"], [made], name=name))
 
 
 def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
@@ -140,13 +155,95 @@ def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> I
             yield one, two
 
 
-def add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
+def _add_rounding(qdq: onnx.GraphProto, name: str, scale: float, zero: int, domain: str) -> str:
+    """Adds a Q and a DQ node of 16 bits behind a tensor; returns the name of the rounded tensor."""
+    grid = _add_grid(qdq, name, scale, np.uint16(zero))
+    integers, rounded = f"{name}.integers", f"{name}.rounded"
+    qdq.node.append(helper.make_node("QuantizeLinear", [name, *grid], [integers], domain=domain))
+    qdq.node.append(helper.make_node("DequantizeLinear", [integers, *grid], [rounded], domain=domain))
+    return rounded
+
+
+def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
     """Adds a scale and a zero point; returns their names."""
     qdq.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), f"{name}.scale"))
     qdq.initializer.append(numpy_helper.from_array(np.array(zero), f"{name}.zero"))
     return f"{name}.scale", f"{name}.zero"
 
 
-def make_dequantizer(inputs: Sequence[str], output: str, domain: str) -> onnx.NodeProto:
-    """Returns a DequantizeLinear of a tensor, a scale and a zero point."""
-    return helper.make_node("DequantizeLinear", inputs, [output], domain=domain)
+SPLIT_BITS = 16
+"""The bits of a weight that is the sum of two."""
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def split_weights(
+    qdq: onnx.ModelProto,
+    graph: Graph,
+    weights: Collection[str],
+    statistics: Path,
+    factors: Mapping[str, tuple[float, ...]],
+    limit: int,
+) -> None:
+    """Turns the layers of some weights, between inputs and outputs of 16 bits, into two and their sum; changes `qdq`.
+
+    `factors` and `limit` are those of `round_qdq_weights`.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    if not weights:
+        return
+    places = find_places(qdq.graph, graph, limit, {})
+    with open_moments(statistics / "moments.npz") as stored:
+        for layer, place in places.values():
+            moments = read_moments(stored, layer, factors) if layer.weight in weights and place.is_wide else None
+            if moments is not None:
+                _split_layer(qdq.graph, graph, layer, place, moments)
+    nodes = order_nodes(qdq.graph)
+    refill(qdq.graph.node, nodes)
+
+
+def _split_layer(qdq: onnx.GraphProto, graph: Graph, layer: Layer, place: QdqLayer, moments: InputMoments) -> None:
+    """Replaces a layer by those of W1 and W2 and their sum, which takes over its name and output."""
+    constants, nodes = {tensor.name: tensor for tensor in qdq.initializer}, {each.name: each for each in qdq.node}
+    node, makers = nodes[layer.node], {each.output[0]: each for each in qdq.node}
+    rounder = next(each for each in qdq.node if each.op_type == "QuantizeLinear" and each.input[0] == node.output[0])
+    step, zero = (float(numpy_helper.to_array(constants[name])) for name in rounder.input[1:])
+    matrix, (bias, floor) = layer.to_matrix(graph.weight(layer.weight)), read_bias(graph, layer, place)
+    scale = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
+    low, high = bound_outputs(layer, matrix - round_nearest(matrix, scale, place.limit).values, moments)
+    # W may be W1, and the values of a calibration so large that their sums are infinite.
+    if not _TINY < (high - low) / _MOST_16 < math.inf:
+        return
+    # The scales of weights depend on the steps of the outputs (`least_multiplier`).
+    ends = {"first": (step * -zero - high, step * (_MOST_16 - zero) - low), "rest": (low, high)}
+    steps = {part: (stop - start) / _MOST_16 for part, (start, stop) in ends.items()}
+    first = round_nearest(matrix, np.maximum(scale, place.least * steps["first"] / step), place.limit)
+    rest, least = matrix - first.values, place.least * steps["rest"] / step
+    finer = weight_scale(rest, per_channel=place.per_channel, floor=least, limit=place.limit)
+    second = round_nearest(rest, finer, place.limit)
+    shape, prefix, made, name = graph.weight(layer.weight).shape, f"{node.output[0]}.edgekit", node.output[0], node.name
+    integers = layer.from_matrix(first.integers, shape)
+    write_layer(constants, place, integers=integers, scale=first.scale.reshape(-1), bias=bias)
+    dequantizer, other = onnx.NodeProto(), onnx.NodeProto()
+    dequantizer.CopyFrom(makers[node.input[1]])
+    other.CopyFrom(node)
+    dequantizer.name = dequantizer.output[0] = f"{prefix}.weight"
+    scales = finer.reshape(-1) if place.per_channel else finer.reshape(-1)[0]
+    values = layer.from_matrix(second.integers, shape), scales, np.zeros(scales.shape, np.int8)
+    for index, value in enumerate(values):
+        dequantizer.input[index] = f"{prefix}.weight.{index}"
+        qdq.initializer.append(numpy_helper.from_array(np.asarray(value), dequantizer.input[index]))
+    refill(other.input, [node.input[0], dequantizer.output[0]])
+    for part, each in (("first", node), ("rest", other)):
+        each.name = each.output[0] = f"{prefix}.{part}"
+        _add_rounding(qdq, each.name, steps[part], round(-ends[part][0] / steps[part]), rounder.domain)
+    qdq.node.extend([dequantizer, other])
+    qdq.node.append(helper.make_node("Add", [f"{prefix}.first.rounded", f"{prefix}.rest.rounded"], [made], name=name))
+
+
+def bound_outputs(layer: Layer, matrix: Array, moments: InputMoments) -> tuple[float, float]:
+    """Returns the lowest and highest output that a matrix [groups, outputs, inputs] makes of a layer's inputs."""
+    ends = [expand_channel_factors(layer, each[0].astype(np.float64)) * matrix for each in (moments.low, moments.high)]
+    low, high = np.minimum(np.minimum(*ends), 0).sum(axis=2), np.maximum(np.maximum(*ends), 0).sum(axis=2)
+    return float(low.min()), float(high.max())
