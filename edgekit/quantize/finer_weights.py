@@ -24,8 +24,7 @@ gives a sum beyond [a, b], whatever W2 x is.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -38,7 +37,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import round_nearest, weight_scale
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors
-from edgekit.quantize.rounding import QdqLayer, find_places, read_bias, read_moments, write_layer
+from edgekit.quantize.rounding import QdqLayer, Rounder, find_places, read_bias, write_layer
 
 NORM = "LayerNormalization"
 """The operator. Gains are positive, so asymmetric uint8 gives them twice the steps of int8."""
@@ -176,40 +175,32 @@ SPLIT_BITS = 16
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def split_weights(
-    qdq: onnx.ModelProto,
-    graph: Graph,
-    weights: Collection[str],
-    statistics: Path,
-    factors: Mapping[str, tuple[float, ...]],
-    limit: int,
-) -> None:
-    """Turns the layers of some weights, between inputs and outputs of 16 bits, into two and their sum; changes `qdq`.
-
-    `factors` and `limit` are those of `round_qdq_weights`.
+def split_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
+    """Turns the layers of weights of 16 bits, between inputs and outputs of 16 bits, into two and their sum, in place.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    if not weights:
+    if SPLIT_BITS not in how.bits.values():
         return
-    places = find_places(qdq.graph, graph, limit, {})
-    with open_moments(statistics / "moments.npz") as stored:
-        for layer, place in places.values():
-            moments = read_moments(stored, layer, factors) if layer.weight in weights and place.is_wide else None
+    with open_moments(how.statistics / "moments.npz") as stored:
+        for place in find_places(qdq.graph, how):
+            is_split = how.bits.get(place.layer.weight) == SPLIT_BITS and place.is_wide
+            moments = how.read_moments(stored, place.layer) if is_split else None
             if moments is not None:
-                _split_layer(qdq.graph, graph, layer, place, moments)
+                _split_layer(qdq.graph, how.graph, place, moments)
     nodes = order_nodes(qdq.graph)
     refill(qdq.graph.node, nodes)
 
 
-def _split_layer(qdq: onnx.GraphProto, graph: Graph, layer: Layer, place: QdqLayer, moments: InputMoments) -> None:
+def _split_layer(qdq: onnx.GraphProto, graph: Graph, place: QdqLayer, moments: InputMoments) -> None:
     """Replaces a layer by those of W1 and W2 and their sum, which takes over its name and output."""
+    layer = place.layer
     constants, nodes = {tensor.name: tensor for tensor in qdq.initializer}, {each.name: each for each in qdq.node}
     node, makers = nodes[layer.node], {each.output[0]: each for each in qdq.node}
     rounder = next(each for each in qdq.node if each.op_type == "QuantizeLinear" and each.input[0] == node.output[0])
     step, zero = (float(numpy_helper.to_array(constants[name])) for name in rounder.input[1:])
-    matrix, (bias, floor) = layer.to_matrix(graph.weight(layer.weight)), read_bias(graph, layer, place)
+    matrix, (bias, floor) = layer.to_matrix(graph.weight(layer.weight)), read_bias(graph, place)
     scale = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
     low, high = bound_outputs(layer, matrix - round_nearest(matrix, scale, place.limit).values, moments)
     # W may be W1, and the values of a calibration so large that their sums are infinite.

@@ -5,12 +5,23 @@ scale: to clip the largest weights may reduce the error.
 """
 
 import contextlib
+from typing import Literal
 
 import msgspec
 import numpy as np
 import onnx
 
 from edgekit.model.tensors import Array
+
+Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
+"""How weights are rounded.
+
+nearest: each weight by itself. bias: the same, then the mean of the output error is subtracted from the bias (bias
+correction, M. Nagel et al., arXiv:1906.04721, section 4.2). gptq: minimizes the error of the layer's output, then
+corrects the bias. refit: first refitted by least squares to inputs that carry the noise of their own quantization, then
+gptq. comq: as gptq, but weights of 4 bits are rounded by coordinate descent (`round_comq`). qronos: layer by layer,
+each for the inputs that reach it through the layers rounded before, otherwise as comq (`rounding.round_in_order`).
+"""
 
 LIMIT = 127
 """The largest magnitude of a symmetric 8-bit weight."""

@@ -14,12 +14,11 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize._ort_model import GENERAL_OPS, QNN_EXCLUDED_OPS
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
+from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT, Rounding
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds, range_source
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.rounding import Rounding
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only after a quantized node (QDQDirect8BitOp and others).

@@ -31,12 +31,12 @@ from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
-from edgekit.quantize.finer_weights import SPLIT_BITS, multiply_gains, split_weights
+from edgekit.quantize.finer_weights import multiply_gains, split_weights
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.rounding import load_rounded, read_moments, round_qdq_weights, store_rounded
+from edgekit.quantize.rounding import Rounder, load_rounded, round_qdq_weights, store_rounded
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 from edgekit.target import Precision, Target
 
@@ -46,30 +46,18 @@ _RANK = 3
 _WITHOUT_MOMENTS = frozenset({"nearest", "bias"})
 
 
-def store_blocks(
-    qdq: onnx.ModelProto,
-    graph: Graph,
-    plan: QuantPlan,
-    statistics: Path,
-    factors: Mapping[str, tuple[float, ...]],
-) -> None:
+def store_blocks(qdq: onnx.ModelProto, how: Rounder, block: int) -> None:
     """Turns each MatMul [., ., K] whose weight [K, N] has 4 bits into a MatMulNBits; changes `qdq`.
 
-    Weights are rounded from their float values, with scales that LPBQ can represent: to nearest, or by `round_blocks`
-    if the plan's rounding uses moments of samples.
-
-    Args:
-        qdq: the QDQ form of `graph`, whose nodes keep their names.
-        graph: the float graph.
-        plan: says which weights have 4 bits, and how many share a scale.
-        statistics: the folder of a calibration's statistics.
-        factors: for each layer, the factors by which its input channels were scaled since the calibration.
+    `block` weights share a scale. Weights are rounded from their float values, with scales that LPBQ can represent: to
+    nearest, or by `round_blocks` if the rounding uses moments of samples.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    form = BlockForm(bits=4, block=plan.block, lpbq=True)
-    layers = {layer.node: layer for layer in read_layers(graph) if layer.op == "MatMul" and layer.weight in plan.bits}
+    graph = how.graph
+    form = BlockForm(bits=4, block=block, lpbq=True)
+    layers = {layer.node: layer for layer in read_layers(graph) if layer.op == "MatMul" and layer.weight in how.bits}
     made = {name for node in qdq.graph.node for name in node.output}
     # A node that stayed float reads its weight directly, not from a DequantizeLinear.
     found = [
@@ -80,14 +68,11 @@ def store_blocks(
     found = [(node, layer) for node, layer in found if len(graph.value(layer.source).shape or ()) == _RANK]
     if not found:
         return
-    with open_moments(statistics / "moments.npz") as stored:
+    with open_moments(how.statistics / "moments.npz") as stored:
         for node, layer in found:
             weight = graph.weight(layer.weight)
-            blocks = (
-                None
-                if plan.rounding in _WITHOUT_MOMENTS
-                else _round_by_moments(layer, weight, form, stored, statistics, factors)
-            )
+            learns = how.rounding not in _WITHOUT_MOMENTS
+            blocks = _round_by_moments(how, layer, weight, form, stored) if learns else None
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
@@ -96,23 +81,18 @@ def store_blocks(
 
 
 def _round_by_moments(
-    layer: Layer,
-    weight: Array,
-    form: BlockForm,
-    stored: StoredMoments,
-    statistics: Path,
-    factors: Mapping[str, tuple[float, ...]],
+    how: Rounder, layer: Layer, weight: Array, form: BlockForm, stored: StoredMoments
 ) -> Blocks | None:
     """Returns the blocks of a weight, rounded with its layer's moments and stored; None if it has no moments."""
-    key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
+    key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{how.factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
-    if known := load_rounded(statistics, key.hexdigest()):
+    if known := load_rounded(how.statistics, key.hexdigest()):
         return known["values"], known["scales"]
-    moments = read_moments(stored, layer, factors)
+    moments = how.read_moments(stored, layer)
     if moments is None:
         return None
     values, scales = round_blocks(weight, moments, form)
-    store_rounded(statistics, key.hexdigest(), {"values": values, "scales": scales})
+    store_rounded(how.statistics, key.hexdigest(), {"values": values, "scales": scales})
     return values, scales
 
 
@@ -198,12 +178,14 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     """
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
-    scaled = scaled_layers(graph, plan.factors)
-    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, plan.find_weight_limit(), plan.bits)
-    halved = [name for name, bits in plan.bits.items() if bits == SPLIT_BITS]
-    split_weights(qdq, graph, halved, statistics, scaled, plan.find_weight_limit())
+    how = Rounder(
+        graph=graph, statistics=statistics, rounding=plan.rounding, factors=scaled_layers(graph, plan.factors),
+        limit=plan.find_weight_limit(), bits=plan.bits,
+    )  # fmt: skip
+    round_qdq_weights(qdq, how)
+    split_weights(qdq, how)
     if plan.block:
-        store_blocks(qdq, graph, plan, statistics, scaled)
+        store_blocks(qdq, how, plan.block)
     return qdq
 
 

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -72,14 +71,43 @@ def _locate(statistics: Path, key: str) -> Path:
 _INT32_MARGIN = 1.001 / (2**31 - 1)
 
 
+class Rounder(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weights of a float graph are rounded.
+
+    Attributes:
+        graph: the float graph.
+        statistics: the folder of a calibration's statistics. Results are stored there, for other targets that quantize
+            the same layers in the same way.
+        rounding: the method.
+        factors: for each layer, the factors by which its input channels were scaled since the calibration.
+        limit: the largest magnitude of the integers.
+        bits: the bits of weights that do not have 8.
+    """
+
+    graph: Graph
+    statistics: Path
+    rounding: gptq.Rounding
+    factors: Mapping[str, tuple[float, ...]] = {}
+    limit: int = gptq.LIMIT
+    bits: Mapping[str, int] = {}
+
+    def read_moments(self, stored: StoredMoments, layer: Layer) -> InputMoments | None:
+        """Returns the moments of a layer's input, scaled as the input was since the calibration; None without any."""
+        moments = stored(layer.node)
+        if moments is None or layer.node not in self.factors:
+            return moments
+        return scale_moments(moments, layer, np.asarray(self.factors[layer.node]))
+
+
 class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of a layer's initializers in a QDQ graph, and the step of its quantized input.
+    """A layer of the float graph, the names of its initializers in the QDQ form, and the step of its quantized input.
 
     `limit` is the largest magnitude of the weight's integers. `source` is the tensor that the layer reads in the graph.
     The integers of the bias stay below the limit of int32 by the factor `spare`. With a scale of the weight below
     `least` the provider computes wrong results.
     """
 
+    layer: Layer
     source: str
     weight: str
     weight_scale: str
@@ -103,14 +131,13 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
         return self.least > 0
 
 
-Places = Mapping[str, tuple[Layer, QdqLayer]]
-"""Layers of the float graph by node name, with their counterparts in its QDQ form."""
+def find_places(qdq: onnx.GraphProto, how: Rounder) -> list[QdqLayer]:
+    """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes.
 
-
-def find_places(qdq: onnx.GraphProto, graph: Graph, limit: int, bits: Mapping[str, int]) -> Places:
-    """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes."""
+    They are in the order of the float graph.
+    """
     initializers = {tensor.name: tensor for tensor in qdq.initializer}
-    layers = {layer.node: layer for layer in read_layers(graph)}
+    layers = {layer.node: layer for layer in read_layers(how.graph)}
     dequantized = {node.output[0]: node for node in qdq.node if node.op_type == "DequantizeLinear"}
     quantized = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
     places: dict[str, QdqLayer] = {}
@@ -133,6 +160,7 @@ def find_places(qdq: onnx.GraphProto, graph: Graph, limit: int, bits: Mapping[st
         step, kind = read_grid(source)
         made_step, made_kind = read_grid(quantized[node.output[0]]) if node.output[0] in quantized else (0.0, 0)
         places[node.name] = QdqLayer(
+            layer=layer,
             source=node.input[0],
             weight=weight.input[0],
             weight_scale=weight.input[1],
@@ -141,11 +169,11 @@ def find_places(qdq: onnx.GraphProto, graph: Graph, limit: int, bits: Mapping[st
             bias_scale=bias.input[1] if bias is not None else None,
             step=step,
             per_channel=scale.ndim > 0,
-            limit=gptq.FOUR_LIMIT if bits.get(layer.weight) == 4 and scale.ndim else limit,
+            limit=gptq.FOUR_LIMIT if how.bits.get(layer.weight) == 4 and scale.ndim else how.limit,
             spare=gptq.spare_for_bias(kind),
             least=gptq.least_multiplier(kind, made_kind) * made_step / step,
         )
-    return {name: (layer, places[name]) for name, layer in layers.items() if name in places}
+    return [places[name] for name in layers if name in places]
 
 
 def write_layer(
@@ -171,7 +199,7 @@ def write_layer(
         store(place.bias_scale, step if place.per_channel else step[:1])
 
 
-def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places: Places) -> None:
+def round_in_order(qdq: onnx.ModelProto, how: Rounder, places: Sequence[QdqLayer]) -> None:
     """Rounds layers in graph order, so that each compensates for the errors that reach it.
 
     As Qronos does (S. Zhang et al., arXiv:2505.11695): with X the inputs of a layer in the float graph and Y those
@@ -182,30 +210,31 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     Raises:
         UsageError: the calibration's statistics are gone.
     """
+    graph, statistics = how.graph, how.statistics
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    digest = hashlib.sha256(repr([(node, place.limit) for node, (_, place) in places.items()]).encode())
+    digest = hashlib.sha256(repr([(place.layer.node, place.limit) for place in places]).encode())
     digest.update(qdq.SerializeToString(deterministic=True))
     key = digest.hexdigest()
     if known := load_rounded(statistics, key):
-        for index, (_, place) in enumerate(places.values()):
+        for index, place in enumerate(places):
             own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
             write_layer(initializers, place, **own)
         return
     samples = list(read_fitted(statistics))
-    sizes = block_sizes([layer for layer, _ in places.values()])
-    layers = [layer for layer, _ in places.values()]
+    layers = [place.layer for place in places]
+    sizes = block_sizes(layers)
     true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples)
     kept: dict[str, Array] = {}
     seen: dict[str, Array] = {}
-    for index, (layer, place) in enumerate(places.values()):
+    for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
         # Layers that read the same tensor get the same inputs: the model runs once for all of them.
         if layer.node not in seen:
-            siblings = [each for each, other in places.values() if other.source == place.source]
+            siblings = [other.layer for other in places if other.source == place.source]
             seen = _gather(qdq, {layer.source: place.source}, graph, siblings, samples)
         # Without samples, or where its size is unknown, a layer is rounded for an input of zeros.
         zeros = np.zeros((1, layer.groups, layer.inputs))
         inputs, rounded = (each.get(layer.node, zeros) for each in (true, seen))
-        own = _round_for_inputs(graph, layer, place, inputs, rounded, sizes[layer.node])
+        own = _round_for_inputs(graph, place, inputs, rounded, sizes[layer.node])
         write_layer(initializers, place, **own)
         kept |= {f"{index}.{name}": value for name, value in own.items()}
     store_rounded(statistics, key, kept)
@@ -246,8 +275,9 @@ def _gather(
     return {node: found.astype(np.float64).reshape(-1, *sizes[node]) for node, found in patches.items()}
 
 
-def read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array]:
+def read_bias(graph: Graph, place: QdqLayer) -> tuple[Array, Array]:
     """Returns a layer's bias [channels], and the smallest scale of each output [groups, outputs, 1]."""
+    layer = place.layer
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     floor = np.maximum(np.abs(bias) * _INT32_MARGIN * place.spare / place.step, place.least)
@@ -255,10 +285,10 @@ def read_bias(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array
     return bias, floor.reshape(layer.groups, layer.outputs, 1)
 
 
-def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
+def _read_layer(graph: Graph, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
     """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale of each output."""
-    weight, (bias, floor) = graph.weight(layer.weight), read_bias(graph, layer, place)
-    return weight, bias, layer.to_matrix(weight), floor
+    weight, (bias, floor) = graph.weight(place.layer.weight), read_bias(graph, place)
+    return weight, bias, place.layer.to_matrix(weight), floor
 
 
 def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> Array:
@@ -268,15 +298,13 @@ def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> 
     return gptq.weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
 
 
-def _round_for_inputs(
-    graph: Graph, layer: Layer, place: QdqLayer, true: Array, seen: Array, size: int
-) -> dict[str, Array]:
+def _round_for_inputs(graph: Graph, place: QdqLayer, true: Array, seen: Array, size: int) -> dict[str, Array]:
     """Returns integers, scale [channels] and bias [channels] of a layer, as Qronos rounds it (`round_in_order`).
 
     `true` and `seen` are patches [P, groups, inputs] of its input: X in the float graph, and Y after the layers
     rounded so far. `size` is the number of inputs in a block of the second moment.
     """
-    weight, bias, matrix, floor = _read_layer(graph, layer, place)
+    layer, (weight, bias, matrix, floor) = place.layer, _read_layer(graph, place)
     matrix, true_mean, mean = matrix.astype(np.float64), true.mean(axis=0), seen.mean(axis=0)
     if layer.bias is not None:
         # The bias corrects the mean error, so only deviations from the mean matter.
@@ -293,7 +321,7 @@ def _round_for_inputs(
     fitted = gptq.join_pieces(split + change, layer.groups)
     energy = np.diagonal(left, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
     scale = _find_scale(fitted, place, floor, energy)
-    rounded = _round_pieces(fitted, left, layer, place, scale, floor, by_comq=place.has_four_bits)
+    rounded = _round_pieces(fitted, left, place, scale, floor, by_comq=place.has_four_bits)
     corrected = (matrix * true_mean[:, None]).sum(axis=2) - (rounded.values * mean[:, None]).sum(axis=2)
     return {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
@@ -303,17 +331,10 @@ def _round_for_inputs(
 
 
 def _round_pieces(
-    matrix: Array,
-    moment: Array,
-    layer: Layer,
-    place: QdqLayer,
-    scale: Array,
-    floor: Array,
-    *,
-    by_comq: bool,
-    noise: float = 0.0,
+    matrix: Array, moment: Array, place: QdqLayer, scale: Array, floor: Array, *, by_comq: bool, noise: float = 0.0
 ) -> gptq.Rounded:
     """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
+    layer = place.layer
     size = moment.shape[-1]
     is_whole, split = size == layer.inputs, gptq.split_pieces(matrix, layer.groups, size)
     scales = np.repeat(scale, matrix.shape[2] // size, axis=0)
@@ -325,46 +346,23 @@ def _round_pieces(
     return gptq.Rounded(integers=gptq.join_pieces(found.integers, layer.groups), scale=scale)
 
 
-Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
-"""How weights are rounded.
-
-nearest: each weight by itself. bias: the same, then the mean of the output error is subtracted from the bias (bias
-correction, M. Nagel et al., arXiv:1906.04721, section 4.2). gptq: minimizes the error of the layer's output, then
-corrects the bias. refit: first refitted by least squares to inputs that carry the noise of their own quantization, then
-gptq. comq: as gptq, but weights of 4 bits are rounded by coordinate descent (`round_comq`). qronos: layer by layer,
-each for the inputs that reach it through the layers rounded before, otherwise as comq (`round_in_order`).
-"""
-
-
 _ERRORS_AT_ONCE = 1 << 20
 # The second moments of so many inputs are prepared at a time; each is in memory about ten times over, in double
 # precision. A choice.
 _MOMENT_BYTES = 4 << 20
 
 
-def round_qdq_weights(
-    qdq: onnx.ModelProto,
-    graph: Graph,
-    statistics: Path,
-    rounding: Rounding,
-    factors: Mapping[str, tuple[float, ...]],
-    limit: int = gptq.LIMIT,
-    bits: Mapping[str, int] | None = None,
-) -> None:
-    """Rewrites the weights, scales and biases of `qdq`, the QDQ form of `graph`, in place.
-
-    `factors` holds, for each layer, the factors by which its input channels were scaled since the calibration. `limit`
-    is the largest magnitude of the integers; the weights that `bits` names get 4 bits. Results are stored in the folder
-    `statistics`, for other targets that quantize the same layers in the same way.
+def round_qdq_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
+    """Rewrites the weights, scales and biases of `qdq`, the QDQ form of a graph, in place.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    places = find_places(qdq.graph, graph, limit, bits or {})
-    if rounding == "nearest":
-        for layer, place in places.values():
-            bias, floor = read_bias(graph, layer, place)
+    graph, places = how.graph, find_places(qdq.graph, how)
+    if how.rounding == "nearest":
+        for place in places:
+            layer, (bias, floor) = place.layer, read_bias(graph, place)
             scale = numpy_helper.to_array(initializers[place.weight_scale])
             if place.has_four_bits or (scale < floor.reshape(-1)).any():
                 weight = graph.weight(layer.weight)
@@ -373,51 +371,31 @@ def round_qdq_weights(
                 integers = layer.from_matrix(gptq.round_nearest(matrix, scale, place.limit).integers, weight.shape)
                 write_layer(initializers, place, integers=integers, scale=scale.reshape(-1), bias=bias)
         return
-    if rounding == "qronos":
-        round_in_order(qdq, graph, statistics, places)
+    if how.rounding == "qronos":
+        round_in_order(qdq, how, places)
         return
-    with single_blas_thread(), open_moments(statistics / "moments.npz") as stored:
-
-        def correct(pair: tuple[Layer, QdqLayer]) -> dict[str, Array] | None:
-            return _correct_layer(graph, *pair, stored, factors, statistics, rounding)
-
-        for (_, place), corrected in map_in_order(correct, places.values()):
+    with single_blas_thread(), open_moments(how.statistics / "moments.npz") as stored:
+        for place, corrected in map_in_order(lambda place: _correct_layer(how, place, stored), places):
             if corrected is not None:
                 write_layer(initializers, place, **corrected)
 
 
-def read_moments(stored: StoredMoments, layer: Layer, factors: Mapping[str, tuple[float, ...]]) -> InputMoments | None:
-    """Returns the moments of a layer's input, scaled as the input was since the calibration; None if it has none."""
-    moments = stored(layer.node)
-    if moments is None or layer.node not in factors:
-        return moments
-    return scale_moments(moments, layer, np.asarray(factors[layer.node]))
-
-
-def _correct_layer(
-    graph: Graph,
-    layer: Layer,
-    place: QdqLayer,
-    stored: StoredMoments,
-    factors: Mapping[str, tuple[float, ...]],
-    statistics: Path,
-    rounding: Rounding,
-) -> dict[str, Array] | None:
+def _correct_layer(how: Rounder, place: QdqLayer, stored: StoredMoments) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, and stores them; None without moments."""
-    weight, bias, matrix, floor = _read_layer(graph, layer, place)
+    layer, rounding, (weight, bias, matrix, floor) = place.layer, how.rounding, _read_layer(how.graph, place)
     step = place.step.hex() if rounding == "refit" else ""
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{place.limit}:{step};".encode())
     for part in (floor, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
-    if known := load_rounded(statistics, key.hexdigest()):
+    if known := load_rounded(how.statistics, key.hexdigest()):
         return known
-    moments = read_moments(stored, layer, factors)
+    moments = how.read_moments(stored, layer)
     if moments is None:
         return None
     if rounding == "bias":
         rounded = gptq.round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
     else:
-        rounded = _round_with_moments(layer, matrix, moments, place, floor, rounding)
+        rounded = _round_with_moments(matrix, moments, place, floor, rounding)
     errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
     # The mean error E[W x] - E[Wq x] of each output channel, in parts: in double precision each step over a whole large
     # layer would take twice its memory.
@@ -431,13 +409,14 @@ def _correct_layer(
         "scale": rounded.scale.reshape(-1),
         "bias": bias + errors.reshape(-1),
     }
-    store_rounded(statistics, key.hexdigest(), corrected)
+    store_rounded(how.statistics, key.hexdigest(), corrected)
     return corrected
 
 
 def _round_with_moments(
-    layer: Layer, matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: Rounding
+    matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: gptq.Rounding
 ) -> gptq.Rounded:
+    layer = place.layer
     parts, widest = [*moments.split(_MOMENT_BYTES)], float(moments.spread.max())
     prepare = partial(_prepare_moment, is_centred=layer.bias is not None, widest=widest)
     # Prepared once where all inputs are one part, as in most layers.
@@ -458,7 +437,7 @@ def _round_with_moments(
     by_comq = rounding == "comq" and place.has_four_bits
     rounded = [
         _round_pieces(
-            matrix[..., span], (known[0] if known else prepare(own))[0], layer, place, scale, floor,
+            matrix[..., span], (known[0] if known else prepare(own))[0], place, scale, floor,
             by_comq=by_comq, noise=noise,
         )
         for span, own in parts

@@ -21,6 +21,7 @@ from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
     Rounded,
+    Rounding,
     lowest,
     pack_int4,
     round_comq,
@@ -37,7 +38,6 @@ from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.weights import WeightError, choose_kept, keep_eight, rank_weights, scale_errors
 from edgekit.quantize.plan import Candidate, draft_plan
 from edgekit.quantize.qdq import round_weights
-from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
 

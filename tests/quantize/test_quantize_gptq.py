@@ -23,6 +23,7 @@ from edgekit.quantize.gptq import (
     LIMIT,
     REDUCED_LIMIT,
     Rounded,
+    Rounding,
     add_spread,
     damp_moment,
     find_step,
@@ -36,7 +37,7 @@ from edgekit.quantize.gptq import (
     weight_scale,
 )
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
-from edgekit.quantize.rounding import Rounding, round_qdq_weights
+from edgekit.quantize.rounding import Rounder, round_qdq_weights
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:
@@ -216,7 +217,10 @@ def correct(
     qdq = make_gemm(QDQ.replace("BIAS", ", bd" if bias else ""), integers)
     spoil(qdq)
     given = {} if factors is None else {"gemm": factors}
-    round_qdq_weights(qdq, view_model(proto), folder, rounding, given, limit, bits)
+    how = Rounder(
+        graph=view_model(proto), statistics=folder, rounding=rounding, factors=given, limit=limit, bits=bits or {}
+    )
+    round_qdq_weights(qdq, how)
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
     return Corrected(integers=found["wq"], scale=found["ws"], bias=found["bq"], bias_scale=found["bs"])
 

@@ -20,7 +20,7 @@ from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_ch
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
-from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, find_float_constants, judge_plan, store_narrow
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
@@ -41,7 +41,6 @@ from edgekit.quantize.mixed_precision.sensitivity import (
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.quantize.qdq import build_qdq
-from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
 ACTIVATIONS = {
@@ -276,18 +275,18 @@ def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Pa
 
 def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_path: Path) -> None:
     calibration, plan = plan_model(net, tmp_path, "nnapi", random_samples(net, count=32))
-    graph, statistics = read_float_graph(net), Path(calibration.statistics)
-    qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
+    draft = Draft(graph=read_float_graph(net), calibration=calibration, plan=plan)
+    graph, qdq = draft.graph, build_qdq(draft.graph, plan, draft.statistics, "m")
     known: Noises = {}
     bound = Bound(worst=3, most=21, samples=4, guesses={})
-    some = rank_activations(graph, qdq, compared, statistics, bound=bound, known=known)
-    assert rank_activations(graph, qdq, compared, statistics, bound=bound, known=known) == some
-    every = rank_activations(graph, qdq, compared, statistics)
+    some = rank_activations(draft, qdq, bound=bound, known=known)
+    assert rank_activations(draft, qdq, bound=bound, known=known) == some
+    every = rank_activations(draft, qdq)
     known.clear()
-    assert rank_activations(graph, qdq, compared, statistics, known=known) == every
+    assert rank_activations(draft, qdq, known=known) == every
     assert len(known) >= 6 * len(every)
     known |= {key: powers * [1, 4] for key, powers in known.items()}
-    four_times = rank_activations(graph, qdq, compared, statistics, known=known)
+    four_times = rank_activations(draft, qdq, known=known)
     assert [each.sqnr_db for each in four_times[:5]] == pytest.approx(
         [each.sqnr_db - 6.02 for each in every[:5]], abs=0.011
     )

@@ -24,6 +24,7 @@ from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.finer_weights import NORM
+from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import score
@@ -31,7 +32,6 @@ from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
 from edgekit.quantize.qdq import place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
-from edgekit.quantize.rounding import Rounding
 
 NOTABLE_DB = 0.3
 """The gain below which a change is not worth making: a choice, 7 % of the noise power."""

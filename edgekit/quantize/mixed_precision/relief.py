@@ -323,10 +323,8 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
     if key in memo.ranked:
         return memo.ranked[key]
     bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
-    errors = rank_activations(
-        draft.graph, candidates.place_draft(unsigned), draft.compared, draft.statistics, memo.budget, bound=bound,
-        known=memo.noises.setdefault(measured, {}),
-    )  # fmt: skip
+    known = memo.noises.setdefault(measured, {})
+    errors = rank_activations(draft, candidates.place_draft(unsigned), memo.budget, bound=bound, known=known)
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)
     noise: dict[str, float] = {}
@@ -401,7 +399,7 @@ def find_wide_range(
     float16_db = dict[str, float]()
     if target.float_bits == 16:
         qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
-        float16_db = measure_float16(draft.graph, qdq, draft.compared, draft.statistics, wide)
+        float16_db = measure_float16(draft, qdq, wide)
 
     def holds_more(name: str) -> bool:
         return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB

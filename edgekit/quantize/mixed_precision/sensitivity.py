@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice, pairwise, takewhile
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, refill
 from edgekit.model.soundness import iterate_reads
@@ -26,10 +24,10 @@ from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.effort import count_side_by_side
-from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.sessions import open_graph
+from edgekit.quantize.mixed_precision.candidates import Draft
 from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, switch_activations
-from edgekit.quantize.objective import find_objective, measure_loss
+from edgekit.quantize.objective import measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
 
@@ -169,11 +167,10 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, statistics = plan_graph(model, plan, calibration), Path(calibration.statistics)
-    compared = find_objective(graph, calibration)
-    if not has_held_out(statistics) or not compared:
+    draft = Draft(graph=plan_graph(model, plan, calibration), calibration=calibration, plan=plan)
+    if not has_held_out(draft.statistics) or not draft.compared:
         return ()
-    return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), compared, statistics)
+    return rank_activations(draft, build_qdq(draft.graph, plan, draft.statistics, model.path.name))
 
 
 def search_spans(
@@ -226,10 +223,8 @@ def search_spans(
 
 
 def rank_activations(
-    graph: Graph,
+    draft: Draft,
     qdq: onnx.ModelProto,
-    compared: Sequence[ComparedTensor],
-    statistics: Path,
     budget: Budget = NO_LIMIT,
     *,
     bound: Bound | None = None,
@@ -246,17 +241,17 @@ def rank_activations(
     Raises:
         UsageError: the statistics are gone.
     """
-    held = [*islice(read_held_out(statistics), 1 if bound is not None and bound.samples == 1 else _SAMPLES)]
+    graph, most = draft.graph, 1 if bound is not None and bound.samples == 1 else _SAMPLES
     proto, names = switch_activations(qdq, graph, sources=bound is not None)
     # Rounded weights, and what rounding them left in the heap, would lie beside the session.
     del qdq
     release_memory()
     switches = {name: f"{name}.edgekit.switched" for name in names}
-    switched = Switched(graph, proto, switches, compared, held, budget, known)
-    samples: Sequence[int] = range(len(held))
+    switched = Switched(draft, proto, switches, most, budget, known)
+    samples: Sequence[int] = range(switched.count)
     ratios, alone = [np.inf] * len(names), [range(index, index + 1) for index in range(len(names))]
     # For few activations, judging each by all samples takes no more runs than a search.
-    if bound is not None and len(names) * len(held) > min((_SPANS_EACH + bound.samples) * bound.worst, bound.most):
+    if bound is not None and len(names) * len(samples) > min((_SPANS_EACH + bound.samples) * bound.worst, bound.most):
         guesses = [bound.guesses.get(name, 0.0) for name in names]
         # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
@@ -275,39 +270,37 @@ def rank_activations(
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
 
 
-def measure_float16(
-    graph: Graph, qdq: onnx.ModelProto, compared: Sequence[ComparedTensor], statistics: Path, names: Sequence[str]
-) -> dict[str, float]:
+def measure_float16(draft: Draft, qdq: onnx.ModelProto, names: Sequence[str]) -> dict[str, float]:
     """Returns the outputs' signal-to-noise ratio in dB when each of some activations alone is rounded to float16.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    held = [*islice(read_held_out(statistics), _SAMPLES)]
-    proto, found = switch_activations(qdq, graph, only=names, as_float16=True)
-    switched = Switched(graph, proto, {name: f"{name}.edgekit.switched" for name in found}, compared, held)
+    proto, found = switch_activations(qdq, draft.graph, only=names, as_float16=True)
+    switched = Switched(draft, proto, {name: f"{name}.edgekit.switched" for name in found}, _SAMPLES)
     spans = [range(index, index + 1) for index in range(len(found))]
-    return dict(zip(found, switched.judge(spans, range(len(held))), strict=True))
+    return dict(zip(found, switched.judge(spans, range(switched.count)), strict=True))
 
 
 class Switched:
     """The session that measures all activations, or all weights: its graph has a switch for each.
 
     `switched` maps each activation, or the output of each layer, to the first tensor that its switch changes. A run
-    starts at the last cut before the first of these.
+    starts at the last cut before the first of these. The first `most` held-out samples are read.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        draft: Draft,
         proto: onnx.ModelProto,
         switched: Mapping[str, str],
-        compared: Sequence[ComparedTensor],
-        held: Sequence[_Pair],
+        most: int,
         budget: Budget = NO_LIMIT,
         known: Noises | None = None,
     ) -> None:
-        self._shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
+        graph, held = draft.graph, [*islice(read_held_out(draft.statistics), most)]
+        self.count = len(held)
+        self._shown = {each: switched.get(each.tensor, each.tensor) for each in draft.compared}
         self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
@@ -319,7 +312,7 @@ class Switched:
             source = sources.get(name, name)
             return graph.static_shape(source) if graph.is_float(source) else None
 
-        self._cuts = [*find_cuts(proto, _PARTS, find_shape, _MOST_BYTES // max(1, len(held)))]
+        self._cuts = [*find_cuts(proto, _PARTS, find_shape, _MOST_BYTES // max(1, self.count))]
         nest_parts(proto, self._cuts, find_shape)
         self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)

@@ -5,7 +5,6 @@ that cause much of the noise are tried in 16 bits.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import msgspec
 import onnx
@@ -14,7 +13,6 @@ from edgekit.check.macs import count_macs
 from edgekit.model.model import Model
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration, makes_images
-from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
@@ -143,10 +141,9 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     layers = [layer for layer in read_layers(graph) if layer.node in rounded]
     layers = [layer for layer in layers if not plan.bits or layer.weight in plan.bits]
     proto = switch_weights(graph, {layer.node: rounded[layer.node] for layer in layers})
-    held = list(islice(read_held_out(draft.statistics), _SAMPLES))
     made = {node.name: node.output[0] for node in graph.nodes}
-    switched = Switched(graph, proto, {made[layer.node]: made[layer.node] for layer in layers}, draft.compared, held)
-    ratios = switched.judge([range(index, index + 1) for index in range(len(layers))], range(len(held)))
+    switched = Switched(draft, proto, {made[layer.node]: made[layer.node] for layer in layers}, _SAMPLES)
+    ratios = switched.judge([range(index, index + 1) for index in range(len(layers))], range(switched.count))
     return tuple(
         WeightError(name=layer.weight, size=layer.groups * layer.outputs * layer.inputs, noise=10 ** (-ratio / 10))
         for layer, ratio in zip(layers, ratios, strict=True)
