@@ -73,7 +73,7 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
     )  # fmt: skip
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     written = write_chosen(search, plan, searched, tmp_path / "written.onnx").model
-    stock = plan_minmax(model, calibration, target, plan)
+    stock = plan_minmax(search, plan)
     plain = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
     lost, least = (reference.predict_drop(each) for each in (written, plain))
     gap, reach = (lost.drop_estimate or 0) - (least.drop_estimate or 0), Z95 * find_chance(reference, written, plain)

@@ -29,6 +29,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Judgement,
     Memo,
+    Subject,
     choose_ranges,
     digest_draft,
     judge_draft,
@@ -112,7 +113,7 @@ def test_plain_minmax_leaves_the_same_tensors_out_of_8_bits_with_headroom(net: M
     draft = draft_plan(net, graph, many, target, "int8")
     plan = msgspec.structs.replace(draft, method="mse", rounding="bias", wide={name: TensorRange(low=-0.1, high=0.1)})
     plan = keep_float(graph, plan, (name, *graph.outputs))
-    stock = plan_minmax(net, many, target, plan)
+    stock = plan_minmax(Subject(model=net, calibration=many, target=target, precision="int8"), plan)
     assert (stock.method, stock.rounding, stock.float_nodes) == ("minmax", "nearest", plan.float_nodes)
     seen = many.ranges["minmax"][name]
     assert stock.wide == {name: TensorRange(low=2 * seen.low, high=2 * seen.high)}
@@ -291,11 +292,8 @@ def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_ranges_of_the_one_befo
     model, calibration = collapsing
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
     before = choose_ranges(read_float_graph(model), plan, calibration, "mse", "nearest")
-    memo = Memo()
-    few, more, many, none = (
-        relieve_step(model, calibration, load_target("qnn"), plan, count, before=before, memo=memo)
-        for count in (8, 9, 14, 15)
-    )
+    subject = Subject(model=model, calibration=calibration, target=load_target("qnn"), precision="int8")
+    few, more, many, none = (relieve_step(subject, plan, count, before=before) for count in (8, 9, 14, 15))
     assert none is None  # the model has seven tensors
     assert present(few).method == "minmax"  # chosen again
     for step in (present(more), present(many)):

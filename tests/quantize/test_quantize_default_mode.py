@@ -20,7 +20,7 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import FloatReference, Look, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
-from edgekit.quantize.mixed_precision.candidates import Memo, judge_plan
+from edgekit.quantize.mixed_precision.candidates import Memo, Subject, judge_plan, open_draft
 from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
 from edgekit.quantize.mixed_precision.plan_search import (
     Goal,
@@ -34,7 +34,6 @@ from edgekit.quantize.mixed_precision.plan_search import (
 from edgekit.quantize.mixed_precision.relief import (
     LEAST_GAIN_DB,
     bound_relief,
-    open_draft,
     relieve_plan,
     relieve_step,
     rise_db,
@@ -268,22 +267,22 @@ def test_weights_are_rounded_again_once_the_noise_of_activations_hides_theirs_no
     model, mixed = make_model(text, tmp_path / "m.onnx", constants=weights), rng.normal(size=(2, 16))
     drawn = [{"x": (rng.normal(size=(1, 8, 2)) @ mixed).astype(np.float32)} for _ in range(24)]
     calibration, target = calibrate_model(model, make_samples(drawn), work=tmp_path / "work"), load_target("qnn")
-    first, memo = plan_quantization(model, calibration, target, "int8", method="minmax"), Memo()
+    first = plan_quantization(model, calibration, target, "int8", method="minmax")
+    subject = Subject(model=model, calibration=calibration, target=target, precision="int8")
     first = msgspec.structs.replace(first, rounding="bias")
-    plans = [relieve_step(model, calibration, target, first, count, before=first, memo=memo) for count in (80, 120)]
+    plans = [relieve_step(subject, first, count, before=first) for count in (80, 120)]
     assert [present(plan).rounding for plan in plans] == ["bias", "gptq" if is_like else "bias"]
 
 
 def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = deep
     search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
     first, searched = run_search(search)
     assert search.tried.keys() == {trial.step for trial in searched.trials}
     known, bounds = measure_work(search, "all", first), list[float]()
     for count in (1, 3, 8):
-        plan = present(relieve_step(model, calibration, search.target, first, count, before=first, memo=search.memo))
+        plan = present(relieve_step(search, first, count, before=first))
         bounds.append(bound_integer(search, plan))
         assert known.integer >= bounds[-1] >= measure_work(search, f"relieve {count}", plan).integer
     assert 0.25 < bounds[-1] < 0.75
@@ -560,7 +559,7 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
         plan, searched = run_all(search, narrow=True)
         written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
         assert written == searched.chosen.prediction
-        stock = plan_minmax(model, calibration, search.target, plan)
+        stock = plan_minmax(search, plan)
         plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
         assert present(written.drop_estimate) <= present(plain.drop_estimate) + 0.001
         if name == "reader":

@@ -33,6 +33,7 @@ from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.finer_weights import bound_outputs
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.mixed_precision.candidates import Subject
 from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
@@ -87,21 +88,22 @@ def test_as_many_weights_get_16_bits_as_gain_a_decibel_and_fit(tmp_path: Path) -
     model, samples = make_unequal(tmp_path, 60)
     calibration = calibrate(model, tmp_path, samples)
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="best")
+    subject = Subject(model=model, calibration=calibration, target=load_target("qnn"), precision="int8")
     # 256 of 2,304 products.
-    assert present(widen_weights(model, calibration, plan, 0.12)).bits == {"w1": 16}
-    assert widen_weights(model, calibration, plan, 0.11) is None
+    assert present(widen_weights(subject, plan, 0.12)).bits == {"w1": 16}
+    assert widen_weights(subject, plan, 0.11) is None
     longer = plan.wide | {"x": TensorRange(low=-200, high=200)}
     given = msgspec.structs.replace(plan, wide=longer)
-    assert present(widen_weights(model, calibration, given, 0.12)).wide["x"] == longer["x"]
+    assert present(widen_weights(subject, given, 0.12)).wide["x"] == longer["x"]
     # Without its noise, activations of 8 bits add more than the other weights do.
-    assert present(widen_weights(model, calibration, plan, 1.0)).bits == {"w1": 16}
-    assert widen_weights(model, calibration, msgspec.structs.replace(plan, bits={"w3": 4}), 1.0) is None
+    assert present(widen_weights(subject, plan, 1.0)).bits == {"w1": 16}
+    assert widen_weights(subject, msgspec.structs.replace(plan, bits={"w3": 4}), 1.0) is None
     every = plan_quantization(model, calibration, load_target("qnn"), "int16")
-    wide = present(widen_weights(model, calibration, every, 1.0))
+    wide = present(widen_weights(subject, every, 1.0))
     assert wide.bits.keys() == {"w1", "w2", "w3"}
     assert wide.wide == every.wide
     # Of the two with 1,024 products the worse fits.
-    assert [*present(widen_weights(model, calibration, every, 0.6)).bits] == [*wide.bits][:2]
+    assert [*present(widen_weights(subject, every, 0.6)).bits] == [*wide.bits][:2]
 
 
 LAYERS = {

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
@@ -22,17 +21,11 @@ from edgekit.quantize.plan import Candidate, QuantPlan, add_headroom, draft_plan
 from edgekit.target import Precision, Target
 
 
-class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class _Subject(candidates.Subject, frozen=True, kw_only=True):
     """The arguments of `plan_quantization`."""
 
-    model: Model
-    graph: Graph
-    calibration: Calibration
-    target: Target
-    precision: Precision
     method: str
     relieve: bool
-    memo: candidates.Memo
 
     @cached_property
     def pairs(self) -> equalize.MeasuredPairs:
@@ -104,23 +97,23 @@ def plan_quantization(
     if not memo.budget.allows("range methods and roundings"):
         return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
     subject = _Subject(
-        model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
-        relieve=relieve, memo=memo,
+        model=model, calibration=calibration, target=target, precision=precision, memo=memo, method=method,
+        relieve=relieve,
     )  # fmt: skip
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
     return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
 
 
-def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
+def plan_minmax(subject: candidates.Subject, plan: QuantPlan) -> QuantPlan:
     """Returns minmax rounded to nearest, with the same tensors and nodes out of 8 bits as in another plan of the model.
 
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    graph = open_float_graph(model, calibration)
+    graph, calibration = subject.graph, subject.calibration
     roomy = add_headroom(graph, calibration.ranges["minmax"])
-    draft = draft_plan(model, graph, calibration, target, plan.precision)
+    draft = draft_plan(subject.model, graph, calibration, subject.target, plan.precision)
     names, known = {node.name for node in graph.nodes}, {node.name for node in draft.float_nodes}
     added = tuple(node for node in plan.float_nodes if node.name in names - known)
     # The range of a table is that of its values.
@@ -183,7 +176,7 @@ def _judge(
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = candidates.Draft(graph=graph, calibration=calibration, plan=plan)
-    draft = relief.relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
+    draft = relief.relieve_class_maps(draft, widens=subject.widens)
     judged = Judged(draft=draft, found=candidates.judge_draft(draft, subject.memo, method=method))
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
@@ -230,7 +223,7 @@ def _relieve(subject: _Subject, draft: candidates.Draft, lead: Candidate) -> Fin
     is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= relief.COLLAPSED_DB)
     if not is_relievable(draft.plan) or is_enough:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
-    widens = subject.target.widens(subject.precision)
+    widens = subject.widens
     # Float nodes do not run on the accelerator, so unless "best" is asked for, no more of them are used than needed.
     enough_db = GOOD_DB if widens or thorough else relief.COLLAPSED_DB
     relieve = partial(relief.relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)

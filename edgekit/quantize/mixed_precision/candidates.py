@@ -21,7 +21,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import round_by_channel
 from edgekit.progress import Budget
 from edgekit.quantize._ort_quantizer import find_plan_grids
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.gptq import Rounding
@@ -30,8 +30,9 @@ from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
-from edgekit.quantize.qdq import place_plan, plan_graph, round_weights
+from edgekit.quantize.qdq import place_plan, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
+from edgekit.target import Precision, Target
 
 NOTABLE_DB = 0.3
 """The gain below which a change is not worth making: a choice, 7 % of the noise power."""
@@ -81,6 +82,30 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget = msgspec.field(default_factory=Budget)
 
 
+class Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What is to be quantized for which target, and what is known of it already (`memo`)."""
+
+    model: Model
+    calibration: Calibration
+    target: Target
+    precision: Precision
+    memo: Memo = msgspec.field(default_factory=Memo)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The float graph."""
+        return open_float_graph(self.model, self.calibration)
+
+    @property
+    def widens(self) -> bool:
+        """True if the target takes single tensors of 16 bits."""
+        return self.target.widens(self.precision)
+
+    def open_draft(self, plan: QuantPlan) -> "Draft":
+        """Returns a plan with the graph and the calibration that it was made for."""
+        return open_draft(self.model, self.calibration, plan)
+
+
 class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A graph to quantize, its calibration, and a plan for it."""
 
@@ -124,6 +149,13 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             name: msgspec.structs.replace(grid, zero_point=grid.zero_point + 128) for name, grid in plan.grids.items()
         }
         return msgspec.structs.replace(self, plan=msgspec.structs.replace(plan, activation="uint8", grids=grids))
+
+
+def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
+    """Returns a plan with the graph and the calibration that it was made for."""
+    graph = plan_graph(model, plan, calibration)
+    calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
+    return Draft(graph=graph, calibration=calibration, plan=plan)
 
 
 def choose_ranges(

@@ -43,7 +43,7 @@ def find_plan(
         ModelError: no node of the model can be quantized.
     """
     goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
-    most_changed = plan_search.FEW_CHANGED if search.target.widens(search.precision) else MOST_CHANGED
+    most_changed = plan_search.FEW_CHANGED if search.widens else MOST_CHANGED
     wanted = plan_search.Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
     plan, searched = plan_search.search_plan(search, wanted, state)
     if searched is not None:
@@ -147,7 +147,7 @@ def _compare_with_minmax(choice: _Choice) -> None:
     """Tries minmax rounded to nearest, unless the chosen plan loses nothing."""
     search, chosen = choice.search, choice.chosen
     if not _loses_nothing(chosen.prediction):
-        choice.add_better("minmax", partial(plan_minmax, search.model, search.calibration, search.target, chosen.plan))
+        choice.add_better("minmax", partial(plan_minmax, search, chosen.plan))
 
 
 def _try_float(choice: _Choice) -> None:
@@ -169,7 +169,7 @@ def _try_float(choice: _Choice) -> None:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
         if choice.chosen.prediction.meets(goal.max_drop):
             return False
-        plan = partial(relief.keep_tensors_float, search.model, search.calibration, base.plan, names)
+        plan = partial(relief.keep_tensors_float, search, base.plan, names)
         trial = choice.add(f"{base.step}, {len(names)} tensors in float", plan)
         if trial is None or trial.taken_macs < before.taken_macs - plan_search.SAME_SHARE:
             return False
@@ -183,9 +183,8 @@ def _try_float(choice: _Choice) -> None:
 
     if not before.plan.wide and search.relievable:
         return
-    model, calibration, memo = search.model, search.calibration, search.memo
-    find = partial(relief.find_wide_range, model, calibration, search.target, first.plan, before.plan, memo)
-    wide_range = memo.budget.attempt(plan_search.MORE_RELIEF, find) or relief.WideRange()
+    find = partial(relief.find_wide_range, search, first.plan, before.plan)
+    wide_range = search.memo.budget.attempt(plan_search.MORE_RELIEF, find) or relief.WideRange()
     kept = [names for names in wide_range.steps if adopt(before, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
     for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
@@ -196,7 +195,7 @@ def _try_float(choice: _Choice) -> None:
 def _widen_weights(choice: _Choice) -> None:
     """Tries 16 bits for the worst weights, if the goal is missed."""
     search, chosen = choice.search, choice.chosen
-    has_wide = search.target.widens(search.precision) or not search.relievable
+    has_wide = search.widens or not search.relievable
     if has_wide and not chosen.prediction.meets(choice.goal.max_drop) and choice.allows(plan_search.MORE_RELIEF):
         choice.add_better(f"{chosen.step}, weights in 16 bits", partial(plan_search.widen_step, search, chosen.plan))
 
@@ -210,7 +209,7 @@ def _cut_state(choice: _Choice) -> None:
     search, first = choice.search, choice.chosen
     if not search.feeds or _loses_nothing(first.prediction):
         return
-    draft = relief.open_draft(search.model, search.calibration, first.plan)
+    draft = search.open_draft(first.plan)
     seen = draft.calibration.ranges["minmax"]
     names = [name for name in find_state(draft.graph, search.feeds) if name in seen]
     if not names or not draft.effort.is_short:
@@ -262,7 +261,7 @@ def _advise(choice: _Choice, advice: str) -> None:
     if choice.found.wide_range:
         worst = relief.explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
-        draft = relief.open_draft(search.model, search.calibration, first)
+        draft = search.open_draft(first)
         name = partial(relief.name_worst, draft, choice.chosen.plan, search.memo)
         worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
     choice.change(advice="; ".join(part for part in (advice, worst) if part))

@@ -17,10 +17,9 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.mixed_precision.auto import plan_quantization
-from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.candidates import Subject
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
@@ -31,7 +30,7 @@ from edgekit.quantize.mixed_precision.relief import (
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan
-from edgekit.target import INTEGERS, Precision, Target
+from edgekit.target import INTEGERS, Precision
 
 # How many of the most harmful tensors get more than 8 bits, about 2.5 times as many at each step. Ranking more tensors
 # takes more runs, so the first few are ranked by themselves.
@@ -59,18 +58,16 @@ _NONE_LEFT = 1e-9
 MORE_RELIEF = "plans with more tensors out of 8 bits"
 
 
-class Search(msgspec.Struct, frozen=True, kw_only=True):
+class Search(Subject, frozen=True, kw_only=True):
     """What is to be quantized, and how quantized models are measured.
 
     Attributes:
-        model, calibration, target, precision: those of `plan_quantization`.
         measure: returns what a quantized model loses over all samples.
         compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
             samples (`FloatReference.compare`); 0 if no output can be judged.
         look: measures a model by as few samples as show that it is not the one to write (`FloatReference.look`). None:
             every model is measured by `measure`.
         work: a folder for intermediate files.
-        memo: cached results, which other targets may share, and the time budget.
         progress: gets messages.
         may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
             activations may be used.
@@ -78,19 +75,14 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         tried: the plans and the models written for them, by the name of the step; filled by the search.
     """
 
-    model: Model
-    calibration: Calibration
-    target: Target
-    precision: Precision
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
     look: Callable[..., Look] | None = None
     work: Path
-    memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
     may_widen: bool = False
     feeds: Mapping[str, str] = {}
-    tried: dict[str, tuple[QuantPlan, QuantizedModel]] = {}
+    tried: dict[str, tuple[QuantPlan, QuantizedModel]] = msgspec.field(default_factory=dict)
 
     @property
     def wider(self) -> Precision | None:
@@ -312,7 +304,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     for counts in (_FEW, _MORE_THAN_FEW):
         if attempts.is_enough(last) or not search.memo.budget.allows(MORE_RELIEF):
             return attempts.in_order
-        weigh = partial(bound_relief_by_count, search.model, search.calibration, first, counts, search.memo)
+        weigh = partial(bound_relief_by_count, search, first, counts)
         shares = search.memo.budget.attempt(MORE_RELIEF, weigh)
         if shares is None:
             return attempts.in_order
@@ -357,17 +349,16 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
 
     A transformer has hundreds of tensors with about the same noise, half of which 80 of them cause.
     """
-    if _MORE_THAN_FEW[-1] not in attempts.trials or not search.target.widens(search.precision):
+    if _MORE_THAN_FEW[-1] not in attempts.trials or not search.widens:
         return
     first, memo = attempts.trials[0].plan, search.memo
-    graph = open_float_graph(search.model, search.calibration)
-    if not find_effort(graph, search.calibration.samples).is_short:
+    if not find_effort(search.graph, search.calibration.samples).is_short:
         return
     for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
         misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
         if not misses or not memo.budget.allows(MORE_RELIEF):
             return
-        weigh = partial(bound_relief_by_count, search.model, search.calibration, first, (before, count), memo)
+        weigh = partial(bound_relief_by_count, search, first, (before, count))
         shares = memo.budget.attempt(MORE_RELIEF, weigh)
         if shares is None:
             return
@@ -382,7 +373,7 @@ class _Attempts:
     def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
         self._search, self._goal, self._first, self._state = search, goal, first, state
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
-        most = _MOST if search.target.widens(search.precision) else ()
+        most = _MOST if search.widens else ()
         self._most = 1 + (len((*_FEW, *_MORE_THAN_FEW, *most)) if search.relievable else 0)
         self._seconds: list[float] = []
         self.trials: dict[int, Trial] = {}
@@ -477,14 +468,14 @@ def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan 
     first = trials[0].plan
     # A rival with other factors of channels, or none, has ranges of other tensors.
     before = next(trial.plan for trial in reversed(trials) if trial.plan.factors == first.factors)
-    plan = relieve_step(search.model, search.calibration, search.target, first, count, before=before, memo=search.memo)
+    plan = relieve_step(search, first, count, before=before)
     # From here on the noise of activations hides that of weights no longer.
     return plan if plan is None or count not in _MOST else widen_step(search, plan) or plan
 
 
 def widen_step(search: Search, plan: QuantPlan) -> QuantPlan | None:
     """Returns a plan whose worst weights have 16 bits, for as much work as may stay in float in default mode."""
-    return widen_weights(search.model, search.calibration, plan, 1 - DEFAULT_INTEGER_SHARE)
+    return widen_weights(search, plan, 1 - DEFAULT_INTEGER_SHARE)
 
 
 class Work(NamedTuple):
@@ -499,7 +490,7 @@ def bound_integer(search: Search, plan: QuantPlan) -> float:
 
     A float node whose readers are all float has no Q behind it: it computes in float for certain.
     """
-    graph, floats = open_float_graph(search.model, search.calibration), {node.name for node in plan.float_nodes}
+    graph, floats = search.graph, {node.name for node in plan.float_nodes}
     macs = {node.name: count_macs(graph, node) for node in graph.nodes}
     apart = [
         macs[node.name]

@@ -16,10 +16,9 @@ import numpy as np
 
 from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
-from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.loss import GOOD_DB
-from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom
+from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
@@ -35,7 +34,7 @@ from edgekit.quantize.plan import (
     quantizes_any,
     read_constant_range,
 )
-from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph
+from edgekit.quantize.qdq import build_qdq
 from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
 from edgekit.target import Target
 
@@ -97,16 +96,7 @@ def relieve_plan(
     return best, tuple(tried)
 
 
-def relieve_step(
-    model: Model,
-    calibration: Calibration,
-    target: Target,
-    plan: QuantPlan,
-    count: int,
-    *,
-    before: QuantPlan,
-    memo: candidates.Memo,
-) -> QuantPlan | None:
+def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, before: QuantPlan) -> QuantPlan | None:
     """Returns a plan with its `count` most harmful tensors out of 8 bits.
 
     None if it has less than half as many tensors, or if nothing would be quantized.
@@ -118,12 +108,12 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    draft = open_draft(model, calibration, plan)
+    draft, memo = subject.open_draft(plan), subject.memo
     graph, calibration = draft.graph, draft.calibration
     noise = rank_tensors(draft, memo, count)
     if count > 2 * len(noise):
         return None
-    relieved = relieve_tensors(graph, plan, (*noise,)[:count], calibration, widens=target.widens(plan.precision))
+    relieved = relieve_tensors(graph, plan, (*noise,)[:count], calibration, widens=subject.widens)
     if not quantizes_any(graph, relieved):
         return None
     is_dominated = count <= _FEW_RELIEVED and bound_relief([*noise.values()], count) > _MOST_NOISE
@@ -191,15 +181,13 @@ def _find_tails(draft: candidates.Draft) -> list[tuple[str, str]]:
 _SIGNS = {"low": -1, "high": 1}
 
 
-def bound_relief_by_count(
-    model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: candidates.Memo
-) -> dict[int, float]:
+def bound_relief_by_count(subject: candidates.Subject, plan: QuantPlan, counts: Sequence[int]) -> dict[int, float]:
     """Returns, for each count, an upper bound of the noise share that the `count` worst tensors cause (`bound_relief`).
 
     Raises:
         UsageError: the statistics are gone.
     """
-    noise = list(rank_tensors(open_draft(model, calibration, plan), memo, max(counts)).values())
+    noise = list(rank_tensors(subject.open_draft(plan), subject.memo, max(counts)).values())
     return {count: bound_relief(noise, count) for count in counts}
 
 
@@ -218,13 +206,6 @@ def bound_relief(noise: Sequence[float], count: int) -> float:
 def rise_db(share: float) -> float:
     """Returns by how much a signal-to-noise ratio rises, in dB, once a share of the noise is gone."""
     return -10 * math.log10(max(1 - share, _TINY))
-
-
-def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> candidates.Draft:
-    """Returns a plan with the graph and the calibration that it was made for."""
-    graph = plan_graph(model, plan, calibration)
-    calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
-    return candidates.Draft(graph=graph, calibration=calibration, plan=plan)
 
 
 def relieve_class_maps(draft: candidates.Draft, *, widens: bool) -> candidates.Draft:
@@ -362,9 +343,7 @@ class WideRange(msgspec.Struct, frozen=True, kw_only=True):
     beyond_float: tuple[str, ...] = ()
 
 
-def find_wide_range(
-    model: Model, calibration: Calibration, target: Target, first: QuantPlan, plan: QuantPlan, memo: candidates.Memo
-) -> WideRange:
+def find_wide_range(subject: candidates.Subject, first: QuantPlan, plan: QuantPlan) -> WideRange:
     """Returns the 16-bit tensors that cause much of the noise of `plan`; `first` is the plan with no added 16 bits.
 
     The step of 16 bits is 257 times finer than that of 8, which usually lowers the noise by 48 dB. Not so for values
@@ -379,12 +358,12 @@ def find_wide_range(
         UsageError: the statistics are gone.
     """
     if is_relievable(first):
-        ranked = rank_tensors(open_draft(model, calibration, first), memo)
+        ranked = rank_tensors(subject.open_draft(first), subject.memo)
         ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
         if not ruinous & plan.wide.keys():
             return WideRange()
-    draft = open_draft(model, calibration, plan)
-    noise = rank_tensors(draft, memo)
+    draft = subject.open_draft(plan)
+    noise = rank_tensors(draft, subject.memo)
     # The largest step, of tensors with less noise than this, would not gain enough.
     least = sum(noise.values()) * (1 - 10 ** (-LEAST_GAIN_DB / 10)) / _FLOAT_COUNTS[-1]
     wide = [name for name in noise if noise[name] >= least and (name in plan.wide or not is_relievable(plan))]
@@ -397,7 +376,7 @@ def find_wide_range(
     if not gains(wide):
         return WideRange()
     float16_db = dict[str, float]()
-    if target.float_bits == 16:
+    if subject.target.float_bits == 16:
         qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
         float16_db = measure_float16(draft, qdq, wide)
 
@@ -412,15 +391,13 @@ def find_wide_range(
     )
 
 
-def keep_tensors_float(
-    model: Model, calibration: Calibration, plan: QuantPlan, names: tuple[str, ...]
-) -> QuantPlan | None:
+def keep_tensors_float(subject: candidates.Subject, plan: QuantPlan, names: tuple[str, ...]) -> QuantPlan | None:
     """Returns a plan with some 16-bit tensors in float, None if nothing would be quantized.
 
     Tensors with the same values in other positions, such as behind a Reshape, are kept float too: else the next
     operator would read them in 16 bits.
     """
-    graph = open_draft(model, calibration, plan).graph
+    graph = subject.open_draft(plan).graph
     moved = [name for name in float_activations(graph) if range_source(graph, name) in names]
     kept = keep_float(graph, plan, tuple(dict.fromkeys((*names, *moved))))
     return kept if quantizes_any(graph, kept) else None

@@ -10,14 +10,13 @@ import msgspec
 import onnx
 
 from edgekit.check.macs import count_macs
-from edgekit.model.model import Model
 from edgekit.progress import Budget
-from edgekit.quantize.calibration.calibrate import Calibration, makes_images
+from edgekit.quantize.calibration.calibrate import makes_images
 from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import relief
-from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
+from edgekit.quantize.mixed_precision.candidates import Draft, Subject, place_draft
 from edgekit.quantize.mixed_precision.score import list_rounded, open_judge, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -150,7 +149,7 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     )
 
 
-def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_macs: float) -> QuantPlan | None:
+def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantPlan | None:
     """Returns a plan whose worst layers have weights of 16 bits, None if they would not gain a decibel.
 
     Each weight is the sum of two of 8 bits (`residual`), and its layer computes twice as much: no more is added than a
@@ -163,7 +162,7 @@ def widen_weights(model: Model, calibration: Calibration, plan: QuantPlan, most_
     Raises:
         UsageError: the statistics are gone.
     """
-    draft = relief.open_draft(model, calibration, plan).use_unsigned()
+    draft = subject.open_draft(plan).use_unsigned()
     graph, nodes = draft.graph, {node.name: node for node in draft.graph.nodes}
     if plan.bits or not draft.effort.is_short:
         return None
