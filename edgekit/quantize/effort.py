@@ -17,7 +17,7 @@ _ELEMENT = 32
 # The number of judgements that the runs are divided into; the share of the runs that ranks activations (most of these
 # start in the middle of the graph); and the divisor of the runs that gives the number of samples over which drops are
 # estimated.
-_JUDGED, _RANKED, _PREDICTED = 24, 0.75, 6
+_JUDGED, RANKED_SHARE, _PREDICTED = 24, 0.75, 6
 # Drops are estimated over at least a third of all samples.
 _PREDICTED_SHARE = 3
 # The activations of all samples that run in parallel take no more than this: a choice, to bound memory.
@@ -45,24 +45,6 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     def judging_samples(self) -> int:
         """The largest number of held-out samples that judge a plan."""
         return max(2, self.runs // _JUDGED)
-
-    @property
-    def first_samples(self) -> int:
-        """How many held-out samples judge what large float constants lose in fewer bits."""
-        return min(4, max(2, self.judging_samples // 4))
-
-    @property
-    def ranking_runs(self) -> int:
-        """How many runs may rank activations by the noise that each adds to the outputs."""
-        return int(self.runs * _RANKED)
-
-    @property
-    def ranking_samples(self) -> int:
-        """How many held-out samples rank activations: 4, or 1 if runs take long. A choice, to save time.
-
-        With two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits, with four 13.7 dB.
-        """
-        return 4 if self.is_short else 1
 
     def describe(self, held_out: int) -> tuple[str, ...]:
         """Returns a note if fewer samples judge than are held out."""

@@ -183,12 +183,12 @@ def split_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
     """
     if SPLIT_BITS not in how.bits.values():
         return
-    with open_moments(how.statistics / "moments.npz") as stored:
-        for place in find_places(qdq.graph, how):
-            is_split = how.bits.get(place.layer.weight) == SPLIT_BITS and place.is_wide
-            moments = how.read_moments(stored, place.layer) if is_split else None
-            if moments is not None:
-                _split_layer(qdq.graph, how.graph, place, moments)
+    stored = open_moments(how.statistics)
+    for place in find_places(qdq.graph, how):
+        is_split = how.bits.get(place.layer.weight) == SPLIT_BITS and place.is_wide
+        moments = how.read_moments(stored, place.layer) if is_split else None
+        if moments is not None:
+            _split_layer(qdq.graph, how.graph, place, moments)
     nodes = order_nodes(qdq.graph)
     refill(qdq.graph.node, nodes)
 

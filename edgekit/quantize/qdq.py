@@ -68,13 +68,13 @@ def store_blocks(qdq: onnx.ModelProto, how: Rounder, block: int) -> None:
     found = [(node, layer) for node, layer in found if len(graph.value(layer.source).shape or ()) == _RANK]
     if not found:
         return
-    with open_moments(how.statistics / "moments.npz") as stored:
-        for node, layer in found:
-            weight = graph.weight(layer.weight)
-            learns = how.rounding not in _WITHOUT_MOMENTS
-            blocks = _round_by_moments(how, layer, weight, form, stored) if learns else None
-            blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
-            write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
+    stored = open_moments(how.statistics)
+    for node, layer in found:
+        weight = graph.weight(layer.weight)
+        learns = how.rounding not in _WITHOUT_MOMENTS
+        blocks = _round_by_moments(how, layer, weight, form, stored) if learns else None
+        blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
+        write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
     models.drop_unread(qdq.graph, ["DequantizeLinear"])
     import_contrib(qdq)

@@ -15,11 +15,12 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit._files import writing
-from edgekit.data.npz import MALFORMED
+from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
-from edgekit.model.tensors import PARSER_LOCK, Array, Tensors
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import gptq
+from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
 from edgekit.quantize.calibration.held_out import read_fitted
 from edgekit.quantize.calibration.moments import (
     InputMoments,
@@ -35,13 +36,9 @@ from edgekit.quantize.graph.sessions import open_graph
 
 def load_rounded(statistics: Path, key: str) -> dict[str, Array] | None:
     """Returns the arrays that were stored under a key; None if there are none, or if their file is damaged."""
-    path = _locate(statistics, key)
-    if not path.is_file():
-        return None
     try:
-        with PARSER_LOCK, path.open("rb") as file, np.load(file, allow_pickle=False) as fields:
-            return {name: fields[name] for name in fields.files}
-    except MALFORMED:
+        return {**StoredArrays(_locate(statistics, key))}
+    except UsageError:
         # The caller rounds again, and replaces the file.
         return None
 
@@ -57,12 +54,11 @@ def store_rounded(statistics: Path, key: str, arrays: Mapping[str, Array]) -> No
         path.parent.mkdir(exist_ok=True)
     # Not through a temporary file, which takes longer: `load_rounded` finds a file that was cut off.
     with writing(path), path.open("wb") as file:
-        # numpy names each stored array by its keyword.
-        np.savez(file, allow_pickle=False, **arrays)
+        write_arrays(file, arrays.items())
 
 
 def _locate(statistics: Path, key: str) -> Path:
-    return statistics / "rounded" / f"{key}.npz"
+    return statistics / "rounded" / f"{key}.bin"
 
 
 # The scale of an int32 bias is that of the input times that of the weight, which must be large enough for the bias to
@@ -374,7 +370,8 @@ def round_qdq_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
     if how.rounding == "qronos":
         round_in_order(qdq, how, places)
         return
-    with single_blas_thread(), open_moments(how.statistics / "moments.npz") as stored:
+    stored = open_moments(how.statistics)
+    with single_blas_thread():
         for place, corrected in map_in_order(lambda place: _correct_layer(how, place, stored), places):
             if corrected is not None:
                 write_layer(initializers, place, **corrected)

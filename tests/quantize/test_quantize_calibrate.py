@@ -115,7 +115,7 @@ def test_plain_methods_keep_no_statistics(net: Model, tmp_path: Path) -> None:
         "",
         list(METHODS_WITHOUT_HISTOGRAM),
     )
-    assert not (tmp_path / "plain" / "moments.npz").exists()
+    assert not (tmp_path / "plain" / "moments.bin").exists()
 
 
 def test_an_unknown_method_is_refused_before_work_starts(net: Model, tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
     rows = [{"x": (rng.normal(size=(1, 8, 12, size)) * scale).astype(np.float32)} for _ in range(16)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     whole = np.abs(np.stack([row["x"][0] for row in rows]))
-    with open_moments(tmp_path / "work" / "moments.npz") as read:
-        conv, matmul = present(read("n1_Conv")), present(read("n2_MatMul"))
+    read = open_moments(tmp_path / "work")
+    conv, matmul = present(read("n1_Conv")), present(read("n2_MatMul"))
     # The highest value of each channel, and the highest of the other samples.
     assert np.allclose(conv.high, np.sort(whole.max(axis=(2, 3)), axis=0)[:-3:-1])
     assert np.allclose(matmul.high, np.sort(whole.max(axis=(1, 2)), axis=0)[:-3:-1])
@@ -259,8 +259,8 @@ def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tm
     model = make_model(text, tmp_path / "m.onnx", {"a": (6, 3), "b": (6, 4), "c": (3, 5)})
     calibrate_model(model, random_samples(model, 9), work=tmp_path / "calibration")
     assert (tmp_path / "calibration/sums.data").stat().st_size
-    with open_moments(tmp_path / "calibration/moments.npz") as stored:
-        one, two, three = (present(stored(f"n{index}_MatMul")) for index in range(3))
+    stored = open_moments(tmp_path / "calibration")
+    one, two, three = (present(stored(f"n{index}_MatMul")) for index in range(3))
     assert np.array_equal(one.covariance, two.covariance)
     assert one.count == two.count
     assert three.covariance.shape == (1, 3, 3)
@@ -324,8 +324,8 @@ def _measure(model: Model, lengths: list[int], work: Path) -> InputMoments:
 
     samples = Samples(source="drawn", count=len(lengths), read=lambda: map(draw, range(len(lengths))))
     calibrate_model(model, samples, work=work)
-    with open_moments(work / "moments.npz") as stored:
-        return present(stored("layer"))
+    stored = open_moments(work)
+    return present(stored("layer"))
 
 
 @pytest.mark.parametrize("opset", [13, 17])
@@ -352,8 +352,8 @@ def test_inputs_that_hardly_vary_beside_their_mean_keep_a_covariance(tmp_path: P
     rows = [(3000 + 0.05 * rng.normal(size=(1, 40, 6))).astype(np.float32) for _ in range(20)]
     samples = Samples(source="drawn", count=20, read=lambda: iter([{"x": each} for each in rows]))
     calibrate_model(model, samples, work=tmp_path / "a")
-    with open_moments(tmp_path / "a" / "moments.npz") as stored:
-        found = present(stored("layer"))
+    stored = open_moments(tmp_path / "a")
+    found = present(stored("layer"))
     # E[xx'] - E[x]E[x]' of sums in float32 is off by a hundred times the variance here, and has negative eigenvalues.
     assert np.diagonal(found.covariance[0]) == pytest.approx(0.05**2, rel=0.2)
     assert np.linalg.eigvalsh(found.covariance[0]).min() > 0

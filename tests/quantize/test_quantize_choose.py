@@ -21,6 +21,8 @@ from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
+from edgekit.quantize.calibration.moments import MOMENTS
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -50,13 +52,13 @@ def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(
 ) -> None:
     many = msgspec.structs.replace(many, statistics=str(shutil.copytree(many.statistics, tmp_path / "spoilt")))
     shutil.rmtree(tmp_path / "spoilt" / "rounded", ignore_errors=True)
-    path = tmp_path / "spoilt" / "moments.npz"
-    with np.load(path) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+    path = tmp_path / "spoilt" / MOMENTS
+    arrays = {**StoredArrays(path)}
     spoilt = {
         name: np.full_like(each, np.nan) if name.endswith("covariance") else each for name, each in arrays.items()
     }
-    np.savez(path, allow_pickle=False, **spoilt)
+    with path.open("wb") as file:
+        write_arrays(file, spoilt.items())
     memo = Memo()
     plan = plan_quantization(net, many, load_target("nnapi"), "int8", memo=memo)
     assert {entry.rounding for entry in plan.judged} == {"nearest", "bias"}

@@ -175,7 +175,7 @@ def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_as_if_there_were_none(tmp_path: Path) -> None:
     store_rounded(tmp_path, "a", {"scale": np.zeros(100)})
-    path = next(tmp_path.rglob("*.npz"))
+    path = next(tmp_path.rglob("*.bin"))
     path.write_bytes(path.read_bytes()[:150])
     assert load_rounded(tmp_path, "a") is None
     store_rounded(tmp_path, "a", {"scale": np.ones(1)})

@@ -172,7 +172,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
     if fitting:
         save_held_out(work, found.held_out)
         save_fitted(work, samples, found.fitted())
-        save_moments(work / "moments.npz", found.statistics.moments())
+        save_moments(work, found.statistics.moments())
         effort = find_effort(graph, len(found.seen))
         judges = (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
     return Calibration(

@@ -5,18 +5,15 @@ fitting samples.
 """
 
 from collections.abc import Collection, Iterator
-from io import BufferedReader
 from itertools import groupby
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
-from edgekit.errors import UsageError, reraised
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
-from edgekit.serialize import ready_type
+from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
 
 # Weights that were rounded with some samples fit these better than others, so some samples are held out; but if there
 # are few samples, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
@@ -33,7 +30,6 @@ judged, and "auto" would be minmax.
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
 """So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
 _PLAIN = "fiubU"
-_TABLE_SIZE = 8
 
 
 class HeldOut:
@@ -93,7 +89,8 @@ class HeldOut:
 
 def save_held_out(folder: Path, held_out: HeldOut) -> None:
     """Writes the held-out samples into a folder."""
-    _write(folder / "held_out.bin", held_out.arrays)
+    with (folder / "held_out.bin").open("wb") as file:
+        write_arrays(file, held_out.arrays.items())
 
 
 def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
@@ -120,7 +117,8 @@ def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> Non
         if left < 0 or not _is_plain(sample):
             break
         arrays |= {f"{index}:{name}": value for name, value in sample.items()}
-    _write(folder / "fitted.bin", arrays)
+    with (folder / "fitted.bin").open("wb") as file:
+        write_arrays(file, arrays.items())
 
 
 def read_fitted(folder: Path) -> Iterator[Tensors]:
@@ -141,34 +139,8 @@ def _is_plain(sample: Tensors) -> bool:
     return all(value.dtype.kind in _PLAIN for value in sample.values())
 
 
-def _write(path: Path, arrays: Tensors) -> None:
-    """Writes arrays one after the other, after a table of them.
-
-    Each candidate plan reads all samples again, and the headers of a .npz take longer to read than small arrays.
-    """
-    table = msgspec.msgpack.encode([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
-    with path.open("wb") as file:
-        file.write(len(table).to_bytes(_TABLE_SIZE, "little") + table)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).data)
-
-
 def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
     """Yields the arrays of each sample, named `INDEX:NAME` in the file, by their NAME."""
-    try:
-        file = (folder / name).open("rb")
-    except FileNotFoundError as error:
-        raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
-    damaged = UsageError(f"the statistics '{folder / name}' are damaged", hint="calibrate again")
-    with file, reraised((msgspec.DecodeError, TypeError, ValueError, MemoryError, OverflowError), damaged):
-        table = file.read(int.from_bytes(file.read(_TABLE_SIZE), "little"))
-        rows = msgspec.msgpack.decode(table, type=ready_type(list[tuple[str, str, tuple[int, ...]]]))
-        for _, sample in groupby(rows, key=lambda row: row[0].split(":", 1)[0]):
-            yield {name.split(":", 1)[1]: _read_array(file, dtype, shape) for name, dtype, shape in sample}
-
-
-def _read_array(file: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Array:
-    array = np.empty(shape, dtype)
-    if array.dtype.kind not in _PLAIN or file.readinto(array.data) != array.nbytes:
-        raise ValueError(f"{shape} of {dtype} are not in the file")
-    return array
+    stored = StoredArrays(folder / name)
+    for _, sample in groupby(stored, key=lambda each: each.split(":", 1)[0]):
+        yield {each.split(":", 1)[1]: stored[each] for each in sample}

@@ -5,20 +5,20 @@ output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and bi
 bias corrects the mean error, the covariance E[xx'] - E[x]E[x]' takes the place of E[xx'].
 """
 
-import contextlib
 import math
-import zipfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from edgekit.errors import UsageError
 from edgekit.model.external import ArrayFile
-from edgekit.model.tensors import PARSER_LOCK, Array
+from edgekit.model.tensors import Array
+from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
+MOMENTS = "moments.bin"
+"""The file of moments in the folder of a calibration's statistics."""
 BUDGET_BYTES = 96 << 20
 """The memory for all second moments; if they need more, they are made block diagonal.
 
@@ -194,34 +194,30 @@ def patches_per_sample(layer: Layer, samples: int) -> int:
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
 
-def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments]]) -> None:
-    """Writes moments one by one to an .npz file, each with the node names of the layers that read the input."""
+def save_moments(statistics: Path, moments: Iterable[tuple[Sequence[str], InputMoments]]) -> None:
+    """Writes moments one by one into a folder, each with the node names of the layers that read the input."""
     places: dict[str, int] = {}
     counts: list[int] = []
-    with zipfile.ZipFile(path, "w") as archive:
 
-        def write(name: str, array: Array) -> None:
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-
+    def list_arrays() -> Iterator[tuple[str, Array]]:
         for nodes, its in moments:
-            places |= dict.fromkeys(nodes, len(counts))
-            for field in _FIELDS:
-                write(f"{len(counts)}.{field}", getattr(its, field))
+            places.update(dict.fromkeys(nodes, len(counts)))
+            yield from ((f"{len(counts)}.{field}", getattr(its, field)) for field in _FIELDS)
             counts.append(its.count)
-        write("nodes", np.array(list(places), np.str_))
-        write("places", np.array(list(places.values()), np.int64))
-        write("counts", np.array(counts, np.int64))
+        yield "nodes", np.array(list(places), np.str_)
+        yield "places", np.array(list(places.values()), np.int64)
+        yield "counts", np.array(counts, np.int64)
+
+    with (statistics / MOMENTS).open("wb") as file:
+        write_arrays(file, list_arrays())
 
 
 class StoredMoments:
-    """The moments in an open file, read for one node at a time; threads may read in parallel."""
+    """The moments in a file, read for one node at a time; threads may read side by side."""
 
-    def __init__(self, archive: Mapping[str, Array]) -> None:
-        with PARSER_LOCK:
-            self._archive, self._counts = archive, archive["counts"]
-            nodes, places = (archive[name].tolist() for name in ("nodes", "places"))
-            self._indices: dict[str, int] = dict(zip(nodes, places, strict=True))
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays, self._counts = arrays, arrays["counts"]
+        self._indices: dict[str, int] = dict(zip(arrays["nodes"].tolist(), arrays["places"].tolist(), strict=True))
 
     def __call__(self, node: str) -> InputMoments | None:
         """Returns the moments of a node, None if there are none."""
@@ -237,23 +233,16 @@ class StoredMoments:
         return ends["low"], ends["high"]
 
     def _read(self, node: str, fields: Sequence[str]) -> dict[str, Array]:
-        with PARSER_LOCK:
-            return {field: self._archive[f"{self._indices[node]}.{field}"] for field in fields}
+        return {field: self._arrays[f"{self._indices[node]}.{field}"] for field in fields}
 
 
-@contextlib.contextmanager
-def open_moments(path: Path) -> Generator[StoredMoments]:
-    """Yields the moments in a file that `save_moments` wrote.
+def open_moments(statistics: Path) -> StoredMoments:
+    """Returns the moments in a calibration's folder of statistics.
 
     Raises:
-        UsageError: the file is gone.
+        UsageError: they are gone.
     """
-    try:
-        archive = np.load(path, allow_pickle=False)
-    except FileNotFoundError as error:
-        raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
-    with archive:
-        yield StoredMoments(archive)
+    return StoredMoments(StoredArrays(statistics / MOMENTS))
 
 
 def _divide(inputs: int, limit: int) -> int:

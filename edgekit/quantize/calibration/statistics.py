@@ -24,6 +24,7 @@ class ActivationStatistics:
         self._augmented = augmented
         self._lows, self._highs = _Extremes(augmented.lows, np.minimum), _Extremes(augmented.highs, np.maximum)
         self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in augmented.scores), np.minimum)
+        self._extremes = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
         file = ArrayFile(work / "sums.data")
         self._collectors = [HistogramCollector() for _ in augmented.picks]
         self._pick_outputs = tuple(pick_outputs(len(augmented.picks)))
@@ -37,14 +38,12 @@ class ActivationStatistics:
 
     def fits(self, values: Tensors) -> bool:
         """Returns False if a tensor has more or fewer channels than the graph says."""
-        ends = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
-        return all(values[name].size == end.size for name, end in ends.items() if name in values)
+        return all(values[name].size == ends.size for name, ends in self._extremes.items() if name in values)
 
     def add(self, values: Tensors, *, learn: bool) -> None:
         """Adds the outputs for one sample; moments only of a sample that rounding may `learn` from."""
-        self._lows.add(values.get(LOWS))
-        self._highs.add(values.get(HIGHS))
-        self._scores.add(values.get(SCORES))
+        for name, ends in self._extremes.items():
+            ends.add(values.get(name))
         picked = {output: part for output, part in self._pick_outputs if output in values}
         for output, part in picked.items():
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
@@ -67,7 +66,7 @@ class ActivationStatistics:
 
     def extremes(self) -> dict[str, Array]:
         """Returns the arrays with the extremes."""
-        ends = {"lows": self._lows, "highs": self._highs, "scores": self._scores}
+        ends = {name.removeprefix("edgekit."): each for name, each in self._extremes.items()}
         return {f"{end}.{name}": array for end, own in ends.items() for name, array in own.arrays().items()}
 
     def sums(self) -> dict[str, Array]:

@@ -2,15 +2,12 @@
 
 import contextlib
 import hashlib
-import math
 import os
-import re
 import shutil
-import struct
 import time
 from collections.abc import Callable, Generator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
@@ -19,16 +16,11 @@ from edgekit._files import STRICT_FLAGS, open_regular, replacing_file, try_lock
 from edgekit.errors import DataError, OutputError
 from edgekit.model.tensors import Array
 from edgekit.progress import Progress
-from edgekit.serialize import ready_type
+from edgekit.quantize.calibration.arrays import parse_arrays, write_arrays
 
-# A format of edgekit: magic, length of the header, header, arrays, sha256 of all these. Nothing is used before the
-# sha256 is checked, arrays take no more memory than the file has bytes, and none is copied. An .npz guarantees none of
-# this.
-_MAGIC = b"edgekit calibration 2\n"
-_LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-# The allowed types: plain numbers and texts, little endian if that matters; no objects, no structures.
-_DTYPE = re.compile(r"\|[biu]1|<[iuf][248]|<U[0-9]{1,6}")
+# The arrays with the key, the indices of the samples and their digests.
+_KEY, _SEEN, _DIGESTS = "key", "seen", "digests"
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,87 +30,52 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, Array]
 
 
-class _ArrayHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def size_bytes(self) -> int:
-        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
-
-
-class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: str
-    seen: dict[int, bytes]
-    arrays: tuple[_ArrayHeader, ...]
-
-
 def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint atomically; its last 32 bytes are the sha256 of all before.
 
     Raises:
         OutputError: the folder cannot be written, or is full.
     """
-    named = checkpoint.arrays.items()
-    headers = tuple(_ArrayHeader(name=name, dtype=array.dtype.str, shape=array.shape) for name, array in named)
-    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
-    parts: list[bytes | memoryview] = [_MAGIC, _LENGTH.pack(len(header)), header]
-    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in checkpoint.arrays.values()]
+    digests = np.frombuffer(b"".join(checkpoint.seen.values()), np.uint8)
+    facts = {_KEY: np.array(key), _SEEN: np.array([*checkpoint.seen], np.int64), _DIGESTS: digests}
     with replacing_file(path) as temporary:
         try:
-            digest = hashlib.sha256()
-            with temporary.open("xb") as file:
-                for part in parts:
-                    digest.update(part)
-                    file.write(part)
-                file.write(digest.digest())
+            with temporary.open("x+b") as file:
+                write_arrays(file, chain(checkpoint.arrays.items(), facts.items()))
+                file.seek(0)
+                file.write(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise OutputError(f"cannot write '{path}': {error.strerror}", hint="give a --cache with space") from error
 
 
 def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
-    """Returns the checkpoint in a file, None if there is no file; it is read once, and its sha256 is checked.
+    """Returns the checkpoint in a file, None if there is no file; nothing is used before its sha256 is checked.
 
-    Arrays are views of the file's contents: each keeps all of them in memory.
+    Arrays are views of the file's contents, which is read once: each keeps all of them in memory.
 
     Raises:
         DataError: the file is damaged, truncated, of another kind, or larger than `most_bytes`.
     """
     try:
         with open_regular(path) as file:
-            return _read(file, path, key, most_bytes)
+            size_bytes = file.seek(0, 2)
+            if size_bytes > most_bytes:
+                raise _refusal(path, f"it has {size_bytes} bytes, a calibration of this model {most_bytes} at most")
+            file.seek(0)
+            data = np.fromfile(file, np.uint8, size_bytes)
+        body = data[:-_DIGEST_BYTES]
+        if hashlib.sha256(body.data).digest() != data[-_DIGEST_BYTES:].tobytes():
+            raise _refusal(path, "its sha256 is wrong")
+        arrays = parse_arrays(body)
+        own, seen, digests = (arrays.pop(name) for name in (_KEY, _SEEN, _DIGESTS))
+        rows = digests.reshape(len(seen), _DIGEST_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
-        raise _refusal(path, str(error) or "it is cut off") from error
-
-
-def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
-    size_bytes = file.seek(0, 2)
-    file.seek(0)
-    if size_bytes > most_bytes:
-        raise _refusal(path, f"it has {size_bytes} bytes, a calibration of this model {most_bytes} at most")
-    data = np.fromfile(file, np.uint8, size_bytes)
-    body, start = data[:-_DIGEST_BYTES], len(_MAGIC) + _LENGTH.size
-    if body[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise _refusal(path, "it is no calibration of this edgekit")
-    if len(body) < start or hashlib.sha256(body.data).digest() != data[-_DIGEST_BYTES:].tobytes():
-        raise _refusal(path, "its sha256 is wrong")
-    (length,) = _LENGTH.unpack(body[len(_MAGIC) : start].tobytes())
-    header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=ready_type(_Header))
-    start += length
-    for its in header.arrays:
-        if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):
-            raise _refusal(path, f"it holds an array of {its.dtype[:20]!r}")
-    if sum(its.size_bytes() for its in header.arrays) != len(body) - start:
-        raise EOFError
-    arrays: dict[str, Array] = {}
-    for its in header.arrays:
-        arrays[its.name] = body[start : start + its.size_bytes()].view(its.dtype).reshape(its.shape)
-        start += its.size_bytes()
-    if header.key != key:
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _refusal(path, str(error)) from error
+    if own.tobytes() != np.array(key).tobytes():
         raise _refusal(path, "it is of another model, other settings or another version")
-    return Checkpoint(seen=header.seen, arrays=arrays)
+    return Checkpoint(seen=dict(zip(seen.tolist(), map(bytes, rows), strict=True)), arrays=arrays)
 
 
 def _refusal(path: Path, reason: str) -> DataError:

@@ -187,11 +187,11 @@ def read_channel_ranges(
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    with open_moments(statistics / "moments.npz") as stored:
-        for pair in pairs:
-            ends = stored.extremes(pair.consumers[0].node)
-            if ends is not None and ends[1].shape[1] == pair.channels:
-                yield pair, _trace_back(graph, pair, ends, stored, seen)
+    stored = open_moments(statistics)
+    for pair in pairs:
+        ends = stored.extremes(pair.consumers[0].node)
+        if ends is not None and ends[1].shape[1] == pair.channels:
+            yield pair, _trace_back(graph, pair, ends, stored, seen)
 
 
 def _trace_back(

@@ -206,7 +206,8 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> Judgement:
     Raises:
         UsageError: the statistics are gone.
     """
-    draft, weights = draft.use_unsigned(), count_weights(draft.graph)
+    draft = draft.use_unsigned()
+    weights = sum(math.prod(draft.graph.constants[layer.weight].dims) for layer in read_layers(draft.graph))
     # Roundings are tried with the best range method, though minmax may be the best candidate so far.
     reached = [each.sqnr_db for each in judged.candidates if each.method == judged.method]
     reached = reached or [judged.candidates[0].sqnr_db]
@@ -271,11 +272,6 @@ def judge_plan(draft: Draft) -> Candidate:
     """
     draft = draft.use_unsigned()
     return _judge_rounding(draft, draft.plan.rounding, place_draft(draft))
-
-
-def count_weights(graph: Graph) -> int:
-    """Returns how many weights the layers of a graph have."""
-    return sum(math.prod(graph.constants[layer.weight].dims) for layer in read_layers(graph))
 
 
 def digest_draft(draft: Draft) -> str:
@@ -445,7 +441,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
         compared,
         statistics,
         whole=whole,
-        most=effort.first_samples,
+        most=min(4, max(2, effort.judging_samples // 4)),
         at_once=1,
     )
 

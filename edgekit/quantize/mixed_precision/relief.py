@@ -20,6 +20,7 @@ from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.effort import RANKED_SHARE
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision import candidates
@@ -303,7 +304,10 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    bound = Bound(worst=worst, most=effort.ranking_runs, samples=effort.ranking_samples, guesses=_guess_noise(draft))
+    # A choice, to save time. With two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits,
+    # with four 13.7 dB.
+    samples = 4 if effort.is_short else 1
+    bound = Bound(worst=worst, most=int(effort.runs * RANKED_SHARE), samples=samples, guesses=_guess_noise(draft))
     known = memo.noises.setdefault(measured, {})
     errors = rank_activations(draft, candidates.place_draft(unsigned), memo.budget, bound=bound, known=known)
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.

@@ -4,8 +4,7 @@ Weights are rounded to nearest, or by COMQ, which minimizes the error of the lay
 """
 
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,11 +286,8 @@ _SHARES = np.linspace(1.0, 0.6, 9)
 _MIDDLE, _MOST = 8, 15
 
 
-@contextmanager
-def learn_blocks(
-    model: Model, samples: Samples, work: Path, form: BlockForm
-) -> Generator[Callable[[str, bool], Blocks | None]]:
-    """Yields the argument `learned` of `pack_weights`: it rounds weights by samples of their layer's input.
+def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) -> Callable[[str, bool], Blocks | None]:
+    """Returns the argument `learned` of `pack_weights`: it rounds weights by samples of their layer's input.
 
     It returns None if several nodes read a weight, or if the size of the input is unknown.
 
@@ -306,16 +302,16 @@ def learn_blocks(
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
     calibrate_model(model, samples, work=work, methods=METHODS_WITHOUT_HISTOGRAM)
-    with open_moments(work / "moments.npz") as stored:
+    stored = open_moments(work)
 
-        def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback
-            layer, moments = layers.get(node), stored(node)
-            if layer is None or moments is None:
-                return None
-            matrix = layer.to_matrix(graph.weight(layer.weight))
-            return round_blocks(matrix[0].T, moments, form, is_table=is_table)
+    def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback
+        layer, moments = layers.get(node), stored(node)
+        if layer is None or moments is None:
+            return None
+        matrix = layer.to_matrix(graph.weight(layer.weight))
+        return round_blocks(matrix[0].T, moments, form, is_table=is_table)
 
-        yield learn
+    return learn
 
 
 def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_table: bool = False) -> Blocks:

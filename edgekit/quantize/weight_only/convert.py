@@ -179,8 +179,8 @@ def compress_weights(
         if options.rounding == "nearest" or samples is None:
             changed = pack_weights(proto, block, options.kept)
         else:
-            with work_folder() as work, learn_blocks(model, samples, work, block) as learned:
-                changed = pack_weights(proto, block, options.kept, learned)
+            with work_folder() as work:
+                changed = pack_weights(proto, block, options.kept, learn_blocks(model, samples, work, block))
         written = save_proto(proto, out)
     if options.form != "fp16":  # which was loaded already
         CpuSession(written.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
